@@ -1,1 +1,1 @@
-"""Bindings to frameworks, engines and servers; each needs the extra that it names."""
+"""Bindings to frameworks, engines and servers; each names its extra."""

@@ -1,4 +1,4 @@
-"""Orderers for the models of clouds, made when a request names one."""
+"""Orderers for the models of clouds, made on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragorder.settings import Settings
 
 __all__ = ["CloudOrderers", "ModelOrderer"]
 
-# Where only the model is known. Those of others have the same names on engines of one's own.
+# Used if only the model is known. Models of other providers have the same names on self-hosted engines.
 _PROVIDERS: tuple[Provider, ...] = ("anthropic", "openai")
 
 
@@ -28,9 +28,9 @@ class CloudOrderers:
 
         CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
 
-    Without `provider` the model's name says whose it is; a `ttl` that its provider does not have is its default.
-    `settings` are of all of them, `wrap` is called with each. Thread-safe. Raises OSError and ValueError for a file of
-    `prices` that cannot be read, and for settings of other engines.
+    Without `provider` the model's name determines it; a `ttl` that its provider lacks becomes its default. `settings`
+    apply to all orderers, `wrap` is called with each. Thread-safe. Raises OSError and ValueError for an unreadable file
+    of `prices`, and for settings of other engines.
     """
 
     def __init__(
@@ -46,15 +46,14 @@ class CloudOrderers:
         self._ttl = ttl
         self._prices = prices if isinstance(prices, Prices) else Prices.load(prices)
         self._settings = settings
-        # What is wrong with them is said at once.
+        # Raises errors in the settings at once.
         Orderer.for_cloud(rules=CacheRules("any"), settings=self._settings)
         self._wrap = wrap
-        # By generation and price: clients may name models as they like.
+        # By generation and price: clients may name models freely.
         self._orderers: dict[tuple[str, float | None], ModelOrderer] = {}
         self._lock = Lock()
 
     def of(self, model: str) -> ModelOrderer | None:
-        """None for a model that no table has."""
         rules, provider = self._rules(model)
         if rules is None or provider is None:
             return None

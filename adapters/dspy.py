@@ -1,4 +1,4 @@
-"""DSPy: a retrieval module in cache order."""
+"""DSPy: retrieval module in cache order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CacheOrderRetriever"]
 
 
 class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
-    """A retrieval module that orders its passages for the engine's prefix cache. Thread-safe.
+    """Retrieval module that orders its passages for the engine's prefix cache. Thread-safe.
 
         retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
@@ -33,7 +33,7 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     - `tokens`: its length in the prompt.
     - `scope`: the tenant, or a function of the retriever's arguments. Scopes share no cache.
 
-    Errors in these functions, and results without passages, leave the result as it is and are counted by the orderer.
+    Errors in these functions, and results without passages, leave the result unchanged and are counted by the orderer.
     Orderings count as served at once. Copies share the orderer; a saved program loads with a new one.
     """
 
@@ -55,7 +55,7 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
 
     async def aforward(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, with a synchronous retriever in a thread."""
+        """Run a synchronous retriever in a thread."""
         retriever: Any = self.retriever
         if hasattr(retriever, "aforward"):
             retriever = retriever.acall

@@ -1,4 +1,4 @@
-"""Haystack: a ranker in cache order."""
+"""Haystack: ranker in cache order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FUNCTIONS = ("key", "tokens")
 
 @component
 class CacheOrderRanker:
-    """Orders ranked documents for the engine's prefix cache, directly before the prompt builder. Thread-safe.
+    """Ranker that orders documents for the engine's prefix cache, directly before the prompt builder. Thread-safe.
 
         pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
@@ -81,8 +81,8 @@ class CacheOrderRanker:
     def run(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None
     ) -> dict[str, list[Document]]:
-        """The ordered `documents`; `top_k` and `scope` override the ranker's own. Raises ValueError for a `top_k` below
-        1."""
+        """Return the ordered `documents`; `top_k` and `scope` override the ranker's own. Raises ValueError for a
+        `top_k` below 1."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -93,13 +93,13 @@ class CacheOrderRanker:
     async def run_async(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None
     ) -> dict[str, list[Document]]:
-        # Ordering takes a fraction of a millisecond, and waits for nothing.
+        # Ordering takes a fraction of a millisecond, without waiting.
         return self.run(documents, top_k, scope)
 
 
 def _check(top_k: int | None) -> None:
     if top_k is not None and top_k <= 0:
-        raise ValueError(f"top_k must be > 0, but got {top_k}")
+        raise ValueError(f"top_k is {top_k}: give 1 or more")
 
 
 def _text(document: Document) -> str:

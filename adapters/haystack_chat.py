@@ -1,4 +1,4 @@
-"""Haystack: the next turn of a chat, whose documents stand behind the history."""
+"""Haystack: next turn of a chat, with documents after the history."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
 
 class ChatTurn:
-    """A turn in a pipeline, from the prompt builder to the feedback. One that is loaded from a snapshot reports
-    nothing."""
+    """A turn in a pipeline, from the prompt builder to the feedback. A turn loaded from a snapshot reports nothing."""
 
     def __init__(
         self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
@@ -38,7 +37,6 @@ class ChatTurn:
         self._confirm = confirm
 
     def confirm(self, reply: ChatMessage | None = None) -> None:
-        """It counts as served; None: what answers it is not known."""
         if self._confirm is not None:
             self._confirm(reply, None if reply is None else read_usage(reply.meta.get("usage")))
 
@@ -50,13 +48,13 @@ class ChatTurn:
         return cls([ChatMessage.from_dict(message) for message in data["prompt"]], None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Pipelines copy what goes from one component to the next.
+        # Pipelines copy values between components.
         return self
 
 
 @component
 class CacheOrderChatPromptBuilder:
-    """Makes the messages of a chat's next turn, in place of a ChatPromptBuilder: the history as it is, behind it the
+    """Builder of the messages of a chat's next turn, instead of a ChatPromptBuilder: the unchanged history, then the
     documents with the question. Thread-safe.
 
         pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
@@ -66,7 +64,7 @@ class CacheOrderChatPromptBuilder:
     - `orderer`, or `settings` for a new one (default: from the environment).
     - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
       content).
     - `scope`: the tenant. Scopes share no cache.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
@@ -110,7 +108,7 @@ class CacheOrderChatPromptBuilder:
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(reply.text, documents, builder.label)`."""
+        """Return a document's label, for `cited(reply.text, documents, builder.label)`."""
         return self._turns.label(document)
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,8 +139,8 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        """`prompt`, the messages to send: with the answer behind them, the next turn's history; `documents`, those in
-        it in prompt order, then those that are named. `scope` overrides the builder's own."""
+        """Return `prompt`, the messages to send, which with the answer are the next turn's history; and `documents`:
+        the sent ones in prompt order, then the named ones. `scope` overrides the builder's own."""
         form = self._turns.builder.message_format
         before = list(history or ())
         if form.system and form.system_role and not (before and before[0].role == "system"):
@@ -169,7 +167,7 @@ class CacheOrderChatPromptBuilder:
 
 @component
 class CacheOrderFeedback:
-    """Reports a reply to the orderer, and gives the next turn's history.
+    """Component that reports a reply to the orderer, and returns the next turn's history.
 
         pipeline.connect("llm.replies", "feedback.replies")
         pipeline.connect("prompt.turn", "feedback.turn")
@@ -179,7 +177,6 @@ class CacheOrderFeedback:
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
     def run(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
-        """`history`: what was sent, and the first of the replies."""
         if replies:
             turn.confirm(replies[0])
         return {"history": [*turn.prompt, *replies[:1]], "replies": replies}

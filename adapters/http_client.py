@@ -61,7 +61,7 @@ class Server:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A compressed answer may decompress to any length.
         headers["Accept-Encoding"] = "identity"
-        # No HTTP_PROXY, which would see the key: requests to the model go directly, too. Without trust_env,
+        # HTTP_PROXY is not used, since it would see the key: requests to the model go directly, too. Without trust_env,
         # certificates from the environment need an explicit context, as in the proxy.
         self._client = httpx2.Client(
             auth=basic,
@@ -79,7 +79,6 @@ class Server:
         self._client.close()
 
     def get(self, path: str) -> str:
-        """The text at a path."""
         return self._call("GET", path).decode("utf-8", "replace")
 
     def get_json(self, path: str) -> Any:
@@ -92,7 +91,7 @@ class Server:
         self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
         httpx2, where = self._httpx2, f"{self.root}{path}"
-        late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
+        late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or check the server's load"
         deadline = time.monotonic() + self._timeout_s
         chunks: list[bytes] = []
         length = 0
@@ -100,7 +99,7 @@ class Server:
             with self._client.stream(method, where, json=body, headers=headers) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
                     raise ServerError(
-                        f"{where} sends compressed answers that were not requested: see whether a proxy before it "
+                        f"{where} sends compressed answers that were not requested: check whether a proxy before it "
                         "compresses them"
                     )
                 # The client's timeout is for the next byte, not for the last one.
@@ -117,7 +116,7 @@ class Server:
             message = f"{self.root} cannot be reached ({error}): check host and port, and that the server is up"
             raise ServerError(message) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            # The text of such an error may quote a header or a URL, and with it a key.
+            # Such an error's text may quote a header or a URL, and with it a key.
             message = f"{where} gave no answer in HTTP ({type(error).__name__}): check the port, and http or https"
             raise ServerError(message) from None
         if response.status_code in (401, 403):
@@ -135,7 +134,7 @@ class Server:
             raise ServerError(message, 200) from None
 
     def _parse(self, base_url: str) -> httpx2.URL:
-        # Everything in front of an @ may be a password, even where the rest is no URL.
+        # Everything before an @ may be a password, even if the rest is no URL.
         shown = printable(re.sub(r"^(\w+://)?.*@", r"\1", base_url.partition("?")[0]))
         try:
             url = self._httpx2.URL(base_url.strip())

@@ -1,4 +1,4 @@
-"""Marks of a prompt for caches that resume only there (Anthropic, Bedrock)."""
+"""Cache breakpoints of a prompt (Anthropic, Bedrock)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["marked_documents"]
 
 
 def marked_documents(ordering: Ordering[Any]) -> list[int]:
-    """How many leading documents stand in front of each mark: the one place of this choice.
+    """Return the number of leading documents before each breakpoint.
 
-    A plain rule: one mark, behind the documents that an earlier request began with, too. What is asked for the first
-    time is not worth its writing: 1.25 times the plain price. An `Orderer.for_cloud` chooses by itself.
+    A plain rule: one breakpoint, after the documents that an earlier request also began with. New documents are not
+    worth the price of writing, 1.25 times the plain one. An `Orderer.for_cloud` chooses itself.
     """
     if ordering.cloud is not None:
         return [mark for mark in ordering.breakpoints if mark]

@@ -1,4 +1,4 @@
-"""Ray Data: batches planned in shards on a cluster, before any engine."""
+"""Ray Data: batches planned in shards on a cluster."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def plan_dataset(
     document_tokens: int = 256,
     sample: int = 1_000_000,
 ) -> Dataset:
-    """The rows of a dataset in serving order, shard by shard.
+    """Return the rows of a dataset in serving order, shard by shard.
 
         planned = plan_dataset(ray.data.read_json("requests.jsonl"), shards=64)
         answers = processor(planned)  # ray.data.llm, or map_batches with an engine
 
     `documents` is the column with the documents of each row, best first: lists of ids, or of objects with "id" and
-    "text" or "tokens"; ids alone are `document_tokens` long. `scope` is a column with the tenant, if there is one. The
-    documents of a row come in the order of the prompt, "permutation" has their ranks, from 0, and "shard" the number of
-    the shard. All other columns stay: join results by an id among them.
+    "text" or "tokens"; ids alone count as `document_tokens` long. `scope` is a column with the tenant, if there is one.
+    The result has each row's documents in the order of the prompt, their ranks, from 0, as "permutation", and the
+    number of the shard as "shard". Other columns are unchanged: join results by an id among them.
 
-    The dataset is read twice, once for popular documents, which a `sample` of so many rows tells; `materialize` it if
-    reading is dear. A shard is planned whole, by one task, and its rows stand together, in one block or, if they exceed
-    Ray's `target_max_block_size`, in several. Engines take blocks and batches, and not shards: each costs a repeated
-    prefix, so give batches of 512 rows and more to an engine.
+    The dataset is read twice, once for popular documents, which a `sample` of this many rows shows; `materialize` it if
+    reading is expensive. One task plans a whole shard, whose rows are adjacent, in one block or, above Ray's
+    `target_max_block_size`, in several. Engines take blocks and batches, not shards, and each costs a repeated prefix:
+    give an engine batches of at least 512 rows.
 
-    Raises ImportError naming the extra, ValueError for less than one shard; a column that cannot be read is a
-    ValueError of the task that reads it.
+    Raises ImportError naming the extra, ValueError for less than one shard; an unreadable column is a ValueError of the
+    task that reads it.
     """
     with needs("ray", _USER):
         import pyarrow  # noqa: F401
@@ -61,7 +61,6 @@ def plan_dataset(
 
 
 def _sampled(dataset: Dataset, columns: RequestColumns, most: int) -> list[ShardRequest]:
-    """Every row, or every second, fourth, … one."""
     import pyarrow
 
     kept: list[ShardRequest] = []

@@ -22,8 +22,8 @@ ScopeOf = str | Callable[..., Hashable] | None
 def order_items(
     orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
 ) -> tuple[list[T], Ordering[Document]]:
-    """The items themselves, each as often as given, ordered by what `read` makes of them, and the ordering. Raises
-    nothing: unreadable items stay in retrieval order."""
+    """Return the items themselves, each as often as given, ordered by the documents that `read` returns, and the
+    ordering. Never raises: unreadable items stay in retrieval order."""
     items = list(items)
     try:
         documents = [read(item) for item in items]
@@ -34,21 +34,19 @@ def order_items(
 
 
 def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
-    """An item's identity besides its text: by the user's `key`, else its own id, else nothing."""
     name = key(item) if key is not None else None
     name = own_id if name is None else name
     return "" if name is None else str(name)
 
 
 def degrade(orderer: OrdererLike, reason: str) -> None:
-    """A user's own wrapper may lack `degrade`."""
     note = getattr(orderer, "degrade", None)
     if note is not None:
         note(reason)
 
 
 class Reorder(Generic[T]):
-    """Orders the documents of requests; on an error they stay in retrieval order. Thread-safe.
+    """Ordering of requests' documents; errors leave retrieval order. Thread-safe.
 
     `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
     share the orderer; a pickle loads with a new orderer of the same settings.
@@ -74,7 +72,6 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """The ordered items, and the ordering for the caller to finish."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:

@@ -1,11 +1,10 @@
-"""Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, what it forecasts.
+"""Facts about a request for a vLLM with ragorder's tiers.
 
-    {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [requests to
-    come that will contain all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
-    tokens in front of the first document, "exact": leading documents to compute exactly, "question": true}}}; each may
-    be missing or null.
+    {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [number of
+    later requests with all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
+    tokens before the first document, "exact": leading documents to compute exactly, "question": true}}}
 
-Standard library only: vLLM's processes load this module.
+Each fact may be missing or null. Standard library only: vLLM's processes load this module.
 """
 
 from __future__ import annotations
@@ -35,32 +34,33 @@ __all__ = [
 K = TypeVar("K", bound=Hashable)
 
 FIELD = "kv_transfer_params"
-"""The field of a request's body, and the key in the extra_args of vLLM's SamplingParams."""
+"""Field of a request's body, and key in the extra_args of vLLM's SamplingParams."""
 FACTS = "ragorder"
-"""The key of the facts in that field."""
+"""Key of the facts in that field."""
 PREFIX = "prefix"
-"""The key, in the facts, of the tokens in front of the first document: for the embedded engine."""
+"""Key, in the facts, of the tokens before the first document: for the embedded engine."""
 EXACT = "exact"
-"""Likewise: the leading documents that are computed exactly even if they could be taken over."""
+"""Key, in the facts, of the leading documents that are computed exactly instead of reused."""
 QUESTION = "question"
-"""Likewise: true for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
+"""Key, in the facts: true for a warm-up, whose prompt is a system prompt, as its only document, and a question
+to keep."""
 
-# A digest cannot be tried against names: the key exists in this process only.
+# Nobody can test names against a digest: the key exists in this process only.
 _KEY = secrets.token_bytes(32)
 _MAX_DOCUMENTS = 4096
 _MAX_TENANT_LENGTH = 256
 _MAX_TOKENS = 1 << 53
-# No engine takes as long for a token; and the cost that a request claims keeps its chunks in the cache.
+# No engine takes longer for a token. The limit matters because a request's cost keeps its chunks in the cache.
 _MAX_COST_S = 10.0
-# Likewise: a chunk expected a thousand times outlives one expected once by fourteen turnovers of its tier.
+# Limited likewise: a chunk expected a thousand times outlives one expected once by fourteen turnovers of its tier.
 _MAX_EXPECTED = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
-    if the client knows better than the profile; `expected`: for each document, the requests to come that will contain
-    it and those in front of it, or empty."""
+    if the client knows better than the profile; `expected`: for each document, the number of later requests with it and
+    the documents before it, or empty."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -68,20 +68,20 @@ class RequestFacts:
     expected: tuple[float, ...] = ()
 
     def of_first(self, documents: int | None) -> RequestFacts:
-        """As if the request had at most so many documents, the first ones."""
         if documents is None or len(self.documents) <= documents:
             return self
         return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])
 
     def forecast(self, blocks: Iterable[K], ends: Iterable[int]) -> dict[K, float]:
-        """Expected uses of blocks that end at these prompt positions: those of the document with a block's last token.
-        Without blocks behind the documents."""
+        """Return the expected uses of blocks that end at these prompt positions: those of the document with the block's
+        last token. Blocks after the documents are left out."""
         places = ((block, bisect_left(self.documents, end)) for block, end in zip(blocks, ends, strict=True))
         return {block: self.expected[place] for block, place in places if place < len(self.expected)}
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """The facts in a request's `kv_transfer_params`; None if there are none. Raises ValueError for malformed facts."""
+    """Return the facts in a request's `kv_transfer_params`, or None without any. Raises ValueError for
+    malformed facts."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
@@ -111,7 +111,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
 
 
 def tenant_digest(scope: Hashable) -> str | None:
-    """Equal for a tenant throughout this process, meaningless elsewhere. None for no tenant."""
+    """Return a digest that identifies a tenant in this process only, or None for no tenant."""
     if scope is None:
         return None
     name = scope if isinstance(scope, bytes) else str(scope).encode("utf-8", "surrogatepass")
@@ -127,7 +127,6 @@ def request_facts(
     exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
-    """Without unknown facts."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)
@@ -154,8 +153,8 @@ def with_facts(
     exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
-    """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's own
-    values precede ours."""
+    """Return a request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's
+    own values have priority."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params
@@ -169,7 +168,7 @@ def with_facts(
             exact_documents=exact_documents,
             keep_question=keep_question,
         )
-        facts = _behind(own, known)
+        facts = _merged(own, known)
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent
@@ -194,14 +193,14 @@ def add_facts(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     known = request_facts(document_ends, scope, prefix_tokens, expected_uses, exact_documents=exact_documents)
-    facts = _behind(own, known)
+    facts = _merged(own, known)
     if facts:
         fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))
 
 
-def _behind(own: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _merged(own: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     if "documents" in own:
-        # These are of our documents.
+        # These refer to our documents.
         facts.pop("expected", None)
         facts.pop(EXACT, None)
     return facts | dict(own)

@@ -1,4 +1,4 @@
-"""Batches in Arrow tables, dealt to shards and planned: what Ray Data and Spark share."""
+"""Batches in Arrow tables, dealt to shards and planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERMUTATION = "permutation"
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
-    """The columns of a request, one in each row.
+    """Columns of a table with one request in each row, for Ray Data and Spark.
 
         columns = RequestColumns(scope="tenant")
         paths = ShardPaths.of(columns.requests(sample), shards=64)
@@ -32,9 +32,8 @@ class RequestColumns:
         planned = columns.plan(rows_of_a_shard)
 
     `documents` is the column with the documents of a row, best first: lists of ids, or of objects with "id" and "text"
-    or "tokens"; ids alone are `document_tokens` long. `scope` is a column with the tenant, if there is one.
-
-    Each method raises ValueError for a column that is not there, or that cannot be read.
+    or "tokens"; ids alone count as `document_tokens` long. `scope` is a column with the tenant, if there is one. Each
+    method raises ValueError for a missing or unreadable column.
     """
 
     documents: str = "documents"
@@ -43,7 +42,6 @@ class RequestColumns:
 
     @property
     def names(self) -> list[str]:
-        """Those that `requests` reads."""
         return [self.documents] if self.scope is None else [self.documents, self.scope]
 
     def requests(self, table: Table) -> list[ShardRequest]:
@@ -55,7 +53,6 @@ class RequestColumns:
         ]
 
     def deal(self, table: Table, paths: ShardPaths) -> Table:
-        """The table with a column "shard" more, the number of each row's shard."""
         for name in (SHARD, PERMUTATION):
             if name in table.column_names:
                 raise ValueError(f"the dataset has a column {name!r}, which the plan adds: rename it")
@@ -63,8 +60,8 @@ class RequestColumns:
         return table.append_column(SHARD, pyarrow.array(shards, pyarrow.int32()))
 
     def plan(self, table: Table) -> Table:
-        """The rows of a shard in serving order, tenants one after another; their documents in the order of the prompt,
-        and "permutation" with the documents' ranks, from 0."""
+        """Return the rows of a shard in serving order, one tenant after another, with documents in the order of the
+        prompt and their ranks, from 0, as "permutation"."""
         planned = list(plan_requests(self.requests(table)))
         rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)
@@ -77,7 +74,7 @@ class RequestColumns:
         return result.append_column(PERMUTATION, pyarrow.array(permutations, pyarrow.list_(pyarrow.int64())))
 
     def _documents(self, table: Table) -> list[list[Any]]:
-        # An array of equally many ids may be a tensor, a row without documents null.
+        # An array of lists of one length may be a tensor, a row without documents null.
         return [[] if values is None else list(values) for values in _column(table, self.documents)]
 
     def _request(self, values: Sequence[Any], scope: str | None) -> ShardRequest:

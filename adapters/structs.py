@@ -1,4 +1,4 @@
-"""msgspec structs that several threads may read at once."""
+"""msgspec structs for concurrent readers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def readable_by_threads(kind: type[T]) -> type[T]:
-    """The same struct, with its fields resolved.
+    """Return the struct with its fields resolved.
 
     msgspec (0.22) resolves the fields of a struct when it first reads one, and two threads that do so at once crash or
     hang the process.

@@ -30,25 +30,27 @@ Label = Callable[[Any], str]
 
 _INSTRUCTIONS = ("system", "developer")
 _OTHER_SYSTEM = (
-    "messages begin with another system prompt than the builder's, and predictions of cached tokens are wrong by the "
+    "messages begin with another system prompt than the builder's, so predictions of cached tokens are wrong by the "
     "difference: give its text as PromptBuilder(system=…)"
 )
 _NO_MARKS = (
-    "the orderer's cache resumes only at marks, and this part sends none: nothing is found again. Send turns by "
+    "the orderer's cache resumes only at breakpoints, but this adapter sends none, so nothing is reused: send turns by "
     "OrderedClient.conversation, LangChain's CacheOrderTurn(marks=…), or PromptBuilder.turn(…).anthropic()"
 )
-# Characters up to which a turn takes less time than the way to a thread and back.
+# Characters up to which a turn takes less time than a thread switch.
 _SHORT = 1 << 14
 
 
 async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
-    """What `work` returns: in a thread where the texts that it tokenises are long, so that the event loop goes on."""
+    """Return the result of `work`, in a thread if the texts that it tokenises are long, so that the event loop is not
+    blocked."""
     length = sum(len(text) for text in texts if isinstance(text, str))
     return work() if length <= _SHORT else await asyncio.to_thread(work)
 
 
 def plain_message(role: object, content: object, **shown: object) -> dict[str, Any]:
-    """A message as `PromptBuilder.turn` reads one. What cannot be sent as JSON has its digest or its type instead."""
+    """Return a message as `PromptBuilder.turn` reads one. Values that JSON cannot have become a digest or their
+    type."""
     members = {"role": str(role), "content": content} | {name: value for name, value in shown.items() if value}
     plain: dict[str, Any] = json.loads(json.dumps(members, default=_opaque))
     return plain
@@ -57,9 +59,9 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is that of its message, for a cloud that has marks in parts, `text` the same as one text. `new` are the
-    documents in it, in prompt order, `repeated` those named there, best first. Finish it with
-    `confirm` or `discard`; dropped, it counts as discarded.
+    `content` is the content of its message, in parts for a cloud with breakpoints, `text` the same as one text. `new`
+    are its documents, in prompt order, `repeated` the documents only named there, best first. Finish it with `confirm`
+    or `discard`; dropped, it counts as discarded.
     """
 
     def __init__(
@@ -75,12 +77,11 @@ class NextTurn(Generic[D]):
         self.repeated = repeated
         self.ordering = ordering
         self.begun = False
-        """The answer's first token has arrived."""
+        """Whether the answer's first token has arrived."""
         self._closing_tokens = closing_tokens
 
     @property
     def sources(self) -> list[D]:
-        """All documents, to look up what an answer cites."""
         return [*self.new, *self.repeated]
 
     @property
@@ -93,12 +94,13 @@ class NextTurn(Generic[D]):
             self.ordering.readable()
 
     def remember_as(self, message: Message, answer: Message | None = None) -> None:
-        """How later histories have the message and its answer, in plain form. Before `confirm`. Raises TypeError."""
+        """Set the keys of the message and its answer in later histories, from their plain form. Call it before
+        `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
         self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
-        """The request was served."""
+        """Count the request as served."""
         reported = ReportedUsage() if usage is None else usage
         self.ordering.confirm(
             reported.cached_tokens,
@@ -108,13 +110,13 @@ class NextTurn(Generic[D]):
         )
 
     def discard(self) -> None:
-        """The request failed or was never sent."""
+        """Count the request as failed or never sent."""
         self.ordering.discard()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around the request. After an error, or a stream that is cut off: served without numbers if its answer had
-        begun, else discarded."""
+        """Surround the request. After an error, or a stream that is cut off, it counts as served without numbers if its
+        answer had begun, else as discarded."""
         try:
             yield
         except BaseException:
@@ -124,22 +126,22 @@ class NextTurn(Generic[D]):
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same request: there cannot be two of it."""
+        """There cannot be two of one request."""
         return self
 
     def __del__(self) -> None:
-        # After `confirm` without effect.
+        # Without effect after `confirm`.
         if (ordering := getattr(self, "ordering", None)) is not None:
             ordering.discard()
 
 
 class FrameworkTurns(Generic[M, D]):
-    """Makes next turns by `PromptBuilder.turn`. Thread-safe.
+    """Maker of next turns by `PromptBuilder.turn`. Thread-safe.
 
     Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
-    `text` and `metadata` read a document. Its id in the prompt is its `label`, by which it is cited and named. After an
-    error all documents are sent as ranked, and the orderer counts it. `no_marks` is said once of an orderer whose cache
-    resumes only at marks; empty where marks are sent.
+    `text` and `metadata` read a document. Its id in the prompt is its `label`, which cites and names it. After an error
+    all documents are sent in retrieval order, and the orderer counts it. `no_marks` is the warning, given once, if the
+    orderer's cache resumes only at breakpoints; empty if they are sent.
     """
 
     def __init__(
@@ -166,15 +168,14 @@ class FrameworkTurns(Generic[M, D]):
         self._metadata = metadata
         self._label = label
         self._scope = scope
-        # What is wrong with the options is said at once.
+        # Raises errors in the options at once.
         self.builder.turn("", [], orderer=_AsRanked(), repeat=repeat, reference=reference)
 
     def label(self, item: D) -> str:
-        """By which answers cite a document: `cited(answer, turn.sources, turns.label)`."""
+        """Return the label by which answers cite a document: `cited(answer, turn.sources, turns.label)`."""
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
 
     def question_in(self, content: str) -> str:
-        """The end of a turn's content: its question, without the documents."""
         opening = self.builder.question_opening
         _, found, question = content.rpartition(opening) if opening else ("", "", content)
         return question if found else content
@@ -188,15 +189,14 @@ class FrameworkTurns(Generic[M, D]):
         tool_call_id: str | None = None,
         is_last: bool = True,
     ) -> NextTurn[D]:
-        """The turn behind a history; `is_last` in its prompt. `request` is what a scope function takes. Raises
-        nothing."""
+        """Return the turn after a history; `is_last` in its prompt. A scope function gets `request`. Never raises."""
         items = list(items)
         try:
             documents = list(map(self._read_document, items))
             turn = self.builder.turn(
                 question,
                 documents,
-                history=self._behind(history),
+                history=self._after_system(history),
                 orderer=self.orderer if is_last else _AsRanked(),
                 scope=self._scope_of(request),
                 repeat=self.repeat,
@@ -216,10 +216,10 @@ class FrameworkTurns(Generic[M, D]):
         )
 
     def follow(self, messages: Sequence[M], *request: Any) -> NextTurn[D]:
-        """The turn of messages that are sent as they are. Raises nothing."""
+        """Return the turn of messages that are sent unchanged. Never raises."""
         form = self.builder.message_format
         try:
-            *history, last = segments_of(self._behind(messages), form) or [Segment("", 0)]
+            *history, last = segments_of(self._after_system(messages), form) or [Segment("", 0)]
             scope = self._scope_of(request)
             ordering: Ordering[Document] = self.orderer.order([], history=History(history, question=last), scope=scope)
         except Exception as error:
@@ -228,7 +228,7 @@ class FrameworkTurns(Generic[M, D]):
         return NextTurn("", [], [], ordering, form.closing_tokens)
 
     def shown(self, item: D, *, named: bool) -> str:
-        """A document as a turn shows it, whole or by its name. Raises what the functions that read it raise."""
+        """Return a document as a turn shows it, whole or by its name. Raises errors of the functions that read it."""
         document = self._read_document(item)
         form = self.builder.message_format
         return form.escape(name_in(self._reference, document) if named else form.document_text(document))
@@ -241,8 +241,8 @@ class FrameworkTurns(Generic[M, D]):
         usage: ReportedUsage | None = None,
         written_tokens: int | None = None,
     ) -> None:
-        """The message of a turn was sent, and answered."""
-        # What cannot be read is not found again; it was served all the same.
+        """Count a turn's message as sent and answered."""
+        # An unreadable message is not found again, but it was served.
         with suppress(Exception):
             turn.remember_as(self.read(message), None if answer is None else self.read(answer))
         turn.confirm(usage, written_tokens)
@@ -258,8 +258,7 @@ class FrameworkTurns(Generic[M, D]):
     def _scope_of(self, request: tuple[Any, ...]) -> Any:
         return self._scope(*request) if callable(self._scope) else self._scope
 
-    def _behind(self, history: Sequence[M]) -> list[Message]:
-        """The plain messages behind the system prompt."""
+    def _after_system(self, history: Sequence[M]) -> list[Message]:
         messages = list(map(self.read, history))
         first = next((place for place, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
         system = self.builder.system
@@ -274,13 +273,13 @@ class FrameworkTurns(Generic[M, D]):
             texts = list(map(self.builder.document_text, documents))
             asked = self.builder.user_message(question, [], []) if tool_call_id is None else ""
         except Exception:
-            # The builder's own label function.
+            # The builder's own label function failed.
             texts, asked = [f"{document.text}\n\n" for document in documents], question
         return NextTurn("".join(texts) + asked, items, [], ordering)
 
 
 class _AsRanked:
-    """Orders nothing, and follows nothing."""
+    """Orderer that keeps retrieval order and tracks nothing."""
 
     def order(self, documents: Iterable[Document], **_: Any) -> Ordering[Document]:
         ranked = list(documents)

@@ -1,4 +1,4 @@
-"""Token counts reported by engines, and the answer length expected from them."""
+"""Token counts reported by engines, and the expected answer length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls",
 
 
 class ReportedUsage(NamedTuple):
-    """None: not reported, or impossible."""
+    """Counts of an answer; None if not reported, or impossible."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -23,8 +23,8 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names, Anthropic's or LangChain's. A
-    later report fills in what an earlier one lacks."""
+    """Return the counts in the `usage` of an answer: mappings or objects, in OpenAI's names, Anthropic's or
+    LangChain's. A later report completes an earlier one."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
@@ -41,7 +41,7 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Whether a streamed choice shows that its prompt was computed. A chat opens with an event that names the role:
+    """Return whether a streamed choice shows that its prompt was computed. The first event of a chat names the role:
     some servers send it before they have computed anything."""
     delta = member(choice, "delta")
     return bool(
@@ -52,13 +52,12 @@ def answers_something(choice: Any) -> bool:
 
 
 def member(value: Any, name: str) -> Any:
-    """Of a mapping or an object; None if there is no such member."""
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
 class AnswerLength:
-    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: room for the longest
-    answer allowed would displace documents. Threads may lose each other's reports."""
+    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: reserving the longest
+    allowed answer would evict documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
         self._mean = RunningMean()
@@ -68,11 +67,11 @@ class AnswerLength:
             self._mean.add(count)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
-        """Cached tokens of a question and its answer of at most `limit` tokens; before the first report `default` for
-        both."""
+        """Return the cached tokens of a question and its answer of at most `limit` tokens; before the first report
+        `default` for both."""
         mean = self._mean.value
         expected = default - question_tokens if mean is None else round(mean)
-        # The last token of an answer is never computed on: its keys and values are not cached.
+        # Nothing is computed after the last token of an answer: its keys and values are not cached.
         return question_tokens + max(0, min(expected, limit) - 1)
 
 
@@ -80,7 +79,7 @@ def _prompt_tokens(report: Any) -> int | None:
     tokens = _count(_first(report, "input_tokens", "prompt_tokens"))
     if tokens is None or member(report, "prompt_tokens") is not None:
         return tokens
-    # In Anthropic's usage cached tokens, and those written to the cache, are not among the input tokens.
+    # Anthropic's input tokens exclude cached tokens and those written to the cache.
     others = (member(report, name) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
     return tokens + sum(_count(each) or 0 for each in others)
 
@@ -90,5 +89,5 @@ def _first(value: Any, *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return a count of an answer, or None: it has to be an integer, so 64.0 is no count."""
+    """Return None for a float: 64.0 is no count."""
     return None if isinstance(value, float) else reported_count(value)

@@ -1,4 +1,4 @@
-"""Decoupled batches on ordered prompts: a server for any engine, and its metrics."""
+"""Decoupled batches on ordered prompts, and their metrics."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
 class BatchingMetrics:
-    """An observer for a `DecoupledServer` with Prometheus metrics. Labels are workers and outcomes, never of a document
-    or tenant.
+    """Observer for a `DecoupledServer` with Prometheus metrics. Labels are workers and outcomes, never a document or
+    tenant.
 
         metrics = BatchingMetrics()
         server = ordered_batches(…, observers=[metrics])
@@ -39,22 +39,22 @@ class BatchingMetrics:
         def gauge(name: str, says: str, labels: Iterable[str] = ()) -> Gauge:
             return Gauge(f"ragorder_batching_{name}", says, labels, registry=registry)
 
-        self._requests = counter("requests", "Requests that ended, by what became of them.", ["outcome"])
+        self._requests = counter("requests", "Ended requests by outcome.", ["outcome"])
         self._failures = counter("request_failures", "Failures after which a request went back into its queue.")
         self._waited_s = counter("waited_seconds", "Time that answered requests waited in both queues.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers whose usage was reported.")
-        self._cached_tokens = counter("cached_tokens", "Those of them that the engine found cached.")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens of these that the engine had cached.")
         self._total_s = Histogram(
             "ragorder_batching_seconds",
             "Time of an answered request, with all waiting.",
             buckets=_SECONDS,
             registry=registry,
         )
-        self._events = counter("events", "Batches by worker and what became of them.", ["worker", "event"])
+        self._events = counter("events", "Batches by worker and event.", ["worker", "event"])
         self._batch = gauge("batch_size", "Requests that may run at once, as chosen last.", ["worker"])
         self._running = gauge("running", "Requests that run.", ["worker"])
         self._waiting = gauge("waiting", "Requests in a worker's queue.", ["worker"])
-        self._kv_tokens = gauge("kv_tokens", "Tokens of KV of the requests that run, what they share counted once.")
+        self._kv_tokens = gauge("kv_tokens", "KV tokens of running requests; shared tokens count once.")
         self._partitions = gauge("partitions", "Partitions of the index in memory.")
 
     def __call__(self, observed: BatchEvent | RequestTrace) -> None:

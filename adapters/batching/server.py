@@ -1,4 +1,4 @@
-"""A server of decoupled batches whose documents are ordered."""
+"""Server of decoupled batches with ordered documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ragorder.pipelining.servers import observer_of
 
 __all__ = ["ordered_batches"]
 
-# A request is ordered with regard to so many of those that follow it.
+# Number of next requests that a request's order considers.
 _UPCOMING = 8
 
 
@@ -46,19 +46,19 @@ def ordered_batches(
     max_contexts: int = 256,
     observers: Sequence[Callable[[BatchEvent | RequestTrace], None]] = (),
 ) -> DecoupledServer[Question, Document, PromptRequest]:
-    """A `DecoupledServer` that orders documents, on `OpenAIStreams`, `AsyncVLLM` or `EmbeddedStreams`.
+    """Return a `DecoupledServer` that orders documents, on `OpenAIStreams`, `AsyncVLLM` or `EmbeddedStreams`.
 
         async with ordered_batches(engine, retrieval, orderer=orderer, builder=builder) as server:
             answer = await server.run(Question("Which drawer?"))
 
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process
-    - `kv_limit`: tokens of KV for the requests that run at a time, each document that they share counted once
-    - `window`: requests that are cached already go first, and overtake another at most so often
+    - `kv_limit`: tokens of KV for the requests that run at a time; a document that they share counts once
+    - `window`: cached requests go first, and at most this many overtake another one
     - `observers` are called with each batch's events and each ended request's trace; one that fails is logged once and
       left out
 
-    The other options are those of `DecoupledServer`. Each request is ordered with regard to those that wait. Raises
-    ValueError for invalid `prompts` and for limits below 1.
+    Other options as for `DecoupledServer`. Each order considers the waiting requests. Raises ValueError for invalid
+    `prompts` and for limits below 1.
     """
     made = OrderedPrompts(orderer, builder, prompts, waiting=lambda question: _upcoming(server, question))
 

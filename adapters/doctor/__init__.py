@@ -1,4 +1,4 @@
-"""Checks of a server, its KV events, its prompts, and a log of requests."""
+"""Checks of a server, its KV events, its prompts, and request logs."""
 
 from ragorder.adapters.doctor.events import Events
 from ragorder.adapters.doctor.finding import Finding, Verdict

@@ -1,4 +1,4 @@
-"""Text that a request has in common with the beginning of an earlier one, and where the two part."""
+"""Common prefixes of requests, and their first differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _CHUNK = 256
-# Where a request and all before it part at once, the first chunks are shorter.
+# The first chunks are shorter, for requests that differ early.
 _FIRST = (16, 32, 64, 128, 256)
 _LONG_LINE = 40
 _LEAST_TOKENS = 32
@@ -26,8 +26,8 @@ _LEAST_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedBeginning:
-    """`characters` that the request has in common with the beginning of `earlier` (None: it is the first of its
-    scope)."""
+    """Number of `characters` that a request's text shares with the start of `earlier`; None for the first request of a
+    scope."""
 
     characters: int
     earlier: LoggedRequest | None
@@ -35,8 +35,8 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where a request parts from all earlier ones, although text of other requests comes later. `at_repeated`: in a
-    line that others have, too, so that they differ in the order of their documents alone."""
+    """First difference of a request from all earlier ones, before text that other requests repeat. `at_repeated`: in a
+    line that others repeat, so that only the order of documents differs."""
 
     request: LoggedRequest
     at: int
@@ -49,7 +49,7 @@ def find_partings(
     beginnings: Iterable[tuple[LoggedRequest, SharedBeginning]],
     tokens: Callable[[int], int],
 ) -> list[Parting]:
-    """Of the requests that repeat long lines of others after it. `tokens` of a number of characters."""
+    """`tokens` maps characters to tokens."""
     repeats = _repeated_lines(requests)
     found = []
     for request, shared in beginnings:
@@ -62,7 +62,7 @@ def find_partings(
 
 
 def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning]:
-    """For each request the earlier one of its scope whose beginning it shares furthest, to 256 characters."""
+    """Return for each request the earlier one of its scope with the longest common prefix, up to 256 characters."""
     by_chunks: dict[tuple[tuple[str, str], bytes], LoggedRequest] = {}
     last: dict[tuple[str, str], LoggedRequest] = {}
     found = []
@@ -80,7 +80,6 @@ def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning
 
 
 def common_length(one: str, other: str) -> int:
-    """Characters that two texts begin with."""
     least, most = 0, min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -106,7 +105,6 @@ def _digests(text: str) -> list[bytes]:
 
 
 def repeated_parts(requests: Sequence[LoggedRequest]) -> list[dict[bytes, int]]:
-    """For each request the long lines that others of its scope have, too, in their order: key and characters."""
     repeats = _repeated_lines(requests)
     return [
         {
@@ -119,7 +117,6 @@ def repeated_parts(requests: Sequence[LoggedRequest]) -> list[dict[bytes, int]]:
 
 
 def _repeated_lines(requests: Sequence[LoggedRequest]) -> set[bytes]:
-    """Lines that at least two requests of a scope have."""
     once: set[bytes] = set()
     repeated: set[bytes] = set()
     for request in requests:
@@ -140,7 +137,6 @@ def _line_at(text: str, at: int) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with text in them, and where they begin."""
     start = 0
     for line in text.split("\n"):
         if line.strip():

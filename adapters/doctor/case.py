@@ -1,4 +1,4 @@
-"""Facts of a log of requests, for the rules."""
+"""Request log and server data for the rules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Case", "counted", "graded"]
 
 @dataclass
 class Case:
-    """`block_size`: tokens, None: unknown. `template` renders chats as the engine does. `probe` sends the same prompt
-    several times with the same topic in the header `topic_header`, and returns the cached tokens of each time but the
-    first (None: not reported)."""
+    """Input of the rules. `block_size`: in tokens, or None if unknown. `template` renders chats as the engine does.
+    `probe` sends one prompt several times with the same topic in the header `topic_header`, and returns the cached
+    tokens of each repetition (None if not reported)."""
 
     log: RequestLog
     block_size: int | None = None
@@ -29,7 +29,6 @@ class Case:
 
     @cached_property
     def beginnings(self) -> list[tuple[LoggedRequest, SharedBeginning]]:
-        """All requests but the first of each scope, and what they share with an earlier one."""
         shared = shared_beginnings(self.log.requests)
         return [(each, found) for each, found in zip(self.log.requests, shared, strict=True) if found.earlier]
 
@@ -42,7 +41,6 @@ class Case:
         return later_turns(self.log.requests)
 
     def tokens(self, characters: float) -> int:
-        """Estimated by the prompts' reported lengths."""
         return round(characters * self._tokens_per_character)
 
     @cached_property
@@ -50,19 +48,16 @@ class Case:
         return self.log.tokens_per_character()
 
     def length(self, request: LoggedRequest) -> int:
-        """Of its prompt, in tokens."""
         return request.prompt_tokens or self.tokens(len(request.text))
 
 
 def graded(part: int, whole: int, *, bad: float = 0.5, warning: float = 0.1) -> Verdict:
-    """By the share of requests that something is wrong with."""
     if not whole or part < warning * whole:
         return "good"
     return "bad" if part >= bad * whole else "warning"
 
 
 def counted(kinds: Mapping[str, int]) -> str:
-    """Kinds with their counts, most frequent first."""
     return ", ".join(
         f"{name} ({count:,})" for name, count in sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
     )

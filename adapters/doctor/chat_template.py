@@ -1,4 +1,4 @@
-"""Chats as tokens, by the server that tokenises them or by the model's own tokenizer."""
+"""Chats as tokens, by a server or the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLOCK = "strftime_now"
 
 
 class RenderError(Exception):
-    """A chat that cannot be rendered. The message quotes nothing of it."""
+    """A chat cannot be rendered. The message does not quote it."""
 
 
 class ChatTemplate(Protocol):
@@ -23,7 +23,7 @@ class ChatTemplate(Protocol):
     """Whether it is known to write today's date."""
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
-        """The tokens of a chat, with `open_end` up to the beginning of the answer. Raises RenderError."""
+        """Return the tokens of a chat, with `open_end` up to the start of the answer. Raises RenderError."""
 
 
 class ServerTemplate:
@@ -43,7 +43,7 @@ class ServerTemplate:
             raise RenderError(str(error)) from None
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list):
-            raise RenderError(f"{self._server.root}/tokenize answers without tokens")
+            raise RenderError(f"{self._server.root}/tokenize returned no tokens: give --tokenizer")
         return tokens
 
 
@@ -59,6 +59,6 @@ class LocalTemplate:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_end)
             tokens: Sequence[Any] = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:
-            # Whatever a template raises, and it may quote a message.
+            # A template may raise anything, and the error may quote a message.
             raise RenderError(f"the chat template fails on it ({type(error).__name__})") from None
         return tokens

@@ -1,4 +1,4 @@
-"""Rules and reported counts of clouds, for logs that name models and no providers."""
+"""Rules and reported counts of clouds, found by the model's name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ragorder.clouds import CacheRules, CloudUsage, cache_rules, read_cloud_usag
 
 __all__ = ["read_report", "rules_of"]
 
-# DeepSeek's models have the same names on engines of one's own.
+# DeepSeek's models have the same names on self-hosted engines.
 _PROVIDERS = ("anthropic", "openai")
 
 
 def rules_of(model: str) -> CacheRules | None:
-    """With the provider's default lifetime; None for a model that no table has."""
+    """Return a model's rules with the provider's default TTL, or None for an unknown model."""
     for provider in _PROVIDERS:
         with suppress(ValueError):
             return cache_rules(provider, model)
@@ -23,7 +23,7 @@ def rules_of(model: str) -> CacheRules | None:
 
 
 def read_report(usage: Any) -> CloudUsage:
-    """The counts in the `usage` of an answer, of a cloud or an engine. LiteLLM's has the names of two APIs."""
+    """Return the counts in the `usage` of an answer, of a cloud or an engine. LiteLLM's has the names of two APIs."""
     cloud = read_cloud_usage(usage)
     if cloud.prompt_tokens is not None:
         return cloud

@@ -27,7 +27,7 @@ _FIRST_PATIENCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """ZMQ endpoints of a server's KV events, like tcp://HOST:5557, as seen from here."""
+    """ZMQ endpoints of a server's KV events, such as tcp://HOST:5557, reachable from here."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -36,7 +36,8 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class _HeardEvents:
-    """`connected`: there is a publisher. `batch` (None: none), `rank` and `topic` of the event for the test prompt."""
+    """Received events. `connected`: there is a publisher. `batch` (None without one), `rank` and `topic` of the test
+    prompt's event."""
 
     connected: bool
     batch: int | None = None
@@ -48,8 +49,8 @@ def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
     """Listen to the events of a server's engines while `serve` computes prompts and returns their tokens (different
-    ones each time), and have one event replayed. `host` is the server's, for the advice. Waits up to `timeout_s`, at
-    most 10 s, at each endpoint. Raises ImportError without ragorder[live]."""
+    ones each time), and replay one event. `host` is the server's, for the advice. Waits up to `timeout_s`, at most 10
+    s, at each endpoint. Raises ImportError without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
@@ -83,7 +84,7 @@ def _judge(events: Events, heard: _HeardEvents, how_to_publish: str, timeout_s: 
 
 def _check_replay(events: Events, heard: _HeardEvents, timeout_s: float) -> Finding:
     if events.replay_endpoint is None:
-        found = "no replay endpoint given: missed events stay lost"
+        found = "no replay endpoint given: missed events cannot be replayed"
         advice = "give the replay_endpoint of the server's --kv-events-config as --replay-endpoint"
         return Finding("event replay", "unknown", found, advice)
     endpoint = _of_rank(events.replay_endpoint, heard.rank)
@@ -93,7 +94,7 @@ def _check_replay(events: Events, heard: _HeardEvents, timeout_s: float) -> Find
     except ValueError as error:
         return _no_endpoint("event replay", endpoint, error)
     if replayed is None:
-        advice = "give the replay_endpoint of the server's --kv-events-config, as it is reached from here"
+        advice = "give the replay_endpoint of the server's --kv-events-config, with an address reachable from here"
         return Finding("event replay", "bad", f"there is no answer from {at}", advice)
     if not replayed:
         advice = "give this server's own replay endpoint, and raise buffer_steps in its --kv-events-config"
@@ -115,7 +116,7 @@ def _how_to_publish(host: str, engines: int) -> str:
         endpoint, replay_endpoint = "ipc:///tmp/vllm-events", "tcp://127.0.0.1:5657"
         kept = "keep them to this machine, and use tcp://*:5557 only for a server in a container"
     else:
-        # Data-parallel ranks count the ports up.
+        # Data-parallel ranks use consecutive ports.
         endpoint, replay_endpoint = "tcp://*:5557", "tcp://*:5657"
         kept = "keep these ports to a private network"
     config |= {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
@@ -128,7 +129,7 @@ def _how_to_publish(host: str, engines: int) -> str:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: vLLM counts the port up."""
+    """vLLM adds the rank to the port."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
 
@@ -136,13 +137,13 @@ def _of_rank(endpoint: str, rank: int) -> str:
 def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeout_s: float) -> _HeardEvents:
     deadline = time.monotonic() + timeout_s
     with _socket("SUB", endpoints) as (zmq, socket, shaken):
-        # All topics: a wrong one can then be told from silence.
+        # All topics, to tell a wrong topic from silence.
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         if not shaken.poll(int(1000 * min(_HANDSHAKE_S, timeout_s))):
             return _HeardEvents(connected=False)
         prompts: list[list[int]] = []
         patience_s = _FIRST_PATIENCE_S
-        # More than one prompt: the subscription may reach the publisher later than the first prompt its engine.
+        # More than one prompt: the subscription may reach the publisher after the first prompt has reached its engine.
         while time.monotonic() < deadline:
             prompts.append(list(serve()))
             served = time.monotonic()
@@ -158,7 +159,7 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
 
 
 def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
-    """Whether a batch was replayed (without one: whether there was any answer); None without an answer."""
+    """Return whether a batch was replayed (without one: whether there was any answer), or None without an answer."""
     with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
         wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
         socket.send_multipart([b"", wanted])
@@ -202,7 +203,7 @@ def _stored(payload: bytes) -> tuple[list[int], int]:
     _, events, *rest = msgspec.msgpack.decode(payload)
     tokens: list[int] = []
     for event in events:
-        # Events come as maps; from SGLang and from older vLLM as arrays.
+        # Events are maps; from SGLang and older vLLM arrays.
         kind = event["type"] if isinstance(event, dict) else event[0]
         if kind == "BlockStored":
             tokens += event["token_ids"] if isinstance(event, dict) else event[3]

@@ -1,4 +1,4 @@
-"""The result of one check."""
+"""Result of a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Verdict = Literal["good", "warning", "bad", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's result; `advice` says what to change unless the verdict is good."""
+    """Result of a check; `advice` says what to change unless the verdict is good."""
 
     check: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""Kind of a server, and advice that fits it."""
+"""Kind of a server, and advice for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ragorder.adapters.http_client import Server, ServerError
 __all__ = ["Kind", "for_kind", "kind_of"]
 
 Kind = Literal["engine", "proxy", "embedded", "other"]
-"""vLLM, SGLang or what cannot be told; ragorder serve; its own engine; a server that says that it is another one."""
+"""engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine; other: another named server."""
 
 _ENGINES = ("vllm", "sglang", "")
 _SERVER = "check the server that it forwards to: ragorder doctor with the URL that `ragorder serve` has as --upstream"
 _OTHER = {
-    "prefix caching": "switch on the server's prefix cache: without one, no order of the documents saves anything",
+    "prefix caching": "switch on the server's prefix cache: without it ordering documents saves nothing",
     "capacity": "give the orderer the size of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
     "cached tokens": "if the server can report usage.prompt_tokens_details.cached_tokens, let it",
     "KV events": "leave them out: vLLM and SGLang publish them",
@@ -25,7 +25,6 @@ _OTHER = {
 
 
 def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
-    """From the server's list of models and the proxy's own route."""
     owners = {owner.lower() for model in models if isinstance(owner := model.get("owned_by", ""), str)}
     if "ragorder" in owners:
         return "embedded"
@@ -58,5 +57,5 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
         return replace(finding, verdict="good", found=found[check], advice="")
     if not finding.advice or check not in _OTHER:
         return finding
-    known = "the server does not say how large its cache is" if check == "capacity" else finding.found
+    known = "the server does not publish its cache size" if check == "capacity" else finding.found
     return replace(finding, found=known if finding.verdict == "unknown" else finding.found, advice=_OTHER[check])

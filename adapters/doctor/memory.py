@@ -1,4 +1,4 @@
-"""Memory that a model and an index need on this machine, and the placement that results."""
+"""Memory needs of a model and an index, and their placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Needs by part, and the placement; `problem` says what is missing where there is none."""
+    """Needs by part, and the placement; `problem` explains a missing placement."""
 
     costs: PlacementCosts
     budgets: Budgets
@@ -28,7 +28,6 @@ class MemoryReport:
     problem: str | None = None
 
     def needs(self) -> Iterator[tuple[str, int]]:
-        """Bytes of each part, wherever it lies."""
         model, index, workload = self.costs.model, self.costs.index, self.costs.workload
         yield f"weights: {len(model.layers)} layers", sum(model.layers)
         yield "weights: outside the layers", model.outside
@@ -38,7 +37,7 @@ class MemoryReport:
         if index.partitions:
             yield f"index: {len(index.partitions)} partitions", sum(index.partitions)
         if index.total:
-            yield "index: what stays in memory", index.fixed
+            yield "index: always in memory", index.fixed
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.needs())
@@ -55,7 +54,6 @@ class MemoryReport:
         return "\n".join(lines)
 
     def as_json(self) -> Mapping[str, Any]:
-        """JSON values."""
         found: dict[str, Any] = {
             "model": self.costs.model.model_dump(mode="json"),
             "index": self.costs.index.model_dump(mode="json"),
@@ -89,8 +87,8 @@ class MemoryReport:
 def choose_budgets(
     device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, folder: Path | str = "."
 ) -> Budgets:
-    """Those given, and for the others what this machine has; a device and a host that are both given are two memories.
-    Raises ImportError without psutil, which only this machine's sizes need."""
+    """Return the given budgets, completed by this machine's; a given device and host count as two memories. Raises
+    ImportError without psutil if a size of this machine is needed."""
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
     given = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
@@ -107,8 +105,8 @@ def estimated_costs(
     partitions: int = 32,
     dtype: str | None = None,
 ) -> EstimatedCosts:
-    """Of a folder of a model or its config.json, and a FAISS file. Raises OSError, ValueError, and ImportError for an
-    index without FAISS."""
+    """Return the costs of a model's folder or config.json, and a FAISS file. Raises OSError, ValueError, and
+    ImportError for an index without FAISS."""
     rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
     sizes = model_sizes(model, dtype=dtype)
     if index is None:
@@ -120,7 +118,8 @@ def estimated_costs(
 
 
 def examine_memory(costs: PlacementCosts | Path, budgets: Budgets, *, backlog: int | None = None) -> MemoryReport:
-    """The placement by these costs, or by a profile's file. Raises OSError and ValueError for a file that is none."""
+    """Return the placement for these costs, or for a profile's file. Raises OSError and ValueError for an
+    invalid file."""
     found = PlacementProfile.from_file(costs) if isinstance(costs, Path) else costs
     try:
         return MemoryReport(found, budgets, plan_placement(budgets, found, backlog=backlog))

@@ -17,7 +17,7 @@ PromptSample = str | Sequence[Mapping[str, Any]]
 """A prompt as text, or as chat messages."""
 
 _FIRST_WHAT_STAYS = (
-    "put what all requests have in common first, the same to the letter: instructions, documents, then the question"
+    "put shared text first, byte for byte the same in all requests: instructions, documents, then the question"
 )
 _INTO_THE_QUESTION = "move it into the question, after the documents"
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -61,7 +61,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The `kind` of what varies, and a `remedy` ("": unknown)."""
+    """First difference: the `kind` of varying text, and a `remedy` ("" if unknown)."""
 
     characters: int
     in_system: bool
@@ -78,7 +78,6 @@ def check_samples(
     block_size: int | None,
     document_marker: str | None,
 ) -> list[Finding]:
-    """The shared tokens of two prompts, by the server's own tokenizer, and their first difference."""
     parting = _part(*samples, document_marker)
     if parting is None:
         advice = "give prompts of two different requests"
@@ -97,14 +96,16 @@ def check_samples(
 
 
 def _judge_prefix(parting: _Difference, found: str, too_short: bool) -> Finding:
-    check, found = "shared prefix", found + ", and part inside the system prompt" * parting.in_system
+    check, found = "shared prefix", found + ", and differ inside the system prompt" * parting.in_system
     if parting.before_documents:
-        return Finding(check, "bad", f"{found}: before the documents, which are never reused", _FIRST_WHAT_STAYS)
+        return Finding(
+            check, "bad", f"{found}: they differ before the documents, which are never reused", _FIRST_WHAT_STAYS
+        )
     if parting.before_documents is False:
-        return Finding(check, "good", f"{found}: not before the documents begin")
+        return Finding(check, "good", f"{found}: they do not differ before the documents")
     if not (too_short or parting.in_system):
         return Finding(check, "good", found)
-    found += ": nothing of one is reused for the other" * too_short
+    found += ": neither reuses the other" * too_short
     # Two good prompts with different documents may share no more than a short instruction.
     advice = f"unless the documents begin there (--document-marker says where), {_FIRST_WHAT_STAYS}"
     return Finding(check, "bad" if parting.kind else "warning", found, advice)
@@ -112,7 +113,7 @@ def _judge_prefix(parting: _Difference, found: str, too_short: bool) -> Finding:
 
 def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
     check, (one, other) = "volatile text", parting.excerpts
-    found = f'the prompts part at "{one}" and "{other}"'
+    found = f'the prompts first differ at "{one}" and "{other}"'
     if not parting.kind:
         return Finding(check, "good", f"{found}, without a date, id or rank")
     # Document texts may contain anything; their headers should not contain this.
@@ -161,8 +162,7 @@ def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Dif
 
 
 def recognise(text: str, at: int) -> tuple[str, str]:
-    """The kind of volatile text at a place, and its remedy; both empty if none is known."""
-    # From the beginning of the line if it is close: headers are recognised by it.
+    # From the start of the line if it is close: headers are recognised by it.
     start = max(0, at - _REACH, text.rfind("\n", max(0, at - _REACH), at) + 1)
     window = text[start : at + _REACH]
     for kind, pattern, remedy in _KINDS:

@@ -1,4 +1,4 @@
-"""A log of requests: bodies of OpenAI's or Anthropic's APIs with the usage of their answers."""
+"""Log of requests: OpenAI's or Anthropic's bodies with their answers' usage."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """What a prompt is made of, in its order, and what the answer reported (None: nothing).
+    """A request's prompt, in order, and the counts that its answer reported (None if not reported).
 
-    `text` is all of it; `system_end` the characters of tools and system message in front. Requests share a cache if
-    their `scope` (model and salt) is the same. `sent`: messages as they were sent, of a chat.
+    `text` is the whole prompt; its first `system_end` characters are tools and system message. Requests share a cache
+    if their `scope` (model and salt) is the same. `sent`: a chat's messages as sent.
     """
 
     line: int
@@ -46,23 +46,22 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """`cut`: the log has more requests, which were not read."""
+    """A log's requests. `cut`: more requests were not read."""
 
     requests: tuple[LoggedRequest, ...]
     cut: bool
 
     def tokens_per_character(self) -> float:
-        """By the reported lengths of the prompts; a quarter without any."""
         known = [each for each in self.requests if each.prompt_tokens and each.text]
         characters = sum(len(each.text) for each in known)
         return sum(each.prompt_tokens or 0 for each in known) / characters if characters else 0.25
 
 
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
-    """The first requests of a file of JSON lines, plain or compressed.
+    """Read the first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body (`messages`, `prompt` or `input`) with `usage` in it, or has the body as `request` and the answer
-    as `response` or its `usage`. Raises JSONLinesError, which names the line and quotes nothing of it.
+    A line is a body (`messages`, `prompt` or `input`) that includes `usage`, or has the body as `request` and the
+    answer as `response` or its `usage`. Raises JSONLinesError, which names the line and does not quote it.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []
@@ -162,7 +161,6 @@ def _part(part: Any) -> str:
 
 
 def _tagged(tag: Any) -> Iterator[Message]:
-    """Documents that the proxy puts into a message of their own."""
     if isinstance(tag, Mapping) and isinstance(documents := tag.get("documents"), list):
         texts = [
             f"[{each.get('id', '')}]\n{each.get('text', '')}\n\n" for each in documents if isinstance(each, Mapping)

@@ -43,15 +43,15 @@ def examine_requests(
     block_size: int | None = None,
     topic_header: str | None = None,
 ) -> list[Finding]:
-    """What keeps the requests of a log from being cached, by the rules in `rules/`.
+    """Find why requests of a log are not cached, by the rules in `rules/`.
 
-    for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
-        print(finding.verdict, finding.check, finding.found)
+        for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
+            print(finding.verdict, finding.check, finding.found)
 
-    The server at `base_url` gives the size of its blocks and renders chats, which `block_size` (in tokens) and
-    `tokenizer` (transformers) do without it; with `topic_header` it gets eight test requests. Findings quote nothing of
-    a request. Raises JSONLinesError for a log that cannot be read, AddressError, and ImportError without ragorder[live]
-    if there is a server.
+    The server at `base_url` gives the size of its blocks and renders chats; without it `block_size` (in tokens) and
+    `tokenizer` (transformers) do. With `topic_header` the server gets eight test requests. Findings quote nothing of a
+    request. Raises JSONLinesError for an unreadable log, AddressError, and ImportError without ragorder[live] if there
+    is a server.
     """
     case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
     if not case.log.requests:
@@ -64,7 +64,7 @@ def examine_requests(
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
-    """Have the server say what the caller did not. Rules that need an answer which it does not give, say so."""
+    """Complete the case by the server's answers. Rules report missing ones."""
     name = model or _first_model(server)
     if case.block_size is None:
         with suppress(ServerError):
@@ -86,8 +86,8 @@ def _first_model(server: Server) -> str | None:
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """The reported share of cached tokens, against what the requests have in common. The cache is at fault only if
-    nothing else is."""
+    """Compare the reported share of cached tokens with the requests' common prefixes. The cache is blamed only if no
+    other finding explains it."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}
@@ -102,7 +102,7 @@ def _cached(case: Case, others: Sequence[Finding]) -> Finding:
     )
     cached, common = cached_tokens / prompt_tokens, common_tokens / prompt_tokens
     found += f": {100 * cached:.1f} % of {prompt_tokens:,} prompt tokens were cached, "
-    found += f"{100 * common:.1f} % stood at the beginning of an earlier request"
+    found += f"{100 * common:.1f} % were at the beginning of an earlier request"
     if common < _LEAST_SHARE and cached < _LEAST_SHARE:
         return Finding(_CHECK, "warning", found, _NOTHING_IN_COMMON)
     if cached >= 0.8 * common:

@@ -1,4 +1,4 @@
-"""Test requests to a server: random tokens, of which one more is generated."""
+"""Test requests to a server: random tokens, and one generated token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder.adapters.http_client import Server, ServerError
 
 __all__ = ["count_of", "probe_topic", "random_tokens", "send"]
 
-# Ordinary tokens, or at least harmless ones, in any vocabulary.
+# Ordinary or at least harmless tokens in any vocabulary.
 _TOKEN_IDS = range(100, 256)
 # Statuses of a server that lacks a route or does not take token ids.
 _OTHER_FORM = (400, 404, 405, 422, 501)
@@ -26,9 +26,9 @@ def random_tokens(count: int) -> list[int]:
 def send(
     server: Server, model: str | None, token_ids: list[int], headers: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], bool]:
-    """The usage of the answer, and whether the prompt was sent as token ids. Raises ServerError."""
+    """Return the usage of the answer, and whether the prompt was sent as token ids. Raises ServerError."""
     if model is None:
-        raise ServerError(f"{server.root} got no test request: no model is known")
+        raise ServerError(f"{server.root} got no test request, because it lists no model: give --model")
     text = " ".join(map(str, token_ids))
     forms: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": token_ids}),
@@ -50,8 +50,8 @@ def send(
 
 
 def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
-    """Cached tokens of a prompt each time that it is repeated with the same topic in this header (None: not
-    reported). A balancer that chooses between two replicas by chance sends all to one once in 128 probes."""
+    """Return a prompt's cached tokens for each repetition with the same topic in this header (None if not reported). A
+    random balancer over two replicas passes once in 128 probes."""
     topic = {header: secrets.token_hex(16)}
     token_ids = random_tokens(tokens)
     found = []

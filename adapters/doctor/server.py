@@ -1,6 +1,6 @@
 """Checks of a server and its prompts.
 
-A check that needs an answer sends a few blocks of random tokens and has one token generated.
+Checks that need an answer send a few blocks of random tokens and generate one token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_PROMPT = 1 << 30
 _CACHING = "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache"
 _REPORTING = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
 _BY_HAND = (
-    "give the orderer what the server's log says of it (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE, or "
+    "give the orderer the sizes in the server's log (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE, or "
     "capacity_tokens= and block_size=)"
 )
 _LARGER = (
@@ -44,7 +44,7 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """Reports on one prompt sent several times; None: no cached tokens reported."""
+    """Reports on one prompt sent several times; None for unreported cached tokens."""
 
     prompt_tokens: int
     cached_tokens: list[int | None]
@@ -70,14 +70,13 @@ def examine(
 ) -> list[Finding]:
     """Examine the server at `base_url` and, if given, its KV events and two sample prompts.
 
-    for finding in examine("http://host:8000"):
-        print(finding.verdict, finding.check, finding.found)
+        for finding in examine("http://host:8000"):
+            print(finding.verdict, finding.check, finding.found)
 
-    `document_marker`: the text with which the documents begin in a prompt (default: guessed). `timeout_s` bounds each
+    `document_marker`: the text that begins the documents in a prompt (default: guessed). `timeout_s` limits each
     request and, up to 10 s, the wait for an event. Findings quote up to 40 characters of each prompt around their first
-    difference, nothing else.
-
-    Raises ServerError for an unreachable server or a refused key, ImportError without ragorder[live].
+    difference, nothing else. Raises ServerError for an unreachable server or a refused key, ImportError without
+    ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)
@@ -88,7 +87,7 @@ def examine(
         tokens = max(1, min(3 * (block_size or _UNKNOWN_BLOCK), longest - 1))
         echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
         if isinstance(echo, _Echo) and echo.reported and not echo.most and tokens < min(_LARGE_PIECES, longest - 1):
-            # An engine may cache in larger pieces than its blocks.
+            # An engine may cache in larger units than its blocks.
             tokens = min(_LARGE_PIECES, longest - 1)
             echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
         findings = [
@@ -137,7 +136,7 @@ def _unlisted(server: Server, model: str | None, found: str) -> tuple[str | None
     if model is None:
         advice = "give --model NAME, and the address under which the server has /v1"
         return None, _LONGEST_PROMPT, kind, Finding("server", "bad", found, advice)
-    advice = f"see that the server does serve {model!r}"
+    advice = f"check that the server serves {model!r}"
     return model, _LONGEST_PROMPT, kind, Finding("server", "warning", found, advice)
 
 
@@ -145,12 +144,12 @@ def _check_prefix_caching(config: CacheConfig | None, echo: _Echo | ServerError)
     if config and config.prefix_caching is False:
         return Finding("prefix caching", "bad", "off: every prompt is computed from its first token on", _CACHING)
     if isinstance(echo, _Echo) and echo.most:
-        found = f"on: {echo.most:,} of {echo.prompt_tokens:,} tokens of a prompt were cached when it came again"
+        found = f"on: {echo.most:,} of {echo.prompt_tokens:,} tokens of a prompt were cached when it was repeated"
         return Finding("prefix caching", "good", found)
     if config and config.prefix_caching:
         return Finding("prefix caching", "good", "on, as the server's metrics say")
     if isinstance(echo, _Echo) and echo.reported:
-        found = "off, it seems: nothing was cached of a prompt that came again"
+        found = "probably off: a repeated prompt had no cached tokens"
         return Finding("prefix caching", "bad", found, f"{_CACHING}; {_REPLICAS}")
     return Finding("prefix caching", "unknown", "neither metrics nor answers show it", f"{_CACHING}; {_REPORTING}")
 
@@ -163,7 +162,7 @@ def _check_capacity(config: CacheConfig | ServerError) -> Finding:
     found = f"{config.capacity_tokens:,} tokens in blocks of {config.block_size}{each}: "
     found += f"about {prompts:,} prompts of {_PROMPT_TOKENS:,} tokens"
     if prompts < _FEWEST_PROMPTS:
-        return Finding("capacity", "warning", found, f"{_LARGER}: what is evicted is not reused")
+        return Finding("capacity", "warning", found, f"{_LARGER}: evicted tokens are not reused")
     return Finding("capacity", "good", found)
 
 
@@ -172,7 +171,7 @@ def _check_cached_tokens(config: CacheConfig | None, echo: _Echo | ServerError) 
     if isinstance(echo, ServerError):
         return Finding(check, "unknown", str(echo), _ASK_AGAIN)
     if not echo.reported:
-        advice = f"{_REPORTING}: what was really cached corrects what the orderer expects"
+        advice = f"{_REPORTING}: reported counts correct the orderer's predictions"
         return Finding(check, "warning", "answers do not report them", advice)
     if echo.most or (config and config.prefix_caching is False):
         return Finding(check, "good", "answers report them")
@@ -183,7 +182,7 @@ def _check_cached_tokens(config: CacheConfig | None, echo: _Echo | ServerError) 
 def _send_again_and_again(server: Server, model: str | None, tokens: int, engines: int) -> _Echo:
     token_ids = random_tokens(tokens)
     prompt_tokens, cached_tokens = 0, []
-    # With one request more than engines, two go to the same engine.
+    # With more requests than engines, two reach the same engine.
     for _ in range(engines + 1):
         usage, _exact = send(server, model, token_ids)
         prompt_tokens = count_of(usage, "prompt_tokens") or tokens
@@ -197,7 +196,9 @@ def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
     token_ids = random_tokens(tokens)
     _, exact = send(server, model, token_ids)
     if not exact:
-        raise ServerError(f"{server.root} takes no token ids as prompt, by which its events could be recognised")
+        raise ServerError(
+            f"{server.root} takes no token ids as prompt, so its events cannot be recognised: check vLLM's own address"
+        )
     return token_ids
 
 

@@ -10,21 +10,21 @@ from ragorder.adapters.doctor.request_log import LoggedRequest, Message
 __all__ = ["Turn", "later_turns"]
 
 _ASKS = ("user", "tool")
-# Applications keep the bare question, and send it behind or before retrieved text.
+# Applications store the bare question, and send it after or before retrieved text.
 _ENDS = (64, 32, 16)
 _LEAST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request and the one that it continues."""
+    """A request and the turn that it continues."""
 
     before: LoggedRequest
     request: LoggedRequest
 
     @property
     def changed(self) -> int | None:
-        """The number of the first message of the turn before that is not sent again as it was; None: all are."""
+        """Index of the first message of the turn before that was changed or dropped, or None if all are sent again."""
         pairs = zip(self.before.messages, self.request.messages, strict=False)
         changed = next((place for place, (old, new) in enumerate(pairs) if old != new), None)
         if changed is None and len(self.request.messages) < len(self.before.messages):
@@ -33,8 +33,8 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Requests with answers in them, of which the log has the turn before: all that stands in front of the last answer,
-    or else the last request whose question is, or contains, the one in front of that answer."""
+    """Return requests that have answers and whose turn before is in the log: the request with the same messages before
+    the last answer, or else the last one whose question contains, or is part of, the question before that answer."""
     sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
     asked: dict[tuple[tuple[str, str], str], LoggedRequest] = {}
     found = []
@@ -63,12 +63,10 @@ def _is_asked(question: str, before: LoggedRequest) -> bool:
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """The last one of a chat."""
     return next((each.text.strip() for each in reversed(messages) if each.role in _ASKS), "")
 
 
 def _keys(question: str) -> Iterator[str]:
-    """The question, and its two ends; none of one that many conversations may have."""
     if len(question) < _LEAST:
         return
     yield question

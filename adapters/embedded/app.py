@@ -54,10 +54,10 @@ def make_engine_app(
     body_limit: int = BODY_LIMIT,
     web_pages: bool = False,
 ) -> ASGIApp:
-    """An OpenAI-compatible application, without access control: for use behind the proxy. With `web_pages` those of any
-    origin may read its answers, without credentials of the browser: the proxy must check a key, or their origin.
+    """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
+    of any origin may read its answers, without the browser's credentials: the proxy must check a key or the origin.
 
-    app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
+        app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
     metrics = metrics or EngineMetrics(worker)
     registry = CollectorRegistry()
@@ -89,7 +89,7 @@ def make_engine_app(
 
 
 def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
-    """The proxy's application with the engine's health. Closes the worker at shutdown."""
+    """Return the proxy's application with the engine's health. Closes the worker at shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -187,7 +187,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """Headers go with the first token: earlier failures have their own status."""
+        """Stream an answer. Headers are sent with the first token, so that earlier failures have their own status."""
         completions: list[Completion] = []
         begun = False
         try:

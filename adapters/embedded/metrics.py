@@ -1,4 +1,4 @@
-"""Metrics of the embedded engine, also under the names of a vLLM with ragorder's tiers."""
+"""Metrics of the embedded engine, including vLLM's names for tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDS = ("stop", "length", "abort", "error", "timeout")
 
 
 class EngineMetrics:
-    """A collector for a Prometheus registry. No label names a document or a tenant."""
+    """Collector for a Prometheus registry. No label names a document or a tenant."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -63,9 +63,9 @@ class EngineMetrics:
         tokens = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
         tokens["fused"] = stats.fused.total - stats.recomputed
         tokens["computed"] = stats.prompt_tokens - sum(tokens.values())
-        yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by where their KV came from.", "source", tokens)
+        yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by source of their KV.", "source", tokens)
         fused = {name: getattr(stats.fused, name) for name in _TIER_NAMES}
-        description = "Prompt tokens reused off the prefix, approximately, by tier."
+        description = "Prompt tokens reused approximately, outside the prefix, by tier."
         yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
         description = "Of these, tokens recomputed."
         yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
@@ -94,7 +94,7 @@ class EngineMetrics:
             yield from _stream(stats.stream)
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        """For `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`."""
+        """Yield metrics for `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`."""
         engine = self._worker.engine
         sizes = {
             "block_size": str(engine.block_size),
@@ -121,7 +121,6 @@ class EngineMetrics:
 
 
 def _stream(stream: StreamStats) -> Iterator[Metric]:
-    """Of a model whose layers stream."""
     yield _counter(f"{_ENGINE}streamed_bytes", "Bytes of weights read from the model's files.", stream.bytes)
     uses = {"ready": stream.hits, "waited": stream.waits}
     yield _counters(f"{_ENGINE}streamed_layers", "Uses of streamed layers, ready or waited for.", "found", uses)
@@ -131,7 +130,6 @@ def _stream(stream: StreamStats) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
-    """vLLM's tiers call the nodes of the tree chunks."""
     tiers = {name: getattr(stats.cache, name) for name in _TIER_NAMES}
     tiers = {name: tier for name, tier in tiers.items() if tier.capacity_bytes or tier.refused}
 

@@ -36,10 +36,10 @@ _INT64 = 1 << 63
 _MAX_TOKENS = 1 << 30
 _MAX_STOPS = 16
 _MAX_PROMPTS = 1024
-# Alternatives to each token: as many as OpenAI gives.
+# Alternatives to each token: OpenAI's limit.
 _MAX_ALTERNATIVES = 20
 _MAX_NAME = 64
-# Of all prompts together; a model with a longer context takes as many as that has.
+# Limit for all prompts together; a model with a longer context takes its length.
 _MAX_TOKEN_IDS = 1 << 20
 # Values of a field that is kept until the answer has ended.
 _MAX_OPTIONS = 1 << 14
@@ -53,7 +53,7 @@ _Limit = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _Alternatives = Annotated[int, Meta(ge=0, le=_MAX_ALTERNATIVES)]
 _Stop = Annotated[str, Meta(min_length=1)]
 
-# Fields for what the engine cannot do, with the values that do not need it; null never does.
+# Fields for functions that the engine lacks, with the values that do not use them; null never does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -134,12 +134,12 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MAX_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: str | None = None
-    # Ours: seconds for the whole answer, at most those of the server.
+    # Ours: seconds for the whole answer, at most the server's.
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
-    # Ours: how documents off the cached prefix are reused, and the share of their tokens recomputed.
+    # Ours: how documents outside the cached prefix are reused, and the share of their tokens recomputed.
     reuse: Literal["exact", "fused"] | None = None
     recompute: Annotated[float, Meta(ge=0, le=1)] | None = None
-    # Only our facts in it are read, and malformed ones refuse no request.
+    # Only our facts in it are read; malformed ones refuse no request.
     kv_transfer_params: Any = None
 
 
@@ -175,7 +175,7 @@ class ChatCompletionRequest(CommonRequest):
 
 @readable_by_threads
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of vLLM's /tokenize: a prompt, or a chat."""
+    """Body of vLLM's /tokenize: a prompt, or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -188,7 +188,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @readable_by_threads
 class _Prompt(msgspec.Struct):
-    """Whatever else a body has is skipped."""
+    """The prompt of a body; other fields are skipped."""
 
     prompt: Raw = _NULL
 
@@ -198,13 +198,14 @@ B = TypeVar("B", CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 
 
 def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
-    """Of a model with a context of `longest` tokens. Raises HTTPError for malformed or unsupported bodies."""
+    """Read a body for a model with a context of `longest` tokens. Raises HTTPError for malformed or unsupported
+    bodies."""
     most_tokens = max(longest, _MAX_TOKEN_IDS)
     try:
         fields = _fields(content, most_tokens)
     except NOT_JSON:
         try:
-            # Half a character, cut from its other half, is no reason to refuse the rest.
+            # A lone surrogate is no reason to refuse the body.
             fields = _fields(replace_surrogates(content), most_tokens)
         except NOT_JSON:
             raise _no_json() from None
@@ -232,11 +233,11 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
 
 
 def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
-    """Counted, and not yet decoded. Raises HTTPError for too many values, and what a decoder raises."""
+    """Return the counted, undecoded fields. Raises HTTPError for too many values, and the decoder's errors."""
     try:
         count_values(content, MAX_VALUES)
     except TooManyValuesError:
-        # Token ids have a limit of their own. The commas of a text are none, and make no room for other values.
+        # Token ids have their own limit. The commas of a text do not count, and leave no room for other values.
         prompt = bytes(_object(content, _Prompt).prompt)
         _check_values(prompt, most_tokens, "prompt")
         _check_values(content, MAX_VALUES, None, besides=count_outside_texts(prompt, most_tokens))
@@ -255,7 +256,7 @@ def _no_json() -> HTTPError:
 
 
 def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
-    """Raises HTTPError for more than `limit`, and those of the prompt `besides`."""
+    """Raises HTTPError for more than `limit` values plus `besides`, those of the prompt."""
     try:
         count_values(content, limit + besides)
     except TooManyValuesError:
@@ -268,14 +269,13 @@ def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: 
 def _is_neutral(name: str, value: Raw) -> bool:
     raw = bytes(value)
     if len(raw) <= _MAX_NEUTRAL:
-        # What was only skipped may not be UTF-8.
+        # A skipped value may not be UTF-8.
         with suppress(ValueError):
             return decode_any(raw) in _NEUTRAL.get(name, ())
     return False
 
 
 def _without_nothing(messages: Raw) -> Raw:
-    """Messages without members that are null or an empty list; anything else as it is."""
     try:
         read = msgspec.json.decode(messages, type=list[dict[str, Raw]])
     except NOT_JSON:
@@ -313,7 +313,7 @@ def _unsupported(name: str) -> HTTPError:
 
 
 def _invalid(message: str) -> HTTPError:
-    """msgspec's complaint names the type and place of a value, never the value."""
+    """msgspec's complaint names the type and path of a value, never the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):

@@ -18,7 +18,7 @@ __all__ = ["DONE", "ChatResponseBuilder", "CompletionResponseBuilder", "Response
 
 DONE = b"data: [DONE]\n\n"
 
-# Stands for the logarithm of 0, which JSON cannot express.
+# Replaces the logarithm of 0, which JSON cannot express.
 _NEVER = -9999.0
 
 
@@ -27,13 +27,12 @@ def event(content: Any) -> bytes:
 
 
 def usage(completions: Iterable[Completion]) -> dict[str, Any]:
-    """Of all prompts together."""
     completions = list(completions)
     prompt_tokens = sum(each.prompt_tokens for each in completions)
     completion_tokens = sum(len(each.token_ids) for each in completions)
     details = {"cached_tokens": sum(each.cached.total for each in completions)}
     if fused := sum(each.fused.total for each in completions):
-        # Ours: taken over approximately, and how many of them were recomputed.
+        # Ours: tokens reused approximately, and those of them recomputed.
         details |= {"fused_tokens": fused, "recomputed_tokens": sum(each.recomputed for each in completions)}
     return {
         "prompt_tokens": prompt_tokens,
@@ -44,7 +43,7 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
 
 
 class ResponseBuilder(ABC):
-    """The response to one body. `token_text` decodes a token."""
+    """Builder of the response to one body. `token_text` decodes a token."""
 
     prefix: str
     object: str
@@ -96,7 +95,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
-        """For tokens whose text begins at `offset`; None if not requested."""
+        """Return log probabilities of tokens whose text begins at `offset`, or None if not requested."""
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -1,4 +1,4 @@
-"""Settings of an orderer in front of an embedded engine."""
+"""Settings of an orderer for an embedded engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["with_sizes"]
 
 
 def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """With the sizes of the engine's tiers, unless `capacity_tokens` is given, and what it reuses; and with its
-    profile, if that has load times."""
+    """Return the settings with the engine's kind of reuse, the sizes of its tiers unless `capacity_tokens` is given,
+    and its profile if that has load times."""
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,

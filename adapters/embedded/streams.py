@@ -14,47 +14,45 @@ from ragorder.pipelining.placement.base import Placement
 
 __all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
 
-# By what an engine's error came from: causes after which a batch may be tried again.
+# By an engine's fault: causes after which a batch may be tried again.
 _CAUSES = {"memory": MemoryError, "disk": OSError}
 
 
 class EmbeddedStreams:
-    """Sends requests to an `EngineWorker`. Closing a stream aborts its request after the current step.
+    """Engine on an `EngineWorker`. Closing a stream aborts its request after the current step.
 
         worker = EngineWorker(TieredEngine.load(model))
         engine = EmbeddedStreams(worker)
 
-    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. A string
-    scope is the salt. Requests share their system prompt, with documents or without. The worker stays open.
+    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. A string scope is the
+    salt. Requests share their system prompt, with or without documents. The worker stays open.
     """
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
 
     def requests(self) -> int:
-        """Requests of all clients, waiting or running."""
         return self._worker.unfinished
 
     def relieve(self) -> bool:
-        """Give memory of the engine back: see `Relief`. False for an engine that has none to give."""
+        """Release memory of the engine, see `Relief`. Returns False if it has none to release."""
         relieve = getattr(self._worker.engine, "relieve", None)
         return relieve is not None and bool(relieve())
 
     def place(self, placement: object) -> None:
-        """Have layers and KV of the engine lie as a `Placement` says; another object concerns it not. Raises what
-        `TieredEngine.place` raises."""
+        """Apply a `Placement` of layers and KV; ignore other objects. Raises as `TieredEngine.place`."""
         if isinstance(placement, Placement):
             self._worker.engine.place(placement)
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The last chunk has the usage. Raises the worker's errors, TypeError for an option that `Sampling` does not
-        have, and ValueError for messages and for a scope that cannot be a salt."""
+        """Stream an answer; the last chunk has the usage. Raises the worker's errors, TypeError for an option that
+        `Sampling` lacks, and ValueError for messages and for a scope that cannot be a salt."""
         if request.token_ids is None:
-            raise ValueError("the embedded engine takes token ids: OrderedPrompts(…, prompts='token_ids')")
+            raise ValueError("the embedded engine takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         options = {name: value for name, value in request.options.items() if value is not None}
         asked = Request(
             request.token_ids,
-            # Without documents the system prompt is what can be shared.
+            # Without documents requests can share the system prompt.
             request.document_ends or ((request.prefix_tokens,) if request.prefix_tokens else ()),
             Sampling(**options),
             checked_salt(request.scope) if isinstance(request.scope, str) else None,
@@ -80,5 +78,5 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RuntimeError):
-    """A request that failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError where memory or
-    the disk of the model was at fault."""
+    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError if memory or the
+    model's disk was at fault."""

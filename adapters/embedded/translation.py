@@ -1,4 +1,4 @@
-"""Translation of OpenAI requests into the engine's: tokens, document boundaries, tenant."""
+"""Translation of OpenAI requests into the engine's."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """In one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest` bounds prompt and
-    answer, `fusion` is the engine's own, None if it cannot fuse. Raises HTTPError for what cannot be served."""
+    """Translator for use in one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest`
+    limits prompt plus answer, in tokens; `fusion` is the engine's own, None if it cannot fuse. Raises HTTPError for
+    requests that cannot be served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer
         self._fusion = fusion
         self._model_name = model_name
         self._max_model_len = longest
-        # A longer text has too many tokens, and to tokenize it would take long.
+        # A longer text has too many tokens, and tokenizing it would take long.
         widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = longest * max(widest, 1)
         options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
@@ -109,7 +110,7 @@ class RequestTranslator:
             logprobs=logprobs,
         )
         marked: dict[str, Any] = {}
-        # The facts are those of one prompt.
+        # The facts describe one prompt.
         if facts is not None and facts.documents and len(prompts) == 1:
             marked = {
                 "document_ends": facts.documents,
@@ -143,7 +144,7 @@ class RequestTranslator:
         return self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
 
     def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
-        """Leading tokens that do not depend on the last message's text."""
+        """Return the number of leading tokens that do not depend on the last message's text."""
         *before, last = body.messages
         text = self._template([*before, ChatMessage(last.role, PLACEHOLDER)], body)
         head, slot, _ = text.rpartition(PLACEHOLDER)
@@ -175,7 +176,7 @@ class RequestTranslator:
                 )
             )
         except Exception as error:
-            # Templates refuse what they do not foresee, each with its own exception.
+            # Templates refuse unexpected messages, each with its own exception.
             complaint = str(error)[:_MAX_COMPLAINT]
             message = f"messages: the model's chat template refuses them: {complaint}"
             raise HTTPError(400, message, code="invalid_messages", param="messages") from None
@@ -206,7 +207,6 @@ def _facts_of(body: CommonRequest) -> tuple[RequestFacts | None, bool]:
 
 
 def _whole(given: object) -> int:
-    """A count among the facts; 0 for anything else."""
     return given if type(given) is int and given > 0 else 0
 
 
@@ -220,7 +220,7 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """As templates take it; parts are joined by newlines, as in vLLM."""
+    """Parts are joined by newlines, as in vLLM."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
     named = {} if message.name is None else {"name": message.name}

@@ -1,4 +1,4 @@
-"""Asynchronous access to an engine in a thread of its own."""
+"""Asynchronous access to an engine in its own thread."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class EngineStoppedError(RuntimeError):
 
 
 class TooManyWaitingError(RuntimeError):
-    """Try again later."""
+    """Too many requests are unfinished: try again later."""
 
     status_code = 503
 
 
 class TooManyAtOnceError(ValueError):
-    """Send fewer at a time."""
+    """Too many prompts in one request: send fewer."""
 
 
 _Progress = tuple[int, Update] | Exception
@@ -44,7 +44,7 @@ _Progress = tuple[int, Update] | Exception
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together; `verdict` (None: accepted), then `progress` go back to the event loop."""
+    """Requests submitted together; `verdict` (None if accepted), then `progress` are passed to the event loop."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
@@ -79,7 +79,7 @@ class _Submission:
 
 
 class EngineWorker:
-    """Steps an engine in its own thread, with at most `max_unfinished` requests.
+    """Worker that steps an engine in its own thread, with at most `max_unfinished` requests.
 
     `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
 
@@ -110,7 +110,7 @@ class EngineWorker:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """All of these requests, or none; unfinished ones are aborted at the end of the block.
+        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block.
 
         Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
         """
@@ -137,7 +137,7 @@ class EngineWorker:
             self._commands.put(partial(self._withdraw, submission))
 
     def stats(self) -> EngineStats:
-        """After the current step; previous ones if that takes longer than a second."""
+        """Return statistics after the current step, or the previous ones if that takes longer than a second."""
         if self._thread.is_alive():
             answer: Future[EngineStats] = Future()
             self._commands.put(partial(self._answer_stats, answer))
@@ -146,7 +146,6 @@ class EngineWorker:
         return self._stats
 
     def close(self) -> None:
-        """Abort requests, close the engine and wait for both."""
         self._commands.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
@@ -165,7 +164,7 @@ class EngineWorker:
         except Exception as error:
             _logger.error("the engine could not be closed: %s", type(error).__name__)
         self._ended = True
-        # Requests that came meanwhile are refused here, later ones by `_ended`.
+        # Requests submitted meanwhile are refused here, later ones by `_ended`.
         with suppress(Empty):
             while True:
                 if (command := self._commands.get_nowait()) is not None:
@@ -176,7 +175,7 @@ class EngineWorker:
         return self._failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
 
     def _run_commands(self) -> bool:
-        """Waits if the engine is idle. False once the worker is to end."""
+        """Run commands; waits if the engine is idle. Returns False once the worker must end."""
         idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -226,7 +225,7 @@ class EngineWorker:
             answer.set_result(self._stats)
 
     def _fail(self, error: BaseException) -> None:
-        # The message of an error may quote a prompt; its traceback does not.
+        # An error's message may quote a prompt; its traceback does not.
         where = "".join(traceback.format_tb(error.__traceback__))
         _logger.error("the engine failed with %s and has stopped\n%s", type(error).__name__, where)
         self._stop(f"the engine has failed ({type(error).__name__}): start the server again; its log has the traceback")

@@ -1,4 +1,4 @@
-"""A line in the log for each answer."""
+"""Log line for each answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """An ASGI layer that logs method, path, status, and seconds until the answer had ended: nothing of a body, a header
-    or a query."""
+    """ASGI layer that logs method, path, status, and seconds until the answer has ended; nothing of a body, a header or
+    a query."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,7 +35,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, watch)
         finally:
-            # As it came: percent-encoded, so that no path makes a line of its own.
+            # Percent-encoded, so that no path makes its own line.
             path = scope["raw_path"][:_LONGEST_PATH].decode("ascii", "backslashreplace")
             seconds = time.perf_counter() - start
             broken = "" if ended else " (cut off)" if status else " (no answer)"

@@ -18,8 +18,8 @@ _MAX_QUEUED = 16
 
 
 class AppTransport(httpx2.AsyncBaseTransport):
-    """Calls an ASGI application and streams its responses. Closing one, or cancelling the wait for it, cancels the
-    application."""
+    """Transport that calls an ASGI application and streams its responses. Closing a response, or cancelling the wait
+    for it, cancels the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -65,7 +65,7 @@ class _Exchange(httpx2.AsyncByteStream):
         await asyncio.wait([self._work])
 
     async def _run(self, app: ASGIApp, scope: Scope) -> None:
-        # Its errors may quote the request: the application logs what is to be known.
+        # Its errors may quote the request: the application itself logs errors.
         with suppress(Exception):
             await app(scope, self._receive, self._messages.put)
         await self._messages.put(None)
@@ -79,7 +79,7 @@ class _Exchange(httpx2.AsyncByteStream):
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    """A client that disconnects sends no message, but cancels the application."""
+    """Wait forever: a disconnecting client sends no message, but cancels the application."""
     await asyncio.Event().wait()
     yield b""
 

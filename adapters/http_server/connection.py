@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections, encrypted or not, with timeouts and a limit on their number."""
+"""HTTP/1.1 connections with timeouts, optional encryption, and a limit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-lengt
 def timed_connections(
     client_s: float, limit: int, *, probes: Collection[str] = (), encryption: ssl.SSLContext | None = None
 ) -> type[H11Protocol]:
-    """A uvicorn protocol for at most `limit` connections; beyond it only `probes` (paths) are answered. A client has
-    `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer.
+    """Return a uvicorn protocol for at most `limit` connections; above it only `probes` (paths) are answered. A client
+    has `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer.
 
-    With `encryption` for HTTPS. uvicorn is not told of it: it would count and time a connection only after its
-    handshake, so that no limit would hold for connections without one.
+    With `encryption` for HTTPS, without uvicorn's own: it would count and time a connection only after its handshake,
+    and so not limit connections without one.
     """
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
@@ -38,7 +38,7 @@ def timed_connections(
 
 
 class TimedConnection(H11Protocol):
-    """At the limit a new connection replaces the one without a complete request for longest."""
+    """Connection with timeouts. At the limit a new one replaces the one without a complete request for longest."""
 
     client_s: ClassVar[float]
     limit: ClassVar[int]
@@ -47,7 +47,7 @@ class TimedConnection(H11Protocol):
     encryption: ClassVar[ssl.SSLContext | None]
 
     _begun = False
-    # What came with the end of a handshake; None otherwise.
+    # Bytes received at the end of a handshake; None otherwise.
     _early: bytearray | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -66,7 +66,7 @@ class TimedConnection(H11Protocol):
             self._receive_timer.set()
             if self.encryption is not None:
                 self._early = bytearray()
-                # Begun at once: what a client sends first must not be read as plain text.
+                # Started at once: the client's first bytes must not be read as plain text.
                 start = self.loop.start_tls(
                     transport, self, self.encryption, server_side=True, ssl_handshake_timeout=self.client_s
                 )
@@ -79,7 +79,7 @@ class TimedConnection(H11Protocol):
         except OSError:
             transport.abort()
         if encrypted is None or encrypted.is_closing():
-            # The loop does not always tell of a connection that is lost in its handshake.
+            # The loop does not always report a connection lost in its handshake.
             self.connection_lost(ConnectionAbortedError())
             return
         self.transport, self.flow, self.scheme = encrypted, FlowControl(encrypted), "https"
@@ -116,7 +116,7 @@ class TimedConnection(H11Protocol):
         self.idle.pop(self, None)
         names = [name for name, _ in self.headers or ()]
         if self.cycle is not None and b"content-length" in names and b"transfer-encoding" in names:
-            # RFC 9112 6.1: a server in front may have seen this request end elsewhere.
+            # RFC 9112 6.1: a server before this one may have seen the request end elsewhere.
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
@@ -131,7 +131,7 @@ class TimedConnection(H11Protocol):
     def shutdown(self) -> None:
         super().shutdown()
         if self.transport.is_closing() and self.transport.get_write_buffer_size() == 0:
-            # Few clients that keep a connection listen to it: the loop would wait for the end of their encryption.
+            # Few clients listen on an idle connection: the loop would wait for the end of their encryption.
             self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
     def pause_writing(self) -> None:
@@ -152,7 +152,6 @@ class TimedConnection(H11Protocol):
         await HTTPError(503, message, code="too_many_connections", headers=headers).send(send)
 
     def _waits_for_client(self) -> bool:
-        """For the rest of a header, or of a body that was answered early."""
         if self.conn.their_state is h11.SEND_BODY:
             return self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE
@@ -172,7 +171,7 @@ class TimedConnection(H11Protocol):
 
 
 class _Begun:
-    """An awaitable that takes a coroutine's first step at once, as tasks can from Python 3.12 on (`eager_start`)."""
+    """Awaitable that takes a coroutine's first step at once, as tasks can from Python 3.12 on (`eager_start`)."""
 
     def __init__(self, coroutine: Coroutine[Any, None, Any]) -> None:
         self._coroutine = coroutine

@@ -1,4 +1,4 @@
-"""Compressed request bodies (Content-Encoding): gzip, deflate, and zstd where its package is installed."""
+"""Compressed request bodies: gzip, deflate, and zstd if installed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ __all__ = ["check_encoding", "decoded", "encoding_of", "is_decodable"]
 
 _PIECE = 1 << 18
 _READ = 1 << 16
-# Its decoder cannot be told how much to give: from so much, 8 MiB at most.
+# Its decoder takes no limit: from this many bytes it makes at most 8 MiB.
 _READ_ZSTD = 256
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
-# What RFC 9659 allows; a frame may ask for gigabytes.
+# The limit of RFC 9659; a frame may ask for gigabytes.
 _MOST_ZSTD_WINDOW = 8 << 20
 
 
 def encoding_of(headers: Headers) -> str | None:
-    """None for a body that is sent as it is."""
     named = b",".join(value for name, value in headers if name == b"content-encoding").decode("latin-1").lower()
     return ", ".join(each for name in named.split(",") if (each := name.strip()) not in ("", "identity")) or None
 
@@ -31,18 +30,18 @@ def is_decodable(encoding: str) -> bool:
 
 
 def check_encoding(encoding: str) -> None:
-    """Raises HTTPError for one that is not decoded."""
+    """Raises HTTPError for an encoding that is not decoded."""
     if is_decodable(encoding):
         return
     known = ", ".join(_decodable())
     package = " (zstd: install the package zstandard beside the server)" if encoding == "zstd" else ""
-    message = f"The body is compressed in a way that is not decoded here: send it as it is, or as {known}{package}."
+    message = f"The body has an unsupported Content-Encoding: send it uncompressed, or as {known}{package}."
     headers = [(b"accept-encoding", known.encode()), (b"connection", b"close")]
     raise HTTPError(415, message, code="unknown_encoding", headers=headers)
 
 
 def decoded(body: bytes, encoding: str) -> Iterator[bytes]:
-    """Pieces of bounded length, some empty, each made when it is asked for. Raises HTTPError for damaged data."""
+    """Yield pieces of bounded length, some empty, each made when it is requested. Raises HTTPError for damaged data."""
     if not body:
         return
     try:
@@ -57,7 +56,7 @@ def _decodable() -> list[str]:
 
 
 def _zlib_pieces(body: bytes, encoding: str) -> Iterator[bytes]:
-    # Some send deflate without the frame that HTTP gives it.
+    # Some clients send deflate without the frame that HTTP gives it.
     is_bare = encoding == "deflate" and not _has_zlib_header(body)
     stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _ZLIB_OR_GZIP)
     for start in range(0, len(body), _READ):

@@ -1,4 +1,4 @@
-"""Errors in the format of OpenAI's API, or of a route's own, and their middleware."""
+"""Errors in OpenAI's format or a route's own, and their middleware."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class HTTPError(Exception):
         self.content: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     async def send(self, send: Send, content: dict[str, Any] | None = None) -> None:
-        """`content` replaces the error's own."""
         body = json.dumps(self.content if content is None else content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -45,8 +44,8 @@ class HTTPError(Exception):
 
 
 class ErrorMiddleware:
-    """The outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete. `shape` gives
-    the content of an error on a path."""
+    """Outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete. `shape` returns the
+    content of an error on a path."""
 
     def __init__(self, app: ASGIApp, shape: Callable[[str, HTTPError], dict[str, Any]] | None = None) -> None:
         self._app = app
@@ -70,15 +69,15 @@ class ErrorMiddleware:
             await self._app(scope, receive, record)
             return
         except HTTPError as error:
-            # What was raised in a thread is part of a cycle, which would keep the body until garbage is collected.
+            # An error raised in a thread is part of a cycle, which would keep the body until garbage collection.
             answer = error.with_traceback(None)
             answer.__context__ = None
         except Exception as error:
-            # The message of an error may quote a prompt: only its type is logged.
+            # An error's message may quote a prompt: only its type is logged.
             _logger.error("the server failed with %s", type(error).__name__)
             answer = HTTPError(500, "The server failed: its log has the type of the error.", code="proxy_error")
         if begun:
-            # Clients do not fill the log.
+            # Clients must not be able to fill the log.
             level = logging.WARNING if answer.status >= 500 else logging.INFO
             _logger.log(level, "an answer was cut off: %s", answer.code)
         else:

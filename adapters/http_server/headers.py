@@ -1,4 +1,4 @@
-"""Header access, and hop-by-hop header handling (RFC 9110 7.6.1)."""
+"""Header access, and hop-by-hop headers (RFC 9110 7.6.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """Without hop-by-hop headers and `dropped`, names in lower case."""
+    """Names become lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:
@@ -25,7 +25,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Heade
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value. Names are in lower case, here and below."""
+    """Return the first value. Names are in lower case, here and below."""
     return next((value for each, value in headers if each == name), None)
 
 

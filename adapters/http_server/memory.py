@@ -1,4 +1,4 @@
-"""A bound on the memory of all request bodies together."""
+"""Limit on the memory of all request bodies together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class MemoryBudget:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Released at the end of the block."""
         share = MemoryShare(self)
         try:
             yield share

@@ -1,4 +1,4 @@
-"""Several processes that serve on one port."""
+"""Several serving processes on one port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger("ragorder")
 _POLL_S = 0.2
 _DEATHS = 5
 _WITHIN_S = 60.0
-# Beyond the time for requests in flight: to cancel them, and to close what is open.
+# Time after the requests in flight: to cancel them, and to close open connections.
 _ENDING_S = 5.0
 
 
@@ -32,7 +32,7 @@ class Serve(Protocol):
     def __call__(
         self, listening: socket.socket, on_started: Callable[[], None], is_orphaned: Callable[[], bool]
     ) -> None:
-        """Serve until SIGTERM, or until the supervisor is gone, which is to be checked now and then."""
+        """Serve until SIGTERM, or until the supervisor has died, which must be checked now and then."""
 
 
 class WorkerError(Exception):
@@ -40,15 +40,15 @@ class WorkerError(Exception):
 
 
 class Supervisor:
-    """Keeps a process serving on each of the sockets, which are of one port.
+    """Supervisor of one serving process for each of the sockets of one port.
 
         Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
 
-    A worker that dies is replaced; what the system has accepted for it meanwhile waits for the next one. SIGTERM and
-    SIGINT end all: requests in flight have `grace_s` seconds. `on_ended` gets the id of each process that has ended.
+    A worker that dies is replaced; the system's accepted connections wait for the next one. SIGTERM and SIGINT end all:
+    requests in flight have `grace_s` seconds. `on_ended` gets the id of each ended process.
 
-    Workers are forked, so that what was loaded and asked for at the start is there once; uvicorn's own supervisor
-    starts processes from scratch, on one socket, from which the first to wake takes every connection of a burst.
+    Workers are forked, so that data loaded at the start exists once. uvicorn's own supervisor starts new processes on
+    one socket: the first to wake takes every connection of a burst.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Supervisor:
         self._stopped = False
 
     def run(self, *, on_started: Callable[[], None] = lambda: None) -> None:
-        """Until stopped. Raises WorkerError if a worker ends before it serves, or if five die within a minute."""
+        """Run until stopped. Raises WorkerError if a worker ends before it serves, or if five die within a minute."""
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
-            # The first one shows whether any can serve.
+            # The first worker shows whether any can serve.
             if all(self._start(number) for number in range(len(self._sockets))):
                 on_started()
             while not self._stopped:
@@ -85,7 +85,7 @@ class Supervisor:
         self._stopped = True
 
     def _start(self, number: int) -> bool:
-        """False if stopped meanwhile. Raises WorkerError."""
+        """Return False if stopped meanwhile. Raises WorkerError."""
         started, tell = multiprocessing.Pipe(duplex=False)
         fork = multiprocessing.get_context("fork")
         worker = fork.Process(target=self._work, args=(number, os.getpid(), lambda: tell.send_bytes(b"1")), daemon=True)
@@ -99,11 +99,10 @@ class Supervisor:
                         started.recv_bytes()
                         return True
                     worker.join()
-                    raise WorkerError("a worker has ended before it served: its error is above")
+                    raise WorkerError("a worker ended before it served: see its error above")
         return False
 
     def _work(self, number: int, supervisor: int, on_started: Callable[[], None]) -> None:
-        """In the process of a worker."""
         # Ctrl-C is for the supervisor, which lets the workers end their requests.
         os.setpgid(0, 0)
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +113,6 @@ class Supervisor:
         self._serve(self._sockets[number], on_started, lambda: os.getppid() != supervisor)
 
     def _replace_dead(self) -> None:
-        """Those that die within a moment. Raises WorkerError."""
         wait([worker.sentinel for worker in self._workers.values()], timeout=_POLL_S)
         for number, worker in list(self._workers.items()):
             if self._stopped or worker.is_alive():
@@ -134,7 +132,7 @@ class Supervisor:
             self._on_ended(worker.pid)
 
     def _end(self) -> None:
-        # Otherwise the system would go on accepting connections that no worker takes.
+        # Otherwise the system would accept connections that no worker takes.
         for listening in self._sockets:
             listening.close()
         for worker in self._workers.values():
@@ -148,8 +146,8 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """Sockets of one port, among which the system spreads connections. Raises OSError."""
-    # A port that others share with each other is taken as well.
+    """Return sockets of one port, among which the system spreads connections. Raises OSError."""
+    # A port shared by other sockets counts as taken as well.
     with listen(host, port) as alone:
         port = alone.getsockname()[1]
     return [listen(host, port, shared=True) for _ in range(count)]

@@ -16,7 +16,7 @@ from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 
 __all__ = ["ClientGoneError", "RequestBody"]
 
-# The client's time starts over after so many bytes of a body.
+# The client's time restarts after this many bytes of a body.
 _PIECE = 1 << 18
 # A forwarded chunk is copied on both sides, and the next one waits in the connection.
 _COPIES = 4
@@ -28,7 +28,7 @@ class ClientGoneError(Exception):
 
 
 class RequestBody:
-    """At most `limit` bytes, decoded if it is compressed by an `encoding`; `share` counts those kept. More than
+    """Body of at most `limit` bytes, decoded if it has an `encoding`; `share` counts the bytes kept. More than
     `client_s` seconds for 256 KiB, or for the end, is a 408."""
 
     def __init__(
@@ -52,7 +52,7 @@ class RequestBody:
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """Raises HTTPError for two lengths, a long, slow or damaged body; ClientGoneError."""
+        """Raises HTTPError for two lengths, and a long, slow or damaged body; ClientGoneError."""
         body = await self._received_whole()
         return body if self._encoding is None else await self._decoded(body, self._encoding)
 
@@ -79,7 +79,7 @@ class RequestBody:
                 self._share.add(len(piece))
                 if piece:
                     chunks.append(piece)
-                # Others have their turn.
+                # Let other tasks run.
                 await asyncio.sleep(0)
             return b"".join(chunks)
         finally:
@@ -87,7 +87,7 @@ class RequestBody:
             self._share.add(-len(body))
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """None for a request without a body. Raises HTTPError, for the headers at once."""
+        """Return the chunks, or None for a request without a body. Raises HTTPError, for the headers at once."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
@@ -97,7 +97,7 @@ class RequestBody:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Cancelled when the client disconnects."""
+        """Cancel the block when the client disconnects."""
         with anyio.CancelScope() as block:
             watch = asyncio.create_task(self._cancel_when_gone(block))
             try:
@@ -150,7 +150,7 @@ class RequestBody:
 
     def _check_declared(self) -> None:
         if self.chunked and self._declared is not None:
-            # A server in front may have seen this request end elsewhere (RFC 9112 6.3).
+            # A server before this one may have seen the request end elsewhere (RFC 9112 6.3).
             message = "The request has both Content-Length and Transfer-Encoding: send one of them."
             raise HTTPError(400, message, code="invalid_http", headers=_CLOSE)
         digits = self._declared or b"0"
@@ -158,5 +158,5 @@ class RequestBody:
             raise self._too_long()
 
     def _too_long(self) -> HTTPError:
-        message = f"The body is longer than {self._limit:,} bytes, the limit of this server (--body-limit)."
+        message = f"The body is longer than {self._limit:,} bytes, the limit of this server (--body-limit): send less."
         return HTTPError(413, message, code="body_too_large", headers=_CLOSE)

@@ -21,12 +21,12 @@ __all__ = ["address_of", "is_loopback", "listen", "most_connections", "run_serve
 
 _BACKLOG = 2048
 _AT_ONCE = 16
-# Clients keep a connection for less: they close it, and never while the server would begin to read a request.
+# Clients keep idle connections for less: they close them, never the server while it begins to read a request.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 64
 
-# How long a thread may keep the interpreter while others wait for it. The event loop waits for it several times in each
-# request, by default for five milliseconds behind every thread that works on a body.
+# Seconds for which a thread may keep the interpreter while others wait. The event loop waits for it several times in
+# each request, by default five milliseconds for every thread that works on a body.
 _SWITCH_S = 5e-4
 
 
@@ -42,7 +42,7 @@ def run_server(
     on_started: Callable[[], None] = lambda: None,
     on_tick: Callable[[int], bool] = lambda count: False,
 ) -> None:
-    """Serve until the process is stopped, or until `on_tick`, which is called ten times a second, says so; requests in
+    """Serve until the process is stopped, or until `on_tick`, called ten times a second, returns True; requests in
     flight then have `grace_s` seconds. See `timed_connections`."""
     connections = min(connections, _allow_many_connections())
     sys.setswitchinterval(_SWITCH_S)
@@ -53,7 +53,7 @@ def run_server(
         with suppress(KeyboardInterrupt):
             _UvicornServer(config, on_started, on_tick).run(sockets=[listening])
     finally:
-        # Frozen objects are not torn down at the end of the process, of which some extensions complain.
+        # Frozen objects are not torn down at the end of the process; some extensions complain of that.
         gc.unfreeze()
 
 
@@ -66,8 +66,8 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """The parser is always h11: httptools, which uvicorn prefers, takes headers without end. uvicorn's warnings are
-    about single requests, so that clients could fill the log."""
+    """Return uvicorn's configuration. The parser is h11: httptools, which uvicorn prefers, accepts endless headers.
+    uvicorn's warnings concern single requests, so that clients could fill the log."""
     return uvicorn.Config(
         _cancelled_quietly(app),
         http=timed_connections(
@@ -90,7 +90,7 @@ def server_config(
 
 
 def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
-    """One line in the log, no traceback, after the grace period."""
+    """Suppress tracebacks after the grace period: the log gets one line."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,9 +108,9 @@ class _UvicornServer(uvicorn.Server):
         self._on_started = on_started
         self._on_tick = on_tick
 
-    # Not in `startup`: uvicorn would end without the shutdown of the application if it were stopped there.
+    # Not in `startup`: if it were stopped there, uvicorn would end without the application's shutdown.
     async def main_loop(self) -> None:
-        # What is loaded now stays: a collector that scans it again and again would hold up every stream.
+        # Objects loaded now stay: a collector that scans them repeatedly would delay every stream.
         gc.collect()
         gc.freeze()
         self._on_started()
@@ -122,8 +122,8 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _Listening(socket.socket):
-    """Asyncio accepts all connections that wait before it makes the first one, which is where they are counted: here
-    it gets a few at a time."""
+    """Listening socket that yields a few connections at a time: asyncio accepts all waiting connections before it makes
+    the first one, which is where they are counted."""
 
     _accepted = 0
 
@@ -135,18 +135,17 @@ class _Listening(socket.socket):
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """`shared`: further sockets may be of the same port. Raises OSError."""
+    """`shared`: further sockets may have the same port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     made = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
     listening = _Listening(fileno=made.detach())
-    # Connections inherit it. asyncio sets it only for sockets that it made itself, and the second part of an answer
-    # would wait 40 ms for the acknowledgement of the first.
+    # Connections inherit it. asyncio sets it only for its own sockets, and the second part of an answer would wait 40
+    # ms for the acknowledgement of the first.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def address_of(listening: socket.socket, scheme: str = "http") -> str:
-    """The URL of a server on this socket."""
     host, port = listening.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -158,7 +157,8 @@ def is_loopback(host: str) -> bool:
 
 
 def most_connections() -> int:
-    """As many as the system's limit of open files allows this process: a request takes two, one to either side."""
+    """Return the number of connections that the process's limit of open files allows: a request takes two, one to
+    either side."""
     try:
         import resource
     except ImportError:
@@ -167,7 +167,7 @@ def most_connections() -> int:
 
 
 def _allow_many_connections() -> int:
-    """Systems allow 1,024 files unless more are requested, and may refuse these."""
+    """Systems allow 1,024 files by default, and may refuse more."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""JSON of strangers: counted before any of it becomes an object, and lone surrogates in it."""
+"""Untrusted JSON: counted before decoding, and its lone surrogates."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 MAX_VALUES = 1 << 16
-"""Values of a body that become objects: members of its objects and items of its lists, at all depths."""
+"""Most values of a body that become objects: members of its objects and items of its lists, at all depths."""
 
 VALUE_BYTES = 200
-"""What one of them takes at most, besides its text."""
+"""Most bytes of one of them, besides its text."""
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises."""
+"""Errors of a decoder."""
 
 _WINDOW = 1 << 18
 
-# JSON may have halves of a character, which Python's decoder keeps, and no text in UTF-8 can. Until they are written
-# again they are the last 2,048 code points, which no character uses.
+# JSON may have lone surrogates, which Python's decoder keeps and UTF-8 cannot encode. Until they are written again they
+# are the last 2,048 code points, which no character uses.
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:%s)?|%s" % (_LOW, _LOW))
 _FIRST, _FIRST_HIDDEN = 0xD800, 0x10F800
@@ -48,13 +48,13 @@ _BACKSLASH = ord("\\")
 
 
 class TooManyValuesError(ValueError):
-    """A JSON text has more values than are read."""
+    """A JSON text has too many values."""
 
 
 def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
-    """No fewer than a JSON text has, `limit` at most. Raises TooManyValuesError for more.
+    """Return an upper bound of the number of values, at most `limit`. Raises TooManyValuesError for more.
 
-    No value is built. Up to the place where a text is no JSON, and no decoder goes on, it is counted like JSON.
+    No value is built. Invalid JSON is counted like JSON.
     """
     content = bytes(content)
     # Each value but the first follows a comma, or is the first of its list or object.
@@ -63,7 +63,7 @@ def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
 
 
 def count_outside_texts(content: bytes, limit: int) -> int:
-    """Like `count_values`, without the commas and brackets in texts."""
+    """`count_values` without the commas and brackets in texts."""
     found, texts, start, in_text = 1, 0, 0, False
     while start < len(content):
         window = content[start : start + _WINDOW]
@@ -89,18 +89,17 @@ def count_outside_texts(content: bytes, limit: int) -> int:
 
 
 class HiddenSurrogates(NamedTuple):
-    """JSON in which characters stand for lone surrogates, which were escaped in this `form`."""
+    """JSON with characters instead of lone surrogates, whose escapes had this `form`."""
 
     content: bytes
     form: bytes
 
     def show(self, content: bytes) -> bytes:
-        """JSON made of this one, with the surrogates."""
         return _spliced(content, ((*each.span(), _shown(each[0], self.form)) for each in _HIDDEN.finditer(content)))
 
 
 def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
-    """The same JSON for a decoder that refuses lone surrogates. None without any, with more than 4,096, or with
+    """Return JSON for a decoder that refuses lone surrogates; None without any, with more than 4,096, or with
     characters of its own that would stand for them."""
     places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
     if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
@@ -112,13 +111,13 @@ def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
 
 
 def replace_surrogates(content: bytes) -> bytes:
-    """With the replacement character for each lone one, as tokenizers take it."""
+    """Replace lone surrogates by the replacement character, as tokenizers take it."""
     places = islice(_lone_surrogates(content), _MOST_SURROGATES)
     return _spliced(content, ((at, at + _ESCAPE, b"\\ufffd") for at in places))
 
 
 def encode_any(value: object) -> bytes:
-    """Raises TypeError, or ValueError, for what JSON does not have."""
+    """Raises TypeError or ValueError for a value that JSON cannot have."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -126,7 +125,7 @@ def encode_any(value: object) -> bytes:
 
 
 def decode_any(content: bytes) -> Any:
-    """Of JSON that was counted. Raises ValueError for what is none."""
+    """Decode JSON that was counted. Raises ValueError for invalid JSON."""
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError:
@@ -134,10 +133,9 @@ def decode_any(content: bytes) -> Any:
 
 
 def _lone_surrogates(content: bytes) -> Iterator[int]:
-    """Where their escapes begin."""
     for each in _SURROGATE.finditer(content):
         at, end = each.span()
-        # After a backslash it is the text of an escape; the second half of a pair is then a lone one.
+        # After a backslash it is the text of an escape; the second half of a pair is then lone.
         if not _is_escaped(content, at):
             if end - at == _ESCAPE:
                 yield at
@@ -146,7 +144,6 @@ def _lone_surrogates(content: bytes) -> Iterator[int]:
 
 
 def _is_escaped(content: bytes, at: int) -> bool:
-    """Whether a backslash is escaped by the one before it."""
     first = at
     while first and content[first - 1] == _BACKSLASH:
         first -= 1

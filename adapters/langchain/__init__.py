@@ -1,4 +1,4 @@
-"""LangChain: a retriever and a step of a chain that order documents for the engine's prefix cache, and turns of chats.
+"""LangChain: retriever, chain step and chat turns in cache order.
 
 retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=Orderer.for_vllm("http://host:8000"))
 chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} | prompt | llm

@@ -21,7 +21,7 @@ __all__ = ["CacheOrderModel"]
 
 
 class CacheOrderModel(BaseModel):
-    """A copy, deep or pickled, has a new orderer with the same settings."""
+    """Common fields. A copy, deep or pickled, has a new orderer with the same settings."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -51,7 +51,7 @@ class CacheOrderModel(BaseModel):
         try:
             scope = self.scope(run_manager.metadata) if callable(self.scope) else self.scope
         except Exception as error:
-            # An unknown tenant must not be taken for another one, nor for no tenant.
+            # An unknown tenant must not be confused with another one, nor with no tenant.
             ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
         else:
             documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
@@ -81,7 +81,7 @@ class CacheOrderModel(BaseModel):
     def _with_mark(self, document: Document, marked: bool) -> Document:
         with suppress(Exception):
             if marked != (self.mark_key in document.metadata):
-                # A mark of an earlier request is none of this one's.
+                # A breakpoint of an earlier request does not belong to this one.
                 metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
                 return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
         return document
@@ -92,5 +92,5 @@ class CacheOrderModel(BaseModel):
         try:
             return frozenset(marked_documents(ordering))
         except Exception as error:
-            degrade(self.orderer, f"no marks were set: choosing them failed with {type(error).__name__}")
+            degrade(self.orderer, f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
             return frozenset()

@@ -44,14 +44,15 @@ def read_message(message: BaseMessage) -> dict[str, Any]:
 
 
 def artifact_documents(message: ToolMessage) -> Sequence[Document]:
-    """The documents of a tool with response_format="content_and_artifact", such as `create_retriever_tool` makes."""
+    """Return the documents of a tool with response_format="content_and_artifact", such as `create_retriever_tool`
+    makes."""
     artifact = message.artifact if isinstance(message.artifact, list) else []
     found = [each if isinstance(each, Document) else _loaded(each) for each in artifact]
     return [each for each in found if each is not None] if None not in found else []
 
 
 def text_of(message: BaseMessage) -> str:
-    """The texts of a message's content; `message.text` depends on LangChain's version."""
+    """`message.text` depends on LangChain's version."""
     content = message.content
     parts = [content] if isinstance(content, str) else content
     texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
@@ -60,8 +61,8 @@ def text_of(message: BaseMessage) -> str:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A request: the `messages` to send, and those of them that the application stores in place of the given ones, with
-    the same ids. `turn` is that of the last message."""
+    """A request: the `messages` to send, and the `changed` ones that the application stores under the same ids. `turn`
+    belongs to the last message."""
 
     messages: list[BaseMessage]
     turn: NextTurn[Document]
@@ -70,8 +71,8 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """As `FrameworkTurns`. `found` gives the documents of a tool's result; with `parts` the content for a cloud
-    that has marks consists of parts."""
+    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` the content for a
+    cloud with breakpoints consists of parts."""
 
     def __init__(
         self,
@@ -91,9 +92,12 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     def prepare(
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
     ) -> Prepared:
-        """Messages behind the last answer, and behind the first `sent_before`, are new: the question gets the
-        `documents` (None: it is sent as it is), and with `repeat="name"` results of tools name the documents that stand
-        further above. Raises nothing."""
+        """Prepare the messages of a request. Never raises.
+
+        Messages after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
+        (None: it is sent unchanged), and with `repeat="name"` tool results name the documents that earlier messages
+        have.
+        """
         sent = list(messages)
         answers = (place for place, message in enumerate(sent) if isinstance(message, AIMessage))
         changed: list[BaseMessage] = []
@@ -106,7 +110,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
                 turn = self.next(text_of(message), documents, sent[:place], *request)
             elif isinstance(message, ToolMessage) and (found := self._documents_of(message)):
                 if (inside := self._inside(message, found)) is None:
-                    # It does not hold them whole: it stays as the tool wrote it.
+                    # The text does not contain the documents whole: it is sent unchanged.
                     sources += found
                     continue
                 alone, call = not inside.has_own_words, message.tool_call_id
@@ -124,7 +128,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     async def aprepare(
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
     ) -> Prepared:
-        """As `prepare`, off the event loop where texts are long."""
+        """`prepare`, off the event loop for long texts."""
         texts = [text for message in messages for text in _texts_in(message.content)]
         texts += [getattr(document, "page_content", "") for document in documents or ()]
         work = partial(self.prepare, messages, documents, *request, sent_before=sent_before)
@@ -139,7 +143,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             self.confirm(request.turn, request.messages[-1], answer, usage, written_tokens(answer))
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """Without the documents, to rephrase a question by."""
+        """Return the messages without documents, for a prompt that rephrases a question."""
         return [
             message.model_copy(update={"content": self.question_in(text_of(message))})
             if isinstance(message, HumanMessage)
@@ -157,7 +161,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     def _named_inside(
         self, message: ToolMessage, found: Sequence[Document], inside: DocumentsInside, turn: NextTurn[Document]
     ) -> ToolMessage:
-        """With the words of the tool; of its documents those that stand further above are named."""
         named = set(map(id, turn.repeated))
         try:
             shown = [self.shown(found[place], named=id(found[place]) in named) for place in inside.order]
@@ -180,7 +183,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
 
 
 def _beside_others(message: BaseMessage, content: Any) -> Any:
-    """A message's new content, with its parts that are no texts behind it."""
     others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
     if not others:
         return content
@@ -194,12 +196,10 @@ def _texts_in(content: Any) -> list[Any]:
 
 
 def _is_other(part: Any) -> bool:
-    """Of a message's content: an image, say."""
     return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def _loaded(artifact: Any) -> Document | None:
-    """A document as a checkpointer gives it back."""
     if not isinstance(artifact, Mapping) or not isinstance(artifact.get("page_content"), str):
         return None
     members = {name: artifact.get(name) for name in ("id", "metadata")}

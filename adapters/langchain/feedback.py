@@ -27,13 +27,14 @@ T = TypeVar("T")
 _logger = logging.getLogger("ragorder")
 
 _STREAMED_SILENTLY = (
-    "answers are streamed without usage, and what the engine reports of its cache is lost: set stream_usage=True "
-    "in the chat model"
+    "answers are streamed without usage, so the engine's cached tokens are unknown: set stream_usage=True in the chat "
+    "model"
 )
 
 
 class FeedbackHandler(BaseCallbackHandler):
-    """Reports the outcome of each ordering, and the engine's cached tokens, to the orderer. Thread-safe.
+    """Callback handler that reports the outcome of each ordering, and the engine's cached tokens, to the orderer.
+    Thread-safe.
 
         chain.invoke(question, config={"callbacks": [FeedbackHandler()]})  # the outermost call
 
@@ -47,8 +48,8 @@ class FeedbackHandler(BaseCallbackHandler):
     """
 
     # Inline: an event takes microseconds. A coroutine would cost a synchronous chain an event loop for each token, an
-    # executor an asynchronous chain a thread. (With any inline handler, langchain-core drops the on_llm_start of
-    # handlers that are not inline, for text models called asynchronously: langchain#39633.)
+    # executor an asynchronous chain a thread. (With any inline handler, langchain-core drops the on_llm_start of other
+    # handlers, for text models called asynchronously: langchain#39633.)
     run_inline = True
     raise_error = False
 
@@ -63,7 +64,6 @@ class FeedbackHandler(BaseCallbackHandler):
 
     @property
     def waiting_orderings(self) -> int:
-        """Orderings without an outcome yet."""
         return self._runs.waiting
 
     def on_chain_start(
@@ -140,8 +140,8 @@ class FeedbackHandler(BaseCallbackHandler):
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Take over an ordering. `streamed_silently` is called for a streamed answer without usage. False after an
-        error."""
+        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage. Returns
+        False after an error."""
         return bool(self._handle(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class FeedbackHandler(BaseCallbackHandler):
         return partial(type(self), max_runs=self._runs.limit), ()
 
     def _handle(self, event: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        # LangChain would log an error in full, and with it what it quotes of a prompt.
+        # LangChain would log an error in full, with its quotations of a prompt.
         try:
             return event(*args, **kwargs)
         except Exception as error:
@@ -160,14 +160,13 @@ class FeedbackHandler(BaseCallbackHandler):
 
 
 def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
-    """Leave an ordering to the run's handler; without one it counts as served."""
+    """Give an ordering to the run's handler; without one it counts as served."""
     silently = partial(degrade, orderer, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()
 
 
 def abandon(run_manager: Any) -> None:
-    """Report a cancelled retriever, which LangChain does not."""
     for handler in _handlers(run_manager):
         handler.on_retriever_error(BaseException(), run_id=run_manager.run_id)
 
@@ -178,6 +177,6 @@ def _handlers(run_manager: Any) -> Iterable[FeedbackHandler]:
 
 
 def _is_control_flow(error: BaseException) -> bool:
-    # LangGraph leaves a node by an error, to interrupt the graph or to go to a node of the parent graph.
+    # LangGraph raises an error to interrupt the graph or to go to a node of the parent graph.
     control_flow = getattr(sys.modules.get("langgraph.errors"), "GraphBubbleUp", ())
     return isinstance(error, control_flow)

@@ -1,4 +1,4 @@
-"""Marks of clouds in LangChain's messages."""
+"""Cache breakpoints of clouds in LangChain's messages."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from ragorder.adapters.turns import NextTurn
 __all__ = ["Marks", "checked_marks", "marked"]
 
 Marks = bool | Literal["anthropic", "bedrock", "openai"]
-"""Of which chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
+"""Chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
 
 
 def checked_marks(marks: Marks) -> str:
-    """The form of marks; empty without any. Raises ValueError."""
+    """Return the form of breakpoints, or "" if there are none. Raises ValueError."""
     if marks is True or marks is False:
         return "anthropic" if marks else ""
     if marks not in ("anthropic", "bedrock", "openai"):
-        raise ValueError(f"marks must be True, False, 'anthropic', 'bedrock' or 'openai', got {marks!r}")
+        raise ValueError(f"marks is {marks!r}: give True, False, 'anthropic', 'bedrock' or 'openai'")
     return marks
 
 
 def marked(messages: Sequence[BaseMessage], turn: NextTurn[Any], form: str) -> tuple[list[BaseMessage], dict[str, Any]]:
-    """A request's messages with the marks of its turn, and the model's arguments that belong to them."""
     cloud = turn.ordering.cloud
     if not form or cloud is None or cloud.model.rules.resume != "marks":
         return list(messages), {}
@@ -43,13 +42,13 @@ def marked(messages: Sequence[BaseMessage], turn: NextTurn[Any], form: str) -> t
         else:
             contents = parts.contents(prompt_cache_breakpoint() if form == "openai" else cache_control(ttl))
     except Exception:
-        # Content of another form, which is sent as it is.
+        # Content of an unknown form is sent unchanged.
         return list(messages), arguments
     return [_with(message, content) for message, content in zip(messages, contents, strict=True)], arguments
 
 
 def _with(message: BaseMessage, content: Any) -> BaseMessage:
-    # A call without a text has none that a mark could stand behind.
+    # A call without text has no part for a breakpoint.
     if content is message.content or not message.content:
         return message
     return message.model_copy(update={"content": content})

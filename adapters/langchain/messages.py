@@ -1,4 +1,4 @@
-"""Messages whose documents are content parts, with marks for caches that resume only there."""
+"""Messages with documents as content parts and cache breakpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def content_parts(
     mark_key: str | None = None,
     show: Callable[[Document], str] = _text,
 ) -> list[dict[str, Any]]:
-    """The content of a HumanMessage: a text part for each document, by `show`, then the question. With the `mark_key`
-    of `CacheOrderRetriever`, cache_control stands where it has marked one (Anthropic, Bedrock).
+    """Return the content of a HumanMessage: a text part for each document, by `show`, then the question. With the
+    `mark_key` of `CacheOrderRetriever`, its breakpoints become cache_control (Anthropic, Bedrock).
 
         documents = CacheOrderRetriever(retriever=retriever, orderer=orderer, mark_key="mark").invoke(question)
         model.invoke([HumanMessage(content_parts(documents, question, mark_key="mark"))])

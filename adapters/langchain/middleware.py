@@ -1,4 +1,4 @@
-"""Middleware of LangChain's agents: conversations whose documents come from tools."""
+"""Middleware for LangChain agents with documents from tools."""
 
 from __future__ import annotations
 
@@ -32,28 +32,26 @@ __all__ = ["CacheOrderMiddleware"]
 
 
 class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
-    """Middleware of an agent, the last of its list: what an earlier call of the model has sent is never touched.
-    Thread-safe.
+    """Middleware of an agent, last in its list. It never changes messages of an earlier model call. Thread-safe.
 
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
-    - `retriever`: documents for each question of the user's, which stand behind the history, in front of the question.
-    - `repeat="name"`: a tool's documents that still stand in the messages which are really sent are named instead of
-      sent again. The tool's message is rewritten then, before its first use, and replaced in the agent's state;
-      what else the tool wrote stays in it. One that does not hold all of its documents whole is sent as it is. By
-      default all results stay as the tools wrote them.
-    - `documents`: those of a tool's message; default its artifact, as `create_retriever_tool(…,
+    - `retriever`: documents for each user question, placed after the history and before the question.
+    - `repeat="name"`: a tool's documents that earlier sent messages have are named instead of sent again. The tool's
+      message is rewritten before its first use, and replaced in the agent's state; its other text stays. A message
+      without all of its documents whole is sent unchanged. By default all results stay as the tools wrote them.
+    - `documents`: the documents of a tool's message; default its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it.
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
     - `reference`: as for `PromptBuilder.turn`.
-    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
       text).
     - `scope`: the tenant, or a function of the ModelRequest. Scopes share no cache.
-    - `marks`: as for `CacheOrderTurn`, in what is sent; the agent's state has none.
+    - `marks`: as for `CacheOrderTurn`, in sent messages only, not in the agent's state.
 
-    Errors in these functions send the messages as they are, or the documents as ranked, and are counted by the orderer;
-    those of the retriever are the agent's. Each call of the model is reported by its usage. Raises TypeError for a
-    retriever that is none, ValueError for wrong options.
+    Errors in these functions leave the messages unchanged, or the documents in retrieval order, and are counted by the
+    orderer; the retriever's errors are raised. Each model call is reported by its usage. Raises TypeError for a
+    retriever that is no Runnable, ValueError for wrong options.
     """
 
     def __init__(
@@ -71,9 +69,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if retriever is not None and not isinstance(retriever, Runnable):
-            raise TypeError(
-                f"retriever must be a Runnable, such as store.as_retriever(), got {type(retriever).__name__}"
-            )
+            raise TypeError(f"retriever is a {type(retriever).__name__}: give a Runnable, such as store.as_retriever()")
         self._retriever = retriever
         self._marks = checked_marks(marks)
         self._turns = LangChainTurns(
@@ -88,7 +84,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(answer, documents, middleware.label)`."""
+        """Return a document's label, for `cited(answer, documents, middleware.label)`."""
         return self._turns.label(document)
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:
@@ -116,11 +112,10 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         return text_of(last) if isinstance(last, HumanMessage) else None
 
     def _marked(self, request: ModelRequest, prepared: Prepared) -> ModelRequest:
-        """What is sent."""
         front = _system(request)
         messages, arguments = marked(prepared.messages, prepared.turn, self._marks)
         changes: dict[str, Any] = {"messages": messages[len(front) :]}
-        # Before langchain 1.1 the system prompt was a text, which has no marks.
+        # Before langchain 1.1 the system prompt was a text without breakpoints.
         if front and messages[0] is not front[0] and hasattr(request, "system_message"):
             changes["system_message"] = messages[0]
         if arguments:

@@ -1,4 +1,4 @@
-"""Serialised calls that never wait for a lock."""
+"""Serialised calls without waiting for a lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """Runs calls one at a time, in order of arrival; a call during another one is left to that one's thread. A lock
+    """Runner of calls one at a time, in order of arrival; a call during another one runs in that one's thread. A lock
     would not do: a finaliser may run in the middle of a call, in the thread that holds it."""
 
     def __init__(self) -> None:
@@ -18,10 +18,10 @@ class OneByOne:
         self._running = Lock()
 
     def __call__(self, call: Callable[[], object]) -> None:
-        """Raises the call's own error, after the others."""
+        """Run a call. Raises its own error, after the other calls."""
         self._calls.append(call)
         failure: Exception | None = None
-        # Checked again after the release: what arrived meanwhile was left to this thread.
+        # Checked again after the release: calls that arrived meanwhile were left to this thread.
         while self._calls and self._running.acquire(blocking=False):
             try:
                 while self._calls:

@@ -30,7 +30,7 @@ def _text(message: BaseMessage) -> str:
 
 def is_token(token: Any, chunk: Any) -> bool:
     message = getattr(chunk, "message", None)
-    # Reasoning and tool calls come without text.
+    # Reasoning and tool calls arrive without text.
     return bool(
         token
         or getattr(message, "tool_call_chunks", None)
@@ -40,19 +40,19 @@ def is_token(token: Any, chunk: Any) -> bool:
 
 
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
-    """None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
+    """Return the usage of a response, or None if LangChain's own cache answered. Batch sums count only for a call
+    `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     places = getattr(generation, "generation_info", None), response.llm_output if alone else None
     return _usage(getattr(generation, "message", None), *places)
 
 
 def message_usage(message: BaseMessage) -> ReportedUsage | None:
-    """Of an answer; None if LangChain's own cache has it."""
     return _usage(message)
 
 
 def written_tokens(message: BaseMessage) -> int | None:
-    """What an answer's prompt wrote into a cloud's cache: by lifetimes, or in all."""
+    """Return the tokens that an answer's prompt wrote into a cloud's cache: the sum over TTLs, or the total."""
     details = member(getattr(message, "usage_metadata", None), "input_token_details")
     counts = [details[name] for name in details or () if name in _WRITTEN or _WRITTEN_FOR.fullmatch(name)]
     return sum(counts) if counts and all(type(count) is int for count in counts) else None
@@ -66,5 +66,5 @@ def _usage(message: Any, *places: Any) -> ReportedUsage | None:
     for place in (member(message, "response_metadata"), *places):
         reports += [member(place, "token_usage"), member(place, "usage")]
     usage = read_usage(*reports)
-    # LangChain writes 0 where it has no number.
+    # LangChain writes 0 for a missing number.
     return ReportedUsage(usage.cached_tokens, usage.prompt_tokens or None, None, usage.total_tokens or None)

@@ -29,15 +29,15 @@ from ragorder.orderer import OrdererLike
 __all__ = ["CacheOrderRetriever"]
 
 _INSIDE = (
-    "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: put "
-    "it around the outer retriever"
+    "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: wrap "
+    "the outer retriever with it"
 )
 # Tags that EnsembleRetriever gives its retrievers.
 _PART = re.compile(r"retriever_\d+")
 
 
 class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
-    """A retriever that orders its documents for the engine's prefix cache. Thread-safe.
+    """Retriever that orders its documents for the engine's prefix cache. Thread-safe.
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
@@ -51,8 +51,8 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     - `tokens`: a document's length in the prompt.
     - `scope`: the tenant, or a function of the run's metadata. Scopes share no cache; a string is the `cache_salt`.
     - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
-    - `mark_key`: return copies with metadata[mark_key] where a cache that resumes at marks is given one (Anthropic,
-      Bedrock), for `content_parts`; the orderer then takes `feedback=False`.
+    - `mark_key`: return copies with metadata[mark_key] after which a cache breakpoint follows (Anthropic, Bedrock), for
+      `content_parts`; the orderer then takes `feedback=False`.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
     without a `FeedbackHandler`. Copies have a new orderer.
@@ -106,7 +106,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
     def _limit(self, k: int | None) -> dict[str, Any]:
         if k is not None and k < 0:
-            raise ValueError(f"k must not be negative, got {k}")
+            raise ValueError(f"k is {k}: give 0 or more")
         return {} if k is None or not _takes_k(self.retriever) else {"k": k}
 
 
@@ -133,7 +133,7 @@ def _takes_a_mapping(retriever: Any) -> bool:
 
 @contextmanager
 def _configured(config: RunnableConfig | None) -> Iterator[None]:
-    # BaseRetriever passes on callbacks, tags and metadata only: not the configuration (a tenant's filter, say).
+    # BaseRetriever passes on callbacks, tags and metadata only: not the configuration, such as a tenant's filter.
     around = var_child_runnable_config.get() or RunnableConfig()
     token = var_child_runnable_config.set({**around, "configurable": ensure_config(config)["configurable"]})
     try:

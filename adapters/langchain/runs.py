@@ -27,8 +27,8 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """`claimed`: orderings whose documents are in its prompt, in prompt order; without any, `unclaimed` are all pending
-    ones. `alone`: not part of a batch."""
+    """An LLM call. `claimed`: orderings whose documents are in its prompt, in prompt order; without any, `unclaimed`
+    are all pending orderings. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -40,8 +40,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: served calls without
-    any ordering's documents (two stand for more)."""
+    """An ordering without an outcome. `calls`: claiming calls in progress; `answer`: number and usage of a finished
+    one; `others`: at most two served calls without any ordering's documents."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -70,8 +70,8 @@ def _in_turn(method: Callable[Concatenate[Runs, P], None]) -> Callable[Concatena
 
 
 class Runs:
-    """Finishes each ordering with the outcome of its LLM call. Thread-safe. At most `limit` runs are open. Events may
-    come from finalisers: nothing waits for a lock."""
+    """Open runs, at most `limit`; each ordering is finished with the outcome of its LLM call. Thread-safe without
+    waiting for locks: events may come from finalisers."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -113,7 +113,7 @@ class Runs:
 
     @_in_turn
     def call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
-        """An LLM call begins. One without a parent is ignored: its documents were retrieved elsewhere."""
+        """Note the start of an LLM call. One without a parent is ignored: its documents were retrieved elsewhere."""
         root = None if parent is None else self._roots.get(parent)
         if root is None or run in self._roots:
             return
@@ -134,7 +134,7 @@ class Runs:
 
     @_in_turn
     def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
-        """`read` maps whether the call was alone to its usage (None: from no engine)."""
+        """`read` maps whether the call was alone to its usage, None if no engine answered."""
         root = self._roots.get(run)
         if root is None or run not in root.calls:
             return
@@ -169,7 +169,7 @@ class Runs:
         if failed or outermost:
             for name, call in list(root.calls.items()):
                 if run in call.path:
-                    # Its end was not reported: what it has computed stays in the engine's cache.
+                    # Its end was not reported: its computed prompt stays cached.
                     self._finish(root, name, _NO_NUMBERS if call.computed or not failed else None)
             sole = Counter(each.others[0][0] for each in root.waiting if len(each.others) == 1)
             for waiting in [waiting for waiting in root.waiting if run in waiting.path]:
@@ -178,16 +178,15 @@ class Runs:
             self._forget(root, name)
 
     def _finish(self, root: _OutermostRun, run: UUID, usage: ReportedUsage | None) -> None:
-        """Without usage nothing was computed."""
         call = root.calls.pop(run)
         for place, waiting in enumerate(call.claimed):
             waiting.calls.remove(call)
             if usage is None:
                 waiting.failed = True
             elif waiting.answer is None or call.number < waiting.answer[0]:
-                # The usage is that of a prompt that begins with the foremost documents.
+                # The usage belongs to a prompt that begins with the first claimed documents.
                 waiting.answer = call.number, usage if place == 0 else _NO_NUMBERS
-            # The earliest call counts: a later one finds in the cache what that one computed.
+            # The earliest call counts: a later one reads the cache that it filled.
             answered = waiting.answer is not None and all(waiting.answer[0] < other.number for other in waiting.calls)
             if answered and waiting in root.waiting:
                 self._conclude(root, waiting, False, {})
@@ -198,7 +197,7 @@ class Runs:
                 waiting.others.append((call.number, usage))
 
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
-        """`sole`: number of orderings of which a call is the only candidate."""
+        """`sole`: the number of orderings for which a call is the only candidate, by call."""
         root.waiting.remove(waiting)
         self._waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS
@@ -210,13 +209,13 @@ class Runs:
                 usage = reported
         elif waiting.failed or failed:
             usage = None
-        # After this event: what a callback of the ordering raises must not interrupt it.
+        # After this event: an error in a callback of the ordering must not interrupt it.
         self._one_by_one(partial(_finish_ordering, waiting.ordering, usage))
 
 
 def _claims(waiting: list[_PendingOrdering], path: Path, prompt: str) -> list[_PendingOrdering]:
-    """The orderings whose documents are in a call's prompt, in prompt order: of those nearest to the call; where they
-    overlap, the longest, then one without another call, then the earliest."""
+    """Return the orderings whose documents are in a call's prompt, in prompt order. Only those nearest to the call
+    count; of overlapping ones the longest, then one without another call, then the earliest."""
     found = [(_shared(other.path, path), other, span) for other in waiting if (span := _span(other.texts, prompt))]
     nearest = max((shared for shared, *_ in found), default=0)
     found = [match for match in found if match[0] == nearest]

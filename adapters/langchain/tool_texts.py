@@ -14,24 +14,24 @@ _WORD = re.compile(r"\w")
 
 @dataclass(frozen=True, slots=True)
 class DocumentsInside:
-    """Numbers of documents in the `order` in which a text has them, and the text's `pieces` around them."""
+    """Numbers of documents in the `order` of a text, and the text's `pieces` around them."""
 
     order: tuple[int, ...]
     pieces: tuple[str, ...]
 
     @classmethod
     def find(cls, text: str, documents: Sequence[str]) -> Self | None:
-        """None unless each document stands there whole, beside all others."""
+        """Return the documents' positions, or None unless each one is there whole, without overlaps."""
         taken: list[tuple[int, int, int]] = []
         # A short one may be a part of a longer one.
         for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
             wanted = documents[number]
             place = text.find(wanted) if wanted.strip() else -1
             while place >= 0:
-                behind = next((end for start, end, _ in taken if start < place + len(wanted) and place < end), None)
-                if behind is None:
+                other_end = next((end for start, end, _ in taken if start < place + len(wanted) and place < end), None)
+                if other_end is None:
                     break
-                place = text.find(wanted, behind)
+                place = text.find(wanted, other_end)
             if place < 0:
                 return None
             taken.append((place, place + len(wanted), number))
@@ -42,10 +42,10 @@ class DocumentsInside:
 
     @property
     def has_own_words(self) -> bool:
-        """The tool has written more than documents and what separates them."""
         return any(map(_WORD.search, self.pieces))
 
     def fill(self, shown: Sequence[str]) -> str:
-        """The text with what is shown in place of each document. White space behind one goes: it has its own."""
+        """Return the text with `shown` instead of the documents, without the white space after each: `shown` has its
+        own."""
         rest = (each + (piece if piece.strip() else "") for each, piece in zip(shown, self.pieces[1:], strict=True))
         return self.pieces[0] + "".join(rest)

@@ -1,4 +1,4 @@
-"""Step of a chain that orders documents."""
+"""Chain step for ordering documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CacheOrderTransformer(
     BaseDocumentTransformer,
     RunnableSerializable[Sequence[Document], list[Document]],
 ):
-    """A step that orders documents, also as a compressor. Thread-safe.
+    """Chain step that orders documents, also as a compressor. Thread-safe.
 
         chain = retriever | CacheOrderTransformer(orderer) | join_texts
 

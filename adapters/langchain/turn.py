@@ -1,4 +1,4 @@
-"""A turn of a conversation as a step of a chain, or a node of a graph."""
+"""Turn of a conversation as a chain step or graph node."""
 
 from __future__ import annotations
 
@@ -36,31 +36,30 @@ class _Asked:
     request: Prepared
     messages: list[BaseMessage]
     stored: list[BaseMessage]
-    """Of these, what the application has to store."""
+    """Messages that the application stores."""
     arguments: dict[str, Any]
-    """Of the model, for its marks."""
+    """Arguments of the model, for its breakpoints."""
 
 
 class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
-    """The next turn of a conversation: the documents stand behind the history, and what was sent is replayed.
-    Thread-safe.
+    """Next turn of a conversation: its documents follow the history, which is sent unchanged. Thread-safe.
 
         found = create_history_aware_retriever(llm, retriever, rephrase)
         chain = RunnablePassthrough.assign(context=found) | CacheOrderTurn(llm, orderer, builder=builder)
         result = chain.invoke({"input": question, "chat_history": history})
         history += result["messages"]
 
-    The input has `context`, the documents in retrieval order, and `input` and `chat_history`, or `messages`, of which
-    the last is the question: a LangGraph node. The result has `messages`, to be stored as they are, the question with
-    its documents among them, under the id that it had; `answer`, the last of them; and `sources`, the documents.
+    The input has `context`, the documents in retrieval order, and either `input` and `chat_history`, or `messages` that
+    end with the question (a LangGraph node). The result has `messages`, to be stored unchanged, including the question
+    with its documents under its id; `answer`, the last of them; and `sources`, the documents.
 
     - `model`: a chat model. It reports cached tokens by its usage; a `FeedbackHandler` is not needed.
-    - `builder`: writes the prompt. Its system prompt stands in front, if the history has none.
+    - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
       text).
     - `scope`: the tenant, or a function of the input. Scopes share no cache; a string is the `cache_salt`.
-    - `marks`: content parts, and in what is sent the marks that the orderer of a cloud sets: True for ChatAnthropic,
+    - `marks`: content parts, with a cloud orderer's cache breakpoints in sent messages: True for ChatAnthropic,
       "openai" for ChatOpenAI, "bedrock" for ChatBedrockConverse.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Give `context` as retrieved, not
@@ -81,7 +80,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         documents_key: str = "context",
     ) -> None:
         if not isinstance(model, Runnable):
-            raise TypeError(f"model must be a chat model, such as ChatOpenAI(…), got {type(model).__name__}")
+            raise TypeError(f"model is a {type(model).__name__}: give a chat model, such as ChatOpenAI(…)")
         self._model = model
         self._documents_key = documents_key
         self._marks = checked_marks(marks)
@@ -90,11 +89,11 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         )
 
     def label(self, document: Document) -> str:
-        """For `cited(answer, sources, turn.label)`."""
+        """Return a document's label, for `cited(answer, sources, turn.label)`."""
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """A history without its documents, for the prompt that rephrases a question."""
+        """Return a history without its documents, for the prompt that rephrases a question."""
         return self._turns.questions(messages)
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -108,7 +107,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     def stream(
         self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[dict[str, Any]]:
-        """Chunks of the `answer`, then the rest of the result."""
+        """Stream chunks of the `answer`, then the rest of the result."""
         yield from self._transform_stream_with_config(iter([input]), self._chunks, config, **kwargs)
 
     async def astream(
@@ -204,7 +203,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
-    """History and question. Raises LangChain's errors for what is no message."""
+    """Raises LangChain's errors for invalid messages."""
     if "messages" in input:
         return convert_to_messages(input["messages"]), []
     question = input["input"]
@@ -215,7 +214,7 @@ def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage
 
 
 def _computed(chunk: Any) -> bool:
-    """A first chunk that names the role may come before anything was computed."""
+    """A first chunk may only name the role."""
     return any(getattr(chunk, name, None) for name in ("content", "tool_call_chunks", "additional_kwargs"))
 
 

@@ -1,4 +1,4 @@
-"""LiteLLM: a callback of its proxy that orders the documents of requests.
+"""LiteLLM: proxy callback for ordering documents.
 
 # litellm_settings: callbacks: my_callbacks.order_documents   (my_callbacks.py, beside LiteLLM's configuration)
 order_documents = OrderDocuments(Orderer.for_vllm("http://host:8000"), template=DocumentTemplate("<doc>{text}</doc>"))

@@ -59,27 +59,27 @@ _READ = (
     "tools",
 )
 _MOST_PENDING = 10_000
-# LiteLLM's call id is its client's to choose (x-litellm-call-id): a request's own name stands in its metadata.
+# A client chooses LiteLLM's call id (x-litellm-call-id): the request's own name is in its metadata.
 _NAME = "ragorder_request"
 _METADATA = ("litellm_metadata", "metadata")
 
 
 class OrderDocuments(CustomLogger):  # type: ignore[misc]
-    """Orders the documents of chats, completions, messages and responses that pass LiteLLM's proxy, and learns of their
-    answers. Thread-safe.
+    """Callback that orders the documents of chats, completions, messages and responses in LiteLLM's proxy, and learns
+    from their answers. Thread-safe.
 
-    - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
-    - `repeated` names documents that stand in an earlier message instead of sending them again
-    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, those
-      without one (None) are a tenant too, and none names another ("ragorder.scope", "cache_salt")
-    - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
-      Anthropic; the orderer then takes `feedback=False`. Requests whose client has set marks keep their order, unless
-      `marks` is False: the servers' caches find any common prefix
-    - `clouds` order and mark requests for models that they know, by the rules of these, instead of the orderer
+    - `template` finds documents in messages; documents in a field "ragorder" need none (docs/proxy.md)
+    - `repeated` names documents that an earlier message has instead of sending them again
+    - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, requests
+      without a tenant (None) are one, and no client names another ("ragorder.scope", "cache_salt")
+    - `marks` sets cache_control after the documents of chats and messages whose client set none, for models of
+      Anthropic; the orderer then takes `feedback=False`. Requests with a client's own breakpoints keep their order,
+      unless `marks` is False: the servers' caches then find any common prefix
+    - `clouds` order requests for their models, and set breakpoints, by their rules, instead of the orderer
 
-    A malformed "ragorder" is a litellm.BadRequestError that names the field, and so is one on another route, or in a
-    request that cannot be read: it would be answered without its documents. After any other failure the request goes on
-    as it came, and the orderer is degraded.
+    A malformed "ragorder" is a litellm.BadRequestError that names the field, as is one on another route, or in an
+    unreadable request: it would be answered without its documents. After any other failure the request is sent
+    unchanged, and the orderer is degraded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         super().__init__()
         builder = builder or PromptBuilder("")
         if builder.system:
-            raise ValueError("the prompt builder has no system prompt, the requests have: PromptBuilder('')")
+            raise ValueError("the builder has a system prompt, but requests have their own: give PromptBuilder('')")
         tokens = TokenCounter(builder)
         self._orderer = orderer
         self._parser = BodyParser(
@@ -135,7 +135,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             return data
         try:
             changed = decode_any(sent.take_body())
-            # The tenant of a tag is the engine's as well.
+            # A tag's tenant is also the engine's.
             names = _PROMPT if self._scope is not None else (*_PROMPT, "cache_salt")
             ordered = data | {name: changed[name] for name in names if name in changed}
             ordered.pop(FIELD, None)
@@ -153,7 +153,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Others can read what a request writes from its first token on."""
+        """Note the first token: other requests can then reuse this one's prefix."""
         sent = self._pending.get(_name_in(request_data))
         async for chunk in response:
             if sent is not None and _answers(chunk):
@@ -175,7 +175,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     def _content(self, data: Mapping[str, Any], caller: Any) -> bytes:
         read = {name: data[name] for name in _READ if data.get(name) is not None}
         if self._scope is not None:
-            # For the order alone, instead of the client's: what the engine gets as its salt is LiteLLM's to send.
+            # For the order alone, instead of the client's: LiteLLM sends the engine's salt.
             read["cache_salt"] = digest_of(self._scope(caller)).hex()
         return encode_any(read)
 
@@ -184,7 +184,6 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         return None if parsed is None else self._requests.order(parsed)
 
     def _finish(self, name: str, response: Any) -> None:
-        """Without a response the request failed."""
         sent = self._pending.pop(name, None)
         if sent is None:
             return
@@ -213,15 +212,13 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         return data
 
     def _failed(self, error: Exception) -> None:
-        # The message of an error may quote a prompt.
+        # An error's message may quote a prompt.
         kind = type(error).__name__
-        self._orderer.degrade(
-            f"ordering for LiteLLM failed with {kind}: such requests go on as they came, or are refused"
-        )
+        self._orderer.degrade(f"ordering for LiteLLM failed with {kind}: such requests are sent unchanged, or refused")
 
 
 def _give_name(ordered: dict[str, Any]) -> str:
-    """A new name for the request, in the metadata that LiteLLM hands to all of its hooks and sends nowhere."""
+    """LiteLLM passes the metadata to all of its hooks and never sends it."""
     name = uuid.uuid4().hex
     field = next((field for field in _METADATA if isinstance(ordered.get(field), dict)), None)
     if field is None:
@@ -232,7 +229,6 @@ def _give_name(ordered: dict[str, Any]) -> str:
 
 
 def _name_in(data: Any) -> str:
-    """Empty if the request has none."""
     names = (member(member(data, field), _NAME) for field in _METADATA)
     return next((name for name in names if isinstance(name, str)), "")
 
@@ -243,7 +239,6 @@ def _bad_request(message: str, data: Mapping[str, Any]) -> Exception:
 
 
 def _answers(chunk: Any) -> bool:
-    """Whether a piece of a stream shows that the prompt was computed; of other protocols than chats any does."""
     choices = member(chunk, "choices")
     return not isinstance(choices, list) or any(map(answers_something, choices))
 

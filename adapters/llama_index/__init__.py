@@ -1,4 +1,4 @@
-"""LlamaIndex: a node postprocessor, a retriever and a chat engine in cache order."""
+"""LlamaIndex: node postprocessor, retriever and chat engine in cache order."""
 
 from ragorder.extras import install_hint
 

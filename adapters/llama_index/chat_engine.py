@@ -1,4 +1,4 @@
-"""Chat engine whose nodes stand behind the history."""
+"""Chat engine with retrieved nodes after the history."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Asked:
 
 
 async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
-    """A method of the memory in its asynchronous form, which early versions of LlamaIndex 0.12 have of `put` alone."""
+    """Call a method of the memory in its asynchronous form; early versions of LlamaIndex 0.12 have only `aput`."""
     method = getattr(memory, f"a{name}", None)
     if method is None:
         return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
@@ -52,24 +52,25 @@ async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: An
 
 
 class CacheOrderChatEngine(BaseChatEngine):
-    """A chat engine whose nodes stand behind the history: in place of `ContextChatEngine`, or with `condense` of
+    """Chat engine that places nodes after the history, instead of `ContextChatEngine`, or with `condense` of
     `CondensePlusContextChatEngine`. One conversation, as its memory.
 
         engine = CacheOrderChatEngine(index.as_retriever(), orderer, builder=PromptBuilder("Answer briefly."))
         response = engine.chat("When are orders shipped?")
         sources = cited(response.response, response.source_nodes, engine.label)
 
-    The memory has each question with its nodes, as it was sent, once it is answered; a failed turn leaves it as it was.
-    `source_nodes` are those sent, in prompt order, then those that are named because they stand further above.
+    The memory stores each question with its nodes, as sent, once it is answered; a failed turn does not change it.
+    `source_nodes` are the sent nodes, in prompt order, then nodes that are only named because earlier messages have
+    them.
 
     - `llm`: a chat model (default: that of `Settings`). A `FeedbackHandler` is not needed.
-    - `memory`: default as LlamaIndex's. One that cuts the history off costs its reuse: cut rarely.
+    - `memory`: default as LlamaIndex's. Each truncation of the history costs its reuse: truncate rarely.
     - `builder`: writes the prompt, with the system prompt.
     - `condense`: search by a question that the model has rephrased from the history, by `condense_prompt`.
     - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: by which nodes are cited, and named later: a function of a NodeWithScore (default: `number_label` of its
-      text).
+    - `label`: the label that cites and later names a node: a function of a NodeWithScore (default: `number_label` of
+      its text).
     - `scope`: the tenant, or a function of the QueryBundle. Scopes share no cache.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Raises ValueError for wrong options.
@@ -98,7 +99,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         self._condense = condense
         self._condense_prompt = condense_prompt
         if not all(f"{{{name}}}" in condense_prompt for name in ("chat_history", "question")):
-            raise ValueError(f"condense_prompt must have {{chat_history}} and {{question}}: {condense_prompt!r}")
+            raise ValueError(f"condense_prompt is {condense_prompt!r}: give one with {{chat_history}} and {{question}}")
         self._node_postprocessors = list(node_postprocessors)
         self.callback_manager = callback_manager or Settings.callback_manager
         self._turns: FrameworkTurns[ChatMessage, NodeWithScore] = FrameworkTurns(
@@ -114,7 +115,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         )
 
     def label(self, node: NodeWithScore) -> str:
-        """For `cited(response.response, response.source_nodes, engine.label)`."""
+        """Return a node's label, for `cited(response.response, response.source_nodes, engine.label)`."""
         return self._turns.label(node)
 
     @trace_method("chat")
@@ -139,7 +140,7 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     @trace_method("chat")
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """The answer as it arrives; it counts as a turn once it has been read to its end."""
+        """Stream the answer; it counts as a turn once it has been read to its end."""
         asked = self._ask(message, chat_history)
 
         def chunks() -> Generator[ChatResponse, None, None]:
@@ -207,7 +208,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         return await off_loop(partial(self._next, message, query, nodes, history), texts)
 
     def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
-        """The prompt that asks for the question to search by; None: the message itself."""
+        """Return None to search by the message itself."""
         if not self._condense or not history:
             return None
         users = MessageRole.USER

@@ -36,7 +36,7 @@ from ragorder.ordering import Ordering
 __all__ = ["FeedbackHandler", "hand_over"]
 
 _STREAMED_SILENTLY = (
-    "answers are streamed without usage, and what the engine reports of its cache is lost: give the LLM "
+    "answers are streamed without usage, so the engine's cached tokens are unknown: give the LLM "
     'additional_kwargs={"stream_options": {"include_usage": True}}'
 )
 
@@ -65,13 +65,13 @@ class _AnswerStream:
 
 
 class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
-    """Reports the outcome of each request, and the engine's cached tokens, to the orderer.
+    """Span handler that reports the outcome of each request, and the engine's cached tokens, to the orderer.
 
         llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())  # once per process
 
     A request is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no
-    numbers; a span that fails without an answer is discarded. A stream that ends early after its first token counts as
-    served, without numbers; before it, as discarded.
+    numbers; a span that fails without an answer is discarded. A stream that ends early counts as served, without
+    numbers, after its first token, and as discarded before it.
 
     Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
     is degraded. Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests
@@ -94,7 +94,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return type(self)()
 
     def expect(self, ordering: Ordering[Any], orderer: OrdererLike) -> bool:
-        """Leave the ordering to the request in progress. False if there is none."""
         span = self._open(active_span_id.get())
         while span is not None and span.retrieves:
             span = self._open(span.parent_id)
@@ -155,7 +154,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return None if id is None else self.open_spans.get(id)
 
     def _request_of(self, id: str | None) -> _RequestSpan | None:
-        """The nearest span, itself or around, in which documents were ordered."""
         span = self._open(id)
         while span is not None and not span.orderings:
             if span.request is not None:
@@ -165,7 +163,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return span
 
     def _reading(self) -> _RequestSpan | None:
-        """The ended request whose generator is on the call stack."""
+        """Return the ended request whose generator is on the call stack."""
         frames = set()
         frame: FrameType | None = currentframe()
         while frame is not None:
@@ -190,7 +188,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         self._streams[id] = _AnswerStream(request, ref(stream, partial(_dropped, ref(self), id)))
 
     def _finish_stream(self, id: str, *, answer: Any = None) -> None:
-        """`None`: the stream was cut off, or reported nothing."""
         stream = self._streams.pop(id, None)
         if stream is None:
             return
@@ -205,7 +202,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """A dropped generator calls no LLM any more."""
+        """Finish a request whose generator was dropped, so that it calls no LLM."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)

@@ -15,7 +15,7 @@ __all__ = ["CacheOrderPostprocessor"]
 
 
 class CacheOrderPostprocessor(BaseNodePostprocessor):
-    """Orders a query's nodes for the engine's prefix cache. Thread-safe.
+    """Node postprocessor that orders a query's nodes for the engine's prefix cache. Thread-safe.
 
         index.as_query_engine(node_postprocessors=[reranker, CacheOrderPostprocessor(orderer)])  # always last
 

@@ -15,7 +15,7 @@ __all__ = ["CacheOrderRetriever"]
 
 
 class CacheOrderRetriever(BaseRetriever):
-    """A retriever that orders its nodes. Thread-safe.
+    """Retriever that orders its nodes. Thread-safe.
 
         retriever = CacheOrderRetriever(index.as_retriever(), orderer)
 

@@ -1,4 +1,4 @@
-"""Metrics, spans and statistics of an orderer and of a server's tiers."""
+"""Metrics, spans and statistics of orderers and servers' tiers."""
 
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer, Watcher
 from ragorder.adapters.observing.opentelemetry import Tracing

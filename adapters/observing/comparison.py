@@ -1,9 +1,9 @@
-"""Comparison of the served order, which the engine reports, with the other one, which is only predicted.
+"""Comparison of the served order, as reported, with the other, as predicted.
 
 - If reports exceed predictions, the other order would have found more too: the mean excess is added. If they fall
   short, other clients used the cache: the other prediction shrinks in proportion.
 - Uncertainty: half the mean absolute error (a bias may differ between the orders) plus three standard errors of the
-  mean. Bounds chosen on a simulated engine (tests/adapters/test_comparison.py).
+  mean. The limits were chosen on a simulated engine (tests/adapters/test_comparison.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Docu
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Sums over requests with reported cached tokens; `absolute` and `squared` are of differences from the
-    prediction."""
+    """Sums over requests with reported cached tokens; `absolute` and `squared` sum differences from the prediction."""
 
     count: int
     reported: int
@@ -32,7 +31,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cached tokens of the order that is not served, and their error. None: unknown, for this `reason`."""
+    """Cached tokens of the order that is not served, and their error; None if unknown, for this `reason`."""
 
     other_tokens: int | None
     error_tokens: int | None

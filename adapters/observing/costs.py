@@ -1,4 +1,4 @@
-"""Costs of prompts at clouds: as metrics, and as figures read from them."""
+"""Costs of prompts at clouds, as metrics and statistics."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _UNCACHED = "uncached"
 
 
 class CostMetrics:
-    """Counts costs by order: "ragorder", "retrieval", and "uncached", of the same prompts without a cache."""
+    """Counters of costs by order: "ragorder", "retrieval", and "uncached", the same prompts without a cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
 
         self._tokens = Counter(
             _TOKENS,
-            "What prompts cost at a cloud, in input tokens at the plain price, by order.",
+            "Cost of prompts at a cloud, in input tokens at the plain price, by order.",
             ["order"],
             registry=registry,
         )
         self._money = Counter(
             _MONEY,
-            "The same in money, of models that the table of prices has.",
+            "Cost in money, of models in the table of prices.",
             ["order", "currency"],
             registry=registry,
         )
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 
     def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:
-        """A request with the `served` order; the `other` one is predicted."""
+        """Count a request in the `served` order; the cost of the `other` one is predicted."""
         orders = {served: cost.input_tokens, _UNCACHED: cost.prompt_tokens}
         if other_cost is not None:
             orders[other] = other_cost.share * cost.prompt_tokens
@@ -56,9 +56,9 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """What the prompts of requests to clouds cost: `tokens` at the plain price, which are `uncached_tokens` without a
-    cache and `other_tokens` in the order that is not served (None: not compared); the same in money, of models that the
-    table of `prices_date` has (None: it has none of them, or tables differ)."""
+    """Costs of requests to clouds: `tokens` at the plain price, `uncached_tokens` without a cache, and `other_tokens`
+    in the order that is not served (None if not compared). Money covers models in the table of `prices_date` (None if
+    it has none of them, or tables differ)."""
 
     tokens: float
     uncached_tokens: float
@@ -71,17 +71,15 @@ class CostStats:
 
     @property
     def share(self) -> float:
-        """Of what the prompts cost without a cache."""
         return self.tokens / self.uncached_tokens if self.uncached_tokens else 1.0
 
     @property
     def saved_money(self) -> float | None:
-        """Against no cache; negative if writing has cost more than reading saved."""
+        """Savings against no cache; negative if writing has cost more than reading saved."""
         return None if self.money is None or self.uncached_money is None else self.uncached_money - self.money
 
     @classmethod
     def of(cls, families: Iterable[Metric], served: str, other: str) -> CostStats | None:
-        """None without requests to clouds."""
         tokens: defaultdict[str, float] = defaultdict(float)
         money: defaultdict[str, float] = defaultdict(float)
         currencies, dates = set(), set()

@@ -14,7 +14,7 @@ __all__ = ["Tracing"]
 
 
 class Tracing:
-    """A watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
+    """Watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
     report.
 
         orderer = ObservedOrderer(orderer, [Tracing()])

@@ -24,7 +24,7 @@ _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
 
 class OrdererState(Protocol):
-    """Read at each scrape."""
+    """State of an orderer, read at each scrape."""
 
     shadow: bool
 
@@ -36,7 +36,7 @@ class OrdererState(Protocol):
 
 
 class Metrics:
-    """A watcher for `ObservedOrderer` with Prometheus metrics. No label holds anything of a document or a tenant.
+    """Watcher for `ObservedOrderer` with Prometheus metrics. No label names a document or a tenant.
 
         metrics = Metrics()
         orderer = ObservedOrderer(orderer, [metrics])
@@ -73,18 +73,18 @@ class Metrics:
         self._documents = counter("documents", "Documents ordered.")
         self._reordered = counter(
             "reordered_requests",
-            "Requests of which ragorder's order moves a document, by whether some of them or nothing should be cached.",
+            "Requests whose documents ragorder's order moves, by whether something or nothing should be cached.",
             ["cached"],
         )
         self._best_moved = counter(
-            "best_moved_requests", "Requests of which ragorder's order has another document first than the best one."
+            "best_moved_requests", "Requests that ragorder's order begins with a document other than the best one."
         )
-        self._passed = counter("passed_requests", "Requests that went on as they came, by reason.", ["reason"])
+        self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", ["reason"])
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
         self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
         self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
         self._prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens of served requests; those up to the last document where none are reported."
+            "prompt_tokens", "Prompt tokens of served requests; without a report, tokens up to the last document."
         )
         self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", ["order"])
         self._reported_tokens = counter("reported_cached_tokens", "Cached tokens that the engine reported.")
@@ -99,7 +99,6 @@ class Metrics:
 
     @property
     def whole(self) -> CollectorRegistry:
-        """What a page of metrics shows."""
         return self.registry
 
     def read(self, collector: Collector) -> None:
@@ -107,7 +106,6 @@ class Metrics:
         self.registry.register(collector)
 
     def read_process(self) -> None:
-        """Add processor time, memory and open files of this process."""
         from prometheus_client import ProcessCollector
 
         self.read(ProcessCollector(registry=None))
@@ -116,11 +114,10 @@ class Metrics:
         self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
-        """`reason`: why a request was forwarded without ordering, as docs/proxy.md names them."""
+        """Count a request forwarded without ordering, for a `reason` in docs/proxy.md."""
         self._passed.labels(reason).inc()
 
     def token_times(self, tbt_s: float) -> None:
-        """The mean seconds between the tokens of an answer."""
         self._tbt_s.observe(tbt_s)
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
@@ -170,7 +167,7 @@ class _StateCollector:
     def collect(self) -> Iterable[Metric]:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        # At once: an application may watch another one while a page is made.
+        # A copy: an application may watch another orderer while a page is made.
         watched = [orderer for known in self._watched.valuerefs() if (orderer := known()) is not None]
         nodes = sum(orderer.tree_size for orderer in watched)
         yield GaugeMetricFamily("ragorder_tree_nodes", "Nodes in the knowledge trees.", value=nodes)

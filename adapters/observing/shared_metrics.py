@@ -1,4 +1,4 @@
-"""Metrics of several processes, added up."""
+"""Metrics summed over several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SharedMetrics", "forget_process", "shared_metrics"]
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-# How the values of processes become one; others are added.
+# How values of processes are combined; others are summed.
 _MODES: Mapping[str, Any] = {
     "ragorder_shadow": "livemax",
     "process_start_time_seconds": "livemin",
@@ -27,13 +27,13 @@ _MODES: Mapping[str, Any] = {
 
 @contextmanager
 def shared_metrics() -> Iterator[None]:
-    """Metrics that processes make in this block are kept in files, by prometheus_client's multiprocess mode: none is
-    lost with its process. Counters are those of all processes, gauges those of the running ones."""
+    """Store metrics that processes make in this block in files, by prometheus_client's multiprocess mode: none is lost
+    with its process. Counters sum all processes, gauges the running ones."""
     from prometheus_client import values
 
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
         os.environ[_FOLDER] = folder
-        # The package looks for the variable when it is imported, and other parts may have done that.
+        # The package reads the variable on import, which may have happened before.
         before, values.ValueClass = values.ValueClass, values.get_value_class()  # type: ignore[no-untyped-call]
         try:
             yield
@@ -43,16 +43,15 @@ def shared_metrics() -> Iterator[None]:
 
 
 def forget_process(pid: int) -> None:
-    """The gauges of a process that has ended."""
     from prometheus_client.multiprocess import mark_process_dead
 
     mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one of the processes of a `shared_metrics` block; `whole` are those of all.
+    """`Metrics` of one of the processes of a `shared_metrics` block; `whole` has the metrics of all.
 
-    What is read when a page is made, another process cannot read: `copy` puts it where they can.
+    Other processes cannot read values that are computed when a page is made: `copy` stores them in the files.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class SharedMetrics(Metrics):
         self._collectors.append(collector)
 
     def copy(self) -> None:
-        """Now and then, in one thread."""
+        """Copy the values. Call it now and then, in one thread."""
         for collector in self._collectors:
             for family in collector.collect():
                 (sample,) = family.samples

@@ -39,11 +39,11 @@ class Stats:
         print(fetch_stats("http://proxy:8000").saved_share)
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order (None: not compared), which `comparison` corrects. Prediction error and bias are means per request;
-    `order_us`: percentiles of the ordering time; of the `ordered` requests ragorder's order moves documents in
-    `reordered`, in `reordered_cold` although nothing should be cached, and has another document than the best one first
-    in `best_moved`; `passed`: unchanged requests by reason, in no other figure;
-    `cost`: of requests to clouds.
+    the other order (None if not compared), which `comparison` corrects. Prediction error and bias are means per
+    request; `order_us`: percentiles of the ordering time. Among the `ordered` requests, ragorder's order moves
+    documents in `reordered`, in `reordered_cold` although nothing should be cached, and begins with a document other
+    than the best one in `best_moved`. `passed`: unchanged requests by reason, in no other figure; `cost`: of requests
+    to clouds.
     """
 
     shadow: bool
@@ -71,22 +71,21 @@ class Stats:
 
     @property
     def other_cached_tokens(self) -> int | None:
-        """Of the order that is not served (None: unknown)."""
+        """Cached tokens of the order that is not served; None if unknown."""
         return self.comparison.other_tokens
 
     @property
     def cannot_compare(self) -> str | None:
-        """The reason, or None."""
         return self.comparison.reason
 
     @property
     def error_tokens(self) -> int | None:
-        """The uncertainty of `saved_tokens`."""
+        """Uncertainty of `saved_tokens`."""
         return self.comparison.error_tokens
 
     @property
     def saved_tokens(self) -> int | None:
-        """Prefill tokens saved against retrieval order, served or in shadow (None: unknown)."""
+        """Prefill tokens saved against retrieval order, served or in shadow; None if unknown."""
         if self.other_cached_tokens is None:
             return None
         return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
@@ -102,12 +101,12 @@ class Stats:
 
     @property
     def reordered_share(self) -> float:
-        """Share of the ordered requests of which ragorder's order moves a document."""
+        """Share of the ordered requests whose documents ragorder's order moves."""
         return self.reordered / self.ordered if self.ordered else 0.0
 
     @property
     def saved_tokens_per_reordered(self) -> float | None:
-        """Prefill tokens saved for each of these requests (None: unknown)."""
+        """Prefill tokens saved for each of these requests; None if unknown."""
         return None if self.saved_tokens is None or not self.reordered else self.saved_tokens / self.reordered
 
     @property
@@ -121,7 +120,7 @@ class Stats:
 
     @property
     def predicted_other_share(self) -> float | None:
-        """By prediction alone."""
+        """Share by prediction alone."""
         return self._share(self.predicted_other_tokens)
 
     def as_json(self) -> dict[str, Any]:
@@ -138,7 +137,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """From the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
+        """Read the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
@@ -173,7 +172,7 @@ class Stats:
         prompt_tokens, cached_tokens = total("prompt_tokens_total"), total("cached_tokens_total", served)
         requests = total("settled_requests_total", "served")
         predicted_other = None
-        comparison = Comparison(None, None, "nothing to compare with: the orderer was told not to")
+        comparison = Comparison(None, None, "not compared: comparison is off in the orderer")
         if not requests or ("ragorder_cached_tokens_total", other) in values:
             predicted_other = total("cached_tokens_total", other)
             comparison = compare(requests, prompt_tokens, cached_tokens, predicted_other, known)
@@ -204,8 +203,8 @@ class Stats:
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """The figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises ServerError
-    with advice; ImportError without ragorder[live]."""
+    """Return the figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises
+    ServerError with advice; ImportError without ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
@@ -225,7 +224,7 @@ def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None)
 
 
 def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
-    """As Prometheus' histogram_quantile: linear within a bucket; beyond the last bound, that bound."""
+    """As Prometheus' histogram_quantile: linear within a bucket; above the last bound, that bound."""
     finite = [(bound_s, count) for bound_s, count in buckets if not math.isinf(bound_s)]
     rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
     below_s = below = 0.0

@@ -26,8 +26,7 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 @dataclass(frozen=True, slots=True)
 class Hits:
     """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
-    that does not name its source. Counted at admission: tokens that a tier then fails to load are counted for it,
-    too."""
+    without named sources. Counted at admission, including tokens that a tier then fails to load."""
 
     device: int = 0
     host: int = 0
@@ -43,12 +42,11 @@ class Hits:
         return sum(self.as_json().values())
 
     def as_json(self) -> dict[str, int]:
-        """Tokens by source."""
         return {name: getattr(self, name) for name in SOURCES}
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
-        """From a server's metric families, all engines together. Raises ValueError without vLLM's metrics."""
+        """Read a server's metric families, all engines together. Raises ValueError without vLLM's metrics."""
         queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
         for family in families:
             for sample in family.samples:
@@ -84,13 +82,13 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All figures of a server. Gauges are as of the engine's last step: an idle server's grow stale.
+    """All figures of a server. Gauges are from the engine's last step: an idle server's become stale.
 
         fetch_tier_stats("http://host:8000")
 
-    Requests `with_facts` had document ends, those with `unreadable_facts` malformed ones. `device_order`: whether the
-    device evicts in the policy's order (None: not configured). `profile`: whether prefill times are measured (None: not
-    awaited).
+    Requests `with_facts` had document ends, `unreadable_facts` counts malformed ones. `device_order`: whether the
+    device evicts in the policy's order (None if not configured). `profile`: whether prefill times are measured (None if
+    not awaited).
     """
 
     tiers: tuple[TierFigures, ...]
@@ -109,7 +107,8 @@ class TierStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """As `Hits.of`. Raises ValueError without ragorder's metrics, LookupError if they are empty yet."""
+        """Read metric families as `Hits.of`. Raises ValueError without ragorder's metrics, LookupError if they are
+        still empty."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -160,7 +159,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """The figures of the vLLM server at `url` (with or without /v1). Raises ServerError with advice; ImportError
+    """Return the figures of the vLLM server at `url` (with or without /v1). Raises ServerError with advice; ImportError
     without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
@@ -175,7 +174,7 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
 
 
 def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
-    """From any vLLM server. Raises as `fetch_tier_stats` does."""
+    """Return the hits of any vLLM server. Raises as `fetch_tier_stats` does."""
     return Hits.of(_fetch(url, timeout_s, api_key)[1])
 
 
@@ -191,7 +190,7 @@ def _fetch(url: str, timeout_s: float, api_key: str | None) -> tuple[str, list[M
             Hits.of(families)
         except (ValueError, KeyError, OverflowError):
             raise ServerError(
-                f"{server.root}/metrics is not that of a vLLM server with prefix caching: give vLLM's own address, "
+                f"{server.root}/metrics is not from a vLLM server with prefix caching: give vLLM's own address, "
                 "and start it without --disable-log-stats"
             ) from None
         return server.root, families

@@ -1,4 +1,4 @@
-"""Clients for OpenAI-compatible servers (vLLM, SGLang) that order documents and report usage to the orderer."""
+"""Ordering clients for OpenAI-compatible servers (vLLM, SGLang)."""
 
 from ragorder.adapters.openai.client import AsyncOrderedClient, OrderedClient
 from ragorder.adapters.openai.conversation import Conversation

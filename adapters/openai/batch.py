@@ -21,12 +21,12 @@ from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 __all__ = ["BatchBacklog", "BatchOutcome", "BatchRequest", "answer_many", "answer_many_async"]
 
 BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
-"""A query, its documents in retrieval order, and a scope if it has one."""
+"""A query, its documents in retrieval order, and optionally a scope."""
 
 BatchOutcome = tuple[int, Answer | Exception]
-"""The index of a request, and its answer or the error."""
+"""The index of a request, and its answer or error."""
 
-# The waiting requests that an ordering takes into account.
+# Number of waiting requests that an ordering considers.
 _FORESEEN = 8
 
 
@@ -39,7 +39,7 @@ class _QueuedRequest:
 
 
 class BatchBacklog:
-    """The unsent requests of a batch. Thread-safe. Raises TypeError or ValueError for invalid input."""
+    """Unsent requests of a batch. Thread-safe. Raises TypeError or ValueError for invalid input."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class BatchBacklog:
         on_error: Literal["return", "raise"],
     ) -> None:
         if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+            raise ValueError(f"concurrency is {concurrency}: give at least 1")
         if on_error not in ("return", "raise"):
-            raise ValueError(f"on_error must be 'return' or 'raise', got {on_error!r}")
+            raise ValueError(f"on_error is {on_error!r}: give 'return' or 'raise'")
         checked_options(options, None, send_salt=False)
         self.raises = on_error == "raise"
         self._setup = setup
@@ -68,7 +68,7 @@ class BatchBacklog:
         self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """The next request's index, and its call to be sent at once, or its error; None at the end."""
+        """Return the next request's index and its call, which must be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None
@@ -96,7 +96,7 @@ class BatchBacklog:
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """Outcomes by a thread for each request in flight; closing ends each request at its next piece."""
+    """Yield outcomes, with a thread for each request in flight. Closing ends each request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -121,13 +121,13 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
     finally:
         stopped.set()
         for thread in threads:
-            # A dropped iterator does not wait: the collector may have interrupted an order that these threads wait for.
+            # A dropped iterator does not wait: the collector may have interrupted an order that these threads need.
             if thread.ident is not None and not is_collecting():
                 thread.join()
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """Outcomes by a task for each request in flight; closing ends them."""
+    """Yield outcomes, with a task for each request in flight. Closing cancels them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:
@@ -156,7 +156,7 @@ async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcom
 
 def _read(index: int, request: BatchRequest) -> _QueuedRequest:
     if not isinstance(request, tuple | list) or len(request) not in (2, 3) or not isinstance(request[0], str):
-        raise ValueError(f"request {index} must be (query, documents) or (query, documents, scope)")
+        raise ValueError(f"request {index} has the wrong form: give (query, documents) or (query, documents, scope)")
     return _QueuedRequest(index, request[0], list(request[1]), request[2] if len(request) == 3 else None)
 
 

@@ -29,7 +29,7 @@ _logger = logging.getLogger("ragorder")
 
 @dataclass(eq=False, repr=False)
 class CallSetup:
-    """The configuration and statistics of a client: see `OrderedClient`."""
+    """Configuration and statistics of a client, see `OrderedClient`."""
 
     client: Any
     _: KW_ONLY
@@ -46,31 +46,31 @@ class CallSetup:
     def __post_init__(self) -> None:
         self.ordered = OrderedPrompts(self.orderer, self.builder, self.prompts)
         if self.retries < 0:
-            raise ValueError(f"retries must not be negative, got {self.retries}")
+            raise ValueError(f"retries is {self.retries}: give 0 or more")
         if self.topic_header is not None:
             checked_header(self.topic_header)
         self.endpoint = ModelEndpoint(self.client, self.model, send_facts=self.send_facts)
         self._unreported = 0
 
     def learn(self, answer: Answer) -> None:
-        """Degrades the orderer if the server never reports cached tokens."""
+        """Learn from an answer. Degrades the orderer if the server never reports cached tokens."""
         self.ordered.answer_length.learn(answer.completion_tokens)
-        # Servers leave a zero out: a missing count means something only where cached tokens were predicted.
+        # Servers omit a zero: a missing count is informative only if cached tokens were predicted.
         if answer.cached_tokens is not None:
             self._unreported = -sys.maxsize
         elif answer.prompt_tokens is not None and answer.ordering.cached_tokens:
             self._unreported += 1
             if self._unreported >= _UNREPORTED:
                 self.orderer.degrade(
-                    "answers report no cached tokens, which would correct what the cache is expected to hold: start "
-                    "vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+                    "answers report no cached tokens, so predictions cannot be corrected: start vLLM with "
+                    "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
                 )
 
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """One question, without I/O. Until there is an `answer`, the driver makes another attempt, after `delay_s`; with
-    `hands_out` (pieces reach the caller at once) none after the first piece."""
+    """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`; with
+    `hands_out` (pieces reach the caller at once) it makes none after the first piece."""
 
     setup: CallSetup
     query: str
@@ -93,7 +93,7 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """An ordering, which is finished however the block ends. Swallows an error that another attempt follows."""
+        """Make an ordering, and finish it when the block ends. Swallows an error if another attempt follows."""
         ordering = self.ordering = self._order()
         reply = Reply(ordering)
         try:
@@ -103,7 +103,7 @@ class Call:
             if reply.ttft_s is None:
                 ordering.discard()
             else:
-                # The prompt was computed, and stays in the cache.
+                # The prompt was computed and stays cached.
                 ordering.confirm()
             if not isinstance(error, Exception) or not self._tries_again(error, reply):
                 raise
@@ -120,7 +120,8 @@ class Call:
                 ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
-        """The result of create() for an attempt. Call it at once: what is ordered first must be sent first."""
+        """Return the result of create() for an attempt. Call it at once: requests are sent in the order of their
+        orderings."""
         request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
@@ -132,13 +133,13 @@ class Call:
         return self.setup.ordered.request(self.query, ordering, self.scope, self.options)
 
     def _answered(self, answer: Answer) -> None:
-        """The whole answer is there; its ordering is confirmed next."""
+        """Note the whole answer, before its ordering is confirmed."""
 
     def _topic(self) -> str | None:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """The caller's own header stays. All attempts have one topic: documents count once."""
+        """The caller's own header stays. All attempts share one topic, so that documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):
@@ -147,7 +148,7 @@ class Call:
     def _tries_again(self, error: Exception, reply: Reply) -> bool:
         self.delay_s = 0.0
         if not reply.accepted:
-            # The openai client has already repeated what is worth repeating.
+            # The openai client has already repeated the request if that was useful.
             return self._usage_option.drop(error)
         if self._retries >= self.setup.retries or (self.hands_out and reply.pieces) or not _is_broken_stream(error):
             return False
@@ -163,6 +164,6 @@ def _is_broken_stream(error: Exception) -> bool:
     if isinstance(error, APIError):
         code = str(error.code)
         return code in _TRANSIENT or not re.fullmatch("4..", code)
-    # The openai client passes on what its HTTP library raises in the middle of a stream (httpx2 from openai 3 on).
+    # The openai client passes on errors of its HTTP library in the middle of a stream (httpx2 from openai 3 on).
     libraries = map(sys.modules.get, ("httpx", "httpx2"))
     return any(isinstance(error, getattr(library, "TransportError", ())) for library in libraries)

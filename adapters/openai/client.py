@@ -1,4 +1,4 @@
-"""The clients for applications: synchronous and asynchronous."""
+"""Synchronous and asynchronous clients for applications."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
-        """The `Answer` to a question on documents, given in retrieval order. `scope` and `waiting` as for
-        `Orderer.order`, others as for create(). Raises the openai client's errors, and TypeError or ValueError for
-        options that the client sets itself and for a scope that cannot be a salt."""
+        """Return the `Answer` to a question on documents in retrieval order.
+
+        `scope` and `waiting` as for `Orderer.order`, other options as for create(). Raises the openai client's errors,
+        and TypeError or ValueError for options that the client sets itself and for a scope that cannot be a salt.
+        """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 
@@ -59,7 +61,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
-        """The answer as it arrives, with the options of `generate`. Not retried after its first piece."""
+        """Stream the answer, with the options of `generate`. Not retried after its first piece."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
 
@@ -72,11 +74,11 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         reference: str = REFERENCE,
         rebase: Iterable[Document] | None = None,
     ) -> Conversation[A, S]:
-        """A conversation that goes on from `messages`, as sent and answered before. `repeat`, `reference` and `rebase`
-        (documents of these messages, if any) as for `PromptBuilder.turn`. Raises TypeError and ValueError for other
-        messages, and for prompts="token_ids"."""
+        """Continue a conversation from `messages` as sent and answered. `repeat`, `reference` and `rebase` (documents
+        of these messages) as for `PromptBuilder.turn`. Raises TypeError and ValueError for invalid messages, and for
+        prompts="token_ids"."""
         if self.prompts != "messages":
-            raise ValueError(f"a conversation is sent as messages: {type(self).__name__}(prompts='messages')")
+            raise ValueError(f"a conversation needs messages: give {type(self).__name__}(prompts='messages')")
         return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference, rebase)
 
     def generate_many(
@@ -90,10 +92,10 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> M:
-        """(index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
+        """Yield (index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
 
-        Requests with the largest cached share are sent first; none is overtaken by more than `window` later ones. A
-        failed request yields its exception, or ends the batch (`on_error`). Nothing is sent before the first outcome is
+        Requests with the largest cached share are sent first; at most `window` later ones overtake one. A failed
+        request yields its exception, or ends the batch (`on_error`). Nothing is sent before the first outcome is
         requested; closing the iterator ends requests in flight. Raises TypeError or ValueError.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
@@ -102,7 +104,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
 
 
 class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, None, None]]):
-    """Sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
+    """Client that sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
 
         rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
         rag.generate("Which drawer?", documents).text
@@ -111,7 +113,7 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
-    - `topic_header`: send the documents' topic in this header, such as "x-session-id", by which a router chooses among
+    - `topic_header`: send the documents' topic in this header, such as "x-session-id", for a router that chooses among
       replicas (docs/replicas.md).
 
     Every ordering is finished, best with reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:

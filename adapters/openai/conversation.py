@@ -17,7 +17,7 @@ from ragorder.rebase import read_earlier
 __all__ = ["Conversation"]
 
 _TOOLS = ("tools", "functions")
-# The same in all conversations.
+# Shared by all conversations.
 _INSTRUCTIONS = ("system", "developer")
 
 A = TypeVar("A")
@@ -30,7 +30,7 @@ class _TurnCall(Call):
     history: list[Message] = field(kw_only=True)
 
     def _order(self) -> Ordering[Document]:
-        # Each attempt is a turn behind the same history.
+        # Each attempt is a turn after the same history.
         chat = self.conversation
         self.turn = self.setup.builder.turn(
             self.query,
@@ -64,10 +64,10 @@ class Conversation(Generic[A, S]):
         answer = chat.ask("When are orders shipped?", documents)
         stored = chat.messages
 
-    - `messages`: all that were sent and answered, an application's to store; a failed turn leaves them as they were
-    - `turn`: the last one answered: its documents `new` and `repeated`
-    - `rebase`: documents of stored messages, if a conversation that the engine has lost may be laid out again
-      (`PromptBuilder.turn`); those of its own turns are known
+    - `messages`: everything sent and answered, for the application to store; a failed turn leaves them unchanged
+    - `turn`: the last answered turn, with its documents `new` and `repeated`
+    - `rebase`: documents of stored messages, to rebase a conversation that the engine has evicted
+      (`PromptBuilder.turn`); documents of its own turns are known
     """
 
     def __init__(
@@ -86,40 +86,40 @@ class Conversation(Generic[A, S]):
         self.repeat = repeat
         self.reference = reference
         self.rebase = None if rebase is None else read_earlier(rebase)
-        # By the messages in which they stand, as long as these are sent.
+        # Keyed by the messages that contain them, while these are sent.
         self._sent: dict[str, Sequence[Document]] = {}
         self._turn: Turn | None = None
         self._setup = setup
         self._generate = generate
         self._stream = stream
         self._asked: tuple[str, Sequence[Document]] | None = None
-        # Whether `turn` is the answer to that.
+        # Whether `turn` answers it.
         self._answered = False
         self._topic: str | None = None
-        # What is wrong with the messages is said at once.
+        # Raises errors in the messages at once.
         setup.builder.segments(self.messages)
 
     @property
     def turn(self) -> Turn:
-        """Raises ValueError before the first answer."""
+        """Last answered turn. Raises ValueError before the first answer."""
         if self._turn is None:
-            raise ValueError("there is no turn yet: this conversation has had no answer")
+            raise ValueError("there is no turn yet: ask a question first")
         return self._turn
 
     def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
-        """The `Answer` to a question on documents in retrieval order, as a new turn. Options and errors as for
+        """Return the `Answer` to a question on documents in retrieval order, as a new turn. Options and errors as for
         `OrderedClient.generate`; ValueError for tools."""
         return self._generate(self._call(question, documents, options, hands_out=False))
 
     def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
-        """The answer as it arrives; it counts as a turn once it is complete."""
+        """Stream the answer; it counts as a turn once it is complete."""
         return self._stream(self._call(question, documents, options, hands_out=True))
 
     def regenerate(self, **options: Any) -> A:
-        """Another answer to the last question, in place of the one that there is, behind the `messages` as they are.
-        Raises ValueError if nothing was asked here."""
+        """Return another answer to the last question and replace the earlier one. Raises ValueError before the first
+        question."""
         if self._asked is None:
-            raise ValueError("nothing to regenerate: this conversation has asked nothing yet")
+            raise ValueError("there is nothing to regenerate: ask a question first")
         history, (question, documents) = list(self.messages), self._asked
         if self._answered:
             places = (place for place in reversed(range(len(history))) if history[place] == self.turn.message)
@@ -127,7 +127,6 @@ class Conversation(Generic[A, S]):
         return self._generate(self._call(question, documents, options, history, hands_out=False))
 
     def branch(self) -> Conversation[A, S]:
-        """Another conversation with the same messages."""
         naming = self.repeat, self.reference, self.rebase
         branch = Conversation(self._setup, self._generate, self._stream, self.messages, self.scope, *naming)
         branch._topic = self._topic
@@ -135,29 +134,29 @@ class Conversation(Generic[A, S]):
         return branch
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
-        """A turn was answered."""
         self._turn, self.messages = turn, list(messages)
         self._answered = True
         if self.rebase is not None:
             content = turn.bearer["content"]
-            # Parts are for clouds, where nothing is laid out again.
+            # Parts are for clouds, which never rebase.
             known = self._sent | ({content: turn.new} if isinstance(content, str) else {})
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
-        """Documents that may be laid out again: those given, and those of the turns in the history."""
+        """Return documents that may be rebased: the given ones, and those of turns in the history. None without
+        `rebase`."""
         if self.rebase is None:
             return None
         sent = (self._sent.get(content, ()) for content in _contents(history))
         return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """That of the first documents, or of the first message that was given, for all turns: the engine that has the
-        history should serve them."""
+        """Return one topic for all turns, of the first documents or the first given message: the engine that has the
+        history cached should serve them."""
         if self._topic is None:
             opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
             if opening is not None:
-                # A topic, too: it cannot be tried against messages.
+                # A topic, too: nobody can test messages against it.
                 key = message_key(opening)
                 documents = [Document(key, key)]
             self._topic = self._setup.orderer.topic(documents, scope=self.scope)
@@ -174,7 +173,7 @@ class Conversation(Generic[A, S]):
     ) -> Call:
         for name in _TOOLS:
             if options.get(name) is not None:
-                raise ValueError(f"{name}: answers of a conversation are texts; with tools use PromptBuilder.turn")
+                raise ValueError(f"{name}: a conversation has text answers only; use PromptBuilder.turn with tools")
         options = {"max_tokens": 256, "temperature": 0.0} | options
         waiting = options.pop("waiting", ())
         call = _TurnCall(

@@ -1,4 +1,4 @@
-"""Endpoint of a model on an OpenAI-compatible server, and the checked options of a request."""
+"""Endpoint of a model on an OpenAI-compatible server, and request options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragorder.extras import needs
 __all__ = ["ModelEndpoint", "UsageOption", "check_client", "checked_options", "checked_salt"]
 
 _OWNED = ("messages", "model", "prompt", "stream", "stream_options")
-# Refused by vLLM 0.32 (validate_cache_salt); versions without that check refuse an empty salt only.
+# Refused by vLLM 0.32 (validate_cache_salt); earlier versions refuse an empty salt only.
 _MAX_SALT_LENGTH = 128
 _NOT_IN_SALT = frozenset("@/\\\0")
 _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown field|unrecogni[sz]ed", re.IGNORECASE)
@@ -34,7 +34,6 @@ class ModelEndpoint:
         self._send_facts = send_facts
 
     def create(self, request: PromptRequest, options: dict[str, Any], usage: UsageOption) -> Any:
-        """The result of the client's create() for a streamed answer; `options` are checked."""
         options = options | {"model": self._model, "stream": True}
         if self._send_facts:
             options["extra_body"] = with_facts(
@@ -56,15 +55,15 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request, for usage at the end of its stream. A server that refuses them, and accepts
-    the request without, is not sent them again."""
+    """The `stream_options` of one request, for usage at the end of its stream. Omitted in later requests if the server
+    refuses them and accepts the request without."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Leave the option out if this error refuses it; True if the request should then be sent again."""
+        """Leave the option out if this error refuses it. Returns True if the request should then be sent again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
@@ -83,27 +82,27 @@ def _refuses_stream_options(error: Exception) -> bool:
 
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
-    """The caller's options for create(), without those that are None, with the scope's salt. Raises TypeError or
-    ValueError, which name options but never their values."""
+    """Return the caller's options for create(), without None, with the scope's salt. Raises TypeError or ValueError,
+    which name options but never their values."""
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
     for name in _OWNED:
         if name in sent or name in body:
-            raise TypeError(f"{name} is not an option of a request: the client sets it")
+            raise TypeError(f"{name} is set by the client: leave it out")
     if (sent | body).get("n") not in (None, 1):
-        raise ValueError("n must be 1: an ordered request has one answer")
+        raise ValueError("n is not 1, but an ordered request has one answer: leave it out")
     if "max_completion_tokens" in sent:
         sent.pop("max_tokens", None)
     if send_salt and (scope is None or isinstance(scope, str)):
         if body.get("cache_salt", scope) != scope:
-            raise ValueError("extra_body has a cache_salt that is not the scope: give it as scope, and only there")
+            raise ValueError("extra_body has a cache_salt that differs from the scope: give it as scope only")
         if scope is not None:
             body["cache_salt"] = checked_salt(scope)
     return sent
 
 
 def checked_salt(scope: str) -> str:
-    """The scope. Raises ValueError for one that cannot be sent as a salt."""
+    """Raises ValueError for a scope that cannot be sent as a salt."""
     if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
         return scope
     raise ValueError(

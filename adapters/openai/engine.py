@@ -30,8 +30,8 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The last chunk has the usage. Raises the openai client's errors (APIConnectionError for a cut-off answer),
-        and before sending those of `checked_options`."""
+        """Stream an answer; the last chunk has the usage. Raises the openai client's errors (APIConnectionError for a
+        cut-off answer), and before sending those of `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()

@@ -67,20 +67,20 @@ def ordered_pipeline(
     requests: Callable[[], int | None] | None = None,
     ends: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Pipeline[Question, Document, PromptRequest]:
-    """A pipeline that orders its documents, on `OpenAIStreams`, or on `AsyncVLLM` with its `requests`.
+    """Return a pipeline that orders its documents, on `OpenAIStreams`, or on `AsyncVLLM` with its `requests`.
 
-    - `warm_up`: prefill a cold system prompt during retrieval.
+    - `warm_up`: prefill an uncached system prompt during retrieval.
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
-      token (None: as many as fit into `token_budget` tokens an iteration).
+      token (None: the number that fits into `token_budget` tokens an iteration).
     - `cautious`: only if recent searches predict a gain.
-    - `requests()`: requests on the engine, from all clients (None: unknown). `ends` are awaited on closing.
+    - `requests()`: number of requests on the engine, from all clients (None if unknown). `ends` are awaited on closing.
 
     Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
     if warm_up and orderer.settings.prefix_tokens == 0 and builder.prefix_tokens >= orderer.settings.block_size:
-        _logger.warning("no warm-up: the orderer has no system prompt; give it the builder's prefix_tokens")
+        _logger.warning("no warm-up: the orderer has no system prompt: give it the builder's prefix_tokens")
     pipeline = _ClosingPipeline(
         retrieval,
         OrderedPrompts(orderer, builder, prompts, learn=load.learn),
@@ -151,8 +151,8 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
-        """The answer as it arrives. Starts at the first piece; closing it early ends retrieval and requests. Options
-        and errors as for `OrderedClient.generate`, and the errors of retrieval."""
+        """Stream the answer. Starts at the first piece; closing it early ends retrieval and requests. Options and
+        errors as for `OrderedClient.generate`, and the errors of retrieval."""
         return self._runner.stream(self._question(query, scope, max_tokens, temperature, options))
 
     def answer(
@@ -164,7 +164,7 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
-        """The whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
+        """Return the whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
         return self._runner.answer(self._question(query, scope, max_tokens, temperature, options))
 
     def _question(
@@ -176,7 +176,7 @@ class _BasePipelinedClient(Generic[S, A]):
 
 
 class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, PipelinedStream]]):
-    """An `OrderedClient` that overlaps retrieval with prefill. Use `async with`, or close it.
+    """`OrderedClient` that overlaps retrieval with prefill. Use `async with`, or close it.
 
         client = PipelinedClient(
             openai.AsyncOpenAI(base_url=url), model="…", orderer=orderer, builder=builder,
@@ -188,8 +188,8 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
     - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
     - `report_load`: poll vLLM's /metrics for its number of requests during searches.
 
-    Other options as for `OrderedClient` and `ordered_pipeline`, errors as well. A failed speculation or warm-up does
-    not affect the answer.
+    Other options and errors as for `OrderedClient` and `ordered_pipeline`. A failed speculation or warm-up does not
+    affect the answer.
     """
 
     @property
@@ -213,7 +213,7 @@ class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
         with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
             print(client.answer("Which drawer?").text)
 
-    Leaving `with`, or `close`, ends running requests and the openai client, which is for this object alone. Closed, it
+    Leaving `with`, or `close`, ends running requests and the openai client, which nothing else may use. Closed, it
     raises RuntimeError.
     """
 

@@ -33,8 +33,8 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of a tenant (`scope`). `options` are others of create(), or of vLLM's SamplingParams; None leaves one
-    to the engine."""
+    """A question of a tenant (`scope`). `options` are further ones of create(), or of vLLM's SamplingParams; None
+    leaves an option to the engine."""
 
     query: str
     scope: Hashable = None
@@ -48,10 +48,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
-    tokens) empty. `expected_uses`, `exact_documents`: the ordering's. `prefix_tokens`: in front of the
-    documents, if the prompt is tokens. `keep_question`: a warm-up, with the question behind the system prompt.
-    `extra_body`: what a cloud's marks need besides."""
+    """A chat's messages or a prompt's tokens.
+
+    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `expected_uses` and
+    `exact_documents` are the ordering's. `prefix_tokens`: tokens before the documents, if the prompt is tokens.
+    `keep_question`: a warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's
+    breakpoints need.
+    """
 
     messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -61,7 +64,7 @@ class PromptRequest:
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
     prefix_tokens: int = field(default=0, repr=False, compare=False)
-    # Compared: a speculation without it leaves other KV behind.
+    # Compared: a speculation without it computes other KV.
     exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -84,7 +87,7 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
     sent_s = getattr(usage, "sent_s", None)
     if cached is not None and sent_s is not None and sent_s < ordered_s and cached < ordering.cached_tokens:
         # A speculation was sent before its request was ordered. Tokens may have been cached in between: the orderer
-        # would take them for evicted, and everything older too.
+        # would mistake them, and everything older, for evicted.
         cached = None
     total = None if prompt is None or completion is None else prompt + completion
     ordering.confirm(cached, total, prompt_tokens=prompt)
@@ -93,13 +96,12 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
 def predict_lengths(
     orderer: OrdererLike, documents: Sequence[Document], scope: Hashable, question_tokens: int
 ) -> CachedLengths:
-    """Of a prompt with a question of so many tokens."""
     cached_tokens, documents_end = orderer.predict_cached_tokens(documents, scope=scope)
     return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
 
 
 class OrderedPrompts:
-    """Requests from questions and their documents, ordered for the engine's prefix cache.
+    """Builder of requests with documents ordered for the engine's prefix cache.
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
@@ -136,7 +138,6 @@ class OrderedPrompts:
         return self._orderer.order(documents, scope=scope, waiting=waiting, lengths=Lengths(suffix=suffix_tokens))
 
     def suffix_tokens(self, query: str, options: Mapping[str, Any]) -> int:
-        """Of the question, and of the answer that is expected with these options."""
         limit = options.get("max_completion_tokens")
         limit = options.get("max_tokens") if limit is None else limit
         limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
@@ -155,7 +156,7 @@ class OrderedPrompts:
             extra_body = prompt.openai()
             messages = extra_body.pop("messages")
         ends = tuple(span.end for span in prompt.spans)
-        # Of messages the server finds the prefix itself, in its own tokens.
+        # The server finds the prefix of messages itself, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
         return PromptRequest(
             messages,
@@ -171,13 +172,12 @@ class OrderedPrompts:
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
-        """Predicts the cached and computed tokens of a request, again at each call."""
+        """Return a predictor of a request's cached and computed tokens, up to date at each call."""
         return partial(
             predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
         )
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
-        """The request that `commit` would return now. Nothing is recorded."""
         ordered = self._orderer.preview(documents, waiting=self._waiting(question), scope=question.scope)
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
@@ -194,7 +194,6 @@ class OrderedPrompts:
         return _CommittedRequest(request, ordering, self.answer_length)
 
     def note_sent(self, request: PromptRequest) -> None:
-        """For `learn`; `commit` does so."""
         if self._learn is not None and request.prompt_tokens is not None:
             self._learn(request.prompt_tokens)
 
@@ -220,7 +219,7 @@ class _CommittedRequest:
 
 def checked_form(prompts: PromptForm, builder: PromptBuilder) -> PromptForm:
     if prompts not in ("messages", "token_ids"):
-        raise ValueError(f"prompts must be 'messages' or 'token_ids', got {prompts!r}")
+        raise ValueError(f"prompts is {prompts!r}: give 'messages' or 'token_ids'")
     if prompts == "token_ids" and builder.build("", ()).token_ids is None:
         raise ValueError("prompts='token_ids' needs the served model's tokenizer: PromptBuilder(tokenizer=…)")
     return prompts

@@ -20,8 +20,8 @@ class Answer:
     """A server's answer.
 
     `cached_tokens` of the `prompt_tokens` were reused from the prefix cache, and `written_tokens` were written into a
-    cloud's; counts that the server does not report, or that are impossible, are None. `ttft_s`: seconds to the first
-    token (None: there was none), with the openai client's retries.
+    cloud's; unreported or impossible counts are None. `ttft_s`: seconds to the first token, with the openai client's
+    retries, or None without a token.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Reply:
-    """The response to a request sent at `sent_s` (time.perf_counter). `accepted`: there is one."""
+    """Response to a request sent at `sent_s` (time.perf_counter). `accepted`: the server has responded."""
 
     def __init__(self, ordering: Ordering[Document]) -> None:
         self.ordering = ordering
@@ -59,7 +59,6 @@ class Reply:
             stream.response = self._wire = _TailedResponse(stream.response)
 
     def read(self, chunk: Any) -> str:
-        """The text of a chunk. Never raises, whatever the chunk holds."""
         usage, choices = member(chunk, "usage"), member(chunk, "choices")
         if usage is not None:
             self._usage = usage
@@ -77,7 +76,7 @@ class Reply:
         return text
 
     def answer(self) -> Answer:
-        """The answer, at the stream's end. Raises openai.APIConnectionError for a stream that was cut off."""
+        """Return the answer at the stream's end. Raises openai.APIConnectionError for a stream that was cut off."""
         wire, usage = self._wire, read_usage(self._usage)
         if self._finish_reason is None and not (wire and wire.tail.rstrip().endswith(b"[DONE]")):
             from openai import APIConnectionError
@@ -90,7 +89,7 @@ class Reply:
 
 
 class _TailedResponse:
-    """An HTTP response that keeps its last bytes: the openai client does not say whether it saw [DONE]."""
+    """HTTP response that keeps its last bytes: the openai client does not report [DONE]."""
 
     def __init__(self, response: Any) -> None:
         self._response = response

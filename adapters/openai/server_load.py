@@ -31,8 +31,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class PromptLoad(EngineLoad):
-    """The load of a shared engine: other clients' requests (`requests()`) count as pending. The default
-    `max_prefill_bs` is the number of prompts of mean length in `token_budget`; 1 before the first."""
+    """Load of a shared engine: other clients' requests (`requests()`) count as pending. The default `max_prefill_bs` is
+    the number of prompts of mean length in `token_budget`, and 1 before the first prompt."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class PromptLoad(EngineLoad):
 
 
 class MetricsPoll:
-    """The number of requests on a vLLM server, by its /metrics: polled during searches at most every 100 ms, down to
-    once a minute without an answer. None: no recent answer."""
+    """Poll of the number of requests on a vLLM server, by its /metrics: during searches, at most every 100 ms, and at
+    least once a minute while it does not answer. None without a recent answer."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client
@@ -74,7 +74,7 @@ class MetricsPoll:
     def __call__(self) -> int | None:
         if self._others is None or time.monotonic() - self._answered_s > max(_STALE_S, 2 * self._interval_s):
             return None
-        # Our own come and go between two polls.
+        # Our own requests change between two polls.
         return self._others + self._engine.running
 
     def during(self, retrieval: Retrieval[Q, D]) -> Retrieval[Q, D]:

@@ -1,4 +1,4 @@
-"""Drivers of a call for threads and coroutines, and the streams returned to callers."""
+"""Drivers of a call for threads and coroutines, and their streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _opened(stream: Any) -> Iterator[Any]:
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
-    """The answer's pieces, some empty; the first comes when the server has accepted the request."""
+    """Yield the answer's pieces, some empty; the first one when the server has accepted the request."""
     while call.answer is None:
         if call.delay_s:
             (call.setup.sleep or time.sleep)(call.delay_s)
@@ -80,7 +80,7 @@ class _BaseStream:
 
 
 class OrderedStream(_BaseStream, Iterator[str]):
-    """An answer's pieces as they arrive. Closing it early, or dropping it, ends the request."""
+    """Stream of an answer's pieces. Closing it early, or dropping it, ends the request."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -101,7 +101,7 @@ class OrderedStream(_BaseStream, Iterator[str]):
 
 
 class AsyncOrderedStream(_BaseStream, AsyncIterator[str]):
-    """`OrderedStream` for coroutines. Use it by `async with`, or close it: a dropped one ends late."""
+    """`OrderedStream` for coroutines. Use `async with`, or close it: a dropped one ends late."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)

@@ -27,7 +27,7 @@ class WatchedEngine:
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """False from a failure, which may be a restart, until an answer in this scope."""
+        """Return False after a failure, which may be a restart, until an answer in this scope."""
         return self._answered is None or scope in self._answered
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
@@ -50,21 +50,21 @@ class WatchedEngine:
     def _note_answer(self, scope: Hashable) -> None:
         if self._answered is not None:
             if len(self._answered) >= _MAX_SCOPES:
-                # A forgotten scope costs one warm-up.
+                # A removed scope costs one warm-up.
                 self._answered.clear()
             self._answered.add(scope)
 
 
 class SystemPrefix:
-    """The prompt prefix in front of the documents, one per scope. A prefill is a request of one token and an ordering
-    without documents.
+    """Prompt prefix before the documents, one per scope. A prefill is a request of one token and an ordering without
+    documents.
 
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled behind the prefix, for
-    the embedded engine to select by it. After a failure of its `engine`, prefixes count as lost. Raises ValueError for
-    invalid `prompts`.
+    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled after the prefix: the
+    embedded engine selects tokens by it. After a failure of its `engine`, prefixes count as evicted. Raises ValueError
+    for invalid `prompts`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SystemPrefix:
         return (question.scope, question.query) if self._asks else question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """Also True for a prefix shorter than a block, which cannot be cached."""
+        """True for a prefix shorter than a block, which is never cached."""
         if self._asks:
             return False
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
@@ -118,7 +118,7 @@ class SystemPrefix:
         builder, query = self._builder, question.query if self._asks else ""
         prompt, front = builder.build(query, ()), builder.prefix_tokens
         length = front + builder.suffix_tokens(query)
-        # The system prompt is a node of its own on the embedded engine: a prompt's last token is in none.
+        # The system prompt is its own node on the embedded engine: no node has a prompt's last token.
         ends = (front,) if prompt.token_ids is not None else ()
         if self._form == "token_ids":
             messages, token_ids, prefix_tokens = None, prompt.token_ids, front

@@ -11,7 +11,7 @@ __all__ = ["load_tokenizer"]
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model, by its folder or its name on the Hub.
+    """Return the tokenizer of a model, by its folder or its name on the Hub.
 
     Raises ImportError naming the extra to install, OSError or ValueError if there is no such tokenizer.
     """

@@ -1,4 +1,4 @@
-"""The proxy: orders the documents of requests to a server with OpenAI's or Anthropic's API."""
+"""Ordering proxy for OpenAI- and Anthropic-compatible servers."""
 
 from __future__ import annotations
 

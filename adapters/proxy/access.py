@@ -20,20 +20,19 @@ from ragorder.lru_cache import LRUCache
 __all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "PassReason", "RenamedIds", "UnorderedRequests"]
 
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
-# Without it a page of another origin cannot read an error. Its key or its origin has been checked, or the error only
-# says that a key is needed.
+# Without this header a page of another origin cannot read an error. Its key or origin has been checked, or the error
+# only says that a key is needed.
 _READABLE = (b"access-control-allow-origin", b"*")
 _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="ragorder", charset="UTF-8"')]
 
 
 class APIKeyMiddleware:
-    """Requires the key, as Bearer token, as the password of basic authentication (browsers), or as x-api-key
-    (Anthropic's clients). Browsers ask without the key whether a page may send a request: the server answers that, as
-    vLLM does."""
+    """Middleware that requires the key: as Bearer token, basic authentication password (browsers) or x-api-key
+    (Anthropic clients). Browsers send CORS preflights without the key: the upstream server answers them."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
-        # Secrets are often kept in files that end in a newline, which no header can contain.
+        # Secret files often end in a newline, which no header can contain.
         self._key = key.strip().encode()
         self._open_paths = open_paths
 
@@ -56,7 +55,7 @@ class APIKeyMiddleware:
 
 
 class HostMiddleware:
-    """Refuses requests for other hosts, and web pages from elsewhere (DNS rebinding). For a proxy without a key."""
+    """Middleware that refuses other hosts and web pages of other hosts (DNS rebinding), for a proxy without a key."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -88,7 +87,6 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 
 
 def _is_preflight(scope: Scope) -> bool:
-    """Without a body, which is not for a stranger to send."""
     headers = scope["headers"]
     return (
         scope["method"] == "OPTIONS"
@@ -120,7 +118,7 @@ PassReason = (
     Literal["no_documents", "one_document", "other_route", "too_many_values", "compressed", "unreadable"] | Left
 )
 
-# Requests, or texts, that are enough to judge by.
+# Requests, or texts, needed for a verdict.
 _ENOUGH = 20
 _REMEMBERED = 16384
 
@@ -133,31 +131,31 @@ _NEVER_TAGGED = (
     "in messages"
 )
 _CLIENT_MARKS = (
-    "documents keep their order in requests whose client sets marks of its own (cache_control): the server's cache is "
-    "taken to resume only there; leave the marks to --marks, or give --no-marks if the cache finds any common prefix, "
-    "as that of vLLM does"
+    "documents keep their order in requests whose client sets cache breakpoints (cache_control): the server's cache is "
+    "assumed to resume only there; let --marks set the breakpoints, or give --no-marks if the cache finds any common "
+    "prefix, as vLLM's does"
 )
 _RENAMED = (
-    "document ids are not stable: the same text comes under new ids, and nothing after a new id is cached; give "
+    "document ids are not stable: the same text appears under new ids, and nothing after a new id is cached; give "
     "stable ids, or show none"
 )
 _OR_BY_PLACE = (
-    "; these are numbers of places, so --number-by-place helps as well, if the client reads x-ragorder-permutation in "
-    "answers to tell which document a number means"
+    "; these ids number positions, so --number-by-place helps as well, if the client reads x-ragorder-permutation in "
+    "answers to map numbers to documents"
 )
 _NO_PLACES = (
-    "; these are not 1, 2, … by place (are they numbers of sources?), so --number-by-place would leave them as they are"
+    "; these ids are not 1, 2, … by position (do they number sources?), so --number-by-place would not change them"
 )
 _KEPT = (
-    "--number-by-place has left ids as they are where they are not 1, 2, … by place: names, or numbers of sources, "
-    "which several documents share; where such an id changes from request to request, the cache has nothing after it: "
-    "give each source an id that stays, such as its path, or show none"
+    "--number-by-place did not change ids that are not 1, 2, … by position: names, or numbers of sources that several "
+    "documents share; if such an id changes between requests, nothing after it is cached: give each source a stable "
+    "id, such as its path, or show none"
 )
 
 
 class UnorderedRequests:
-    """Counts requests forwarded without documents, or with these as they came. Warns if the first 20 had none, and of
-    the first one with marks of its client's."""
+    """Counter of requests whose documents were not ordered. Warns if the first 20 requests had no documents, and once
+    if a client sets breakpoints."""
 
     def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
         self._on_passed = on_passed
@@ -191,8 +189,9 @@ class UnorderedRequests:
 
 
 class RenamedIds:
-    """Warns once if most recurring texts come under new ids, such as ranks, which the cache cannot have; with
-    `by_place`, which renumbers ranks, if there are ids that are none. Keeps 16,384 digests, about 5 MB."""
+    """Detector of ids that change while the text stays, such as ranks: the cache misses after them. Warns once, if most
+    recurring texts were renamed; with `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5
+    MB."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         self._warn = warn
@@ -204,7 +203,7 @@ class RenamedIds:
         self._watching = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]], *, are_places: bool) -> None:
-        """The ids and texts of a request's documents; `are_places`: the ids are numbers of places."""
+        """`are_places`: the ids number positions."""
         if not self._watching:
             return
         if self._by_place:

@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AdmissionQueue"]
 
-# The next request is ordered with regard to so many of those that wait.
+# Number of waiting requests that the next request's order considers.
 _UPCOMING = 8
 _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class AdmissionQueue:
-    """Admits `max_in_flight` requests at a time, next the one with the largest ratio of cached to uncached tokens; at
-    most `max_waiting` wait, and none is overtaken by more than `reorder_window` later ones.
+    """Queue that admits `max_in_flight` requests at a time, first those with the largest ratio of cached to uncached
+    tokens.
 
-        make_app(orderer, upstream=url, admission=AdmissionQueue(32))
-    """
+    At most `max_waiting` requests wait; at most `reorder_window` later requests overtake one.
+
+        make_app(orderer, upstream=url, admission=AdmissionQueue(32))"""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class AdmissionQueue:
     async def admit(
         self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
     ) -> AsyncIterator[list[ParsedBody]]:
-        """Gives the requests that will probably be next. Raises HTTPError if too many wait."""
+        """Yield the requests that are probably next, once admitted. Raises HTTPError if too many wait."""
         start = time.perf_counter()
         try:
             async with self._limiter.slot(parsed, predict):

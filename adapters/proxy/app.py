@@ -41,7 +41,7 @@ BODY_LIMIT = 32 << 20
 BODIES_LIMIT = 256 << 20
 _HEALTH = "/ragorder/health"
 _READY = "/ragorder/ready"
-# Probes bring no key, and come from anywhere.
+# Probes have no key and any host.
 PROBES = frozenset({_HEALTH, _READY})
 
 
@@ -73,49 +73,47 @@ def make_app(
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
-    """The proxy in front of the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or of a
-    fleet, whose replicas have orderers of their own: `orderer` then only gets the warnings.
+    """Return the proxy for the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or for a
+    fleet, whose replicas have their own orderers: `orderer` then only gets the warnings.
 
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
     - `template` finds documents in messages that are not tagged.
-    - `api_key` is required of clients, `upstream_api_key` sent upstream. Without a key, only `hosts` may be addressed.
-    - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
-    - `number_by_place`: ids that are numbers of places, from 1, become those of the places in the prompt.
-    - `repeated` names documents that stand in an earlier message instead of sending them again.
-    - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
-      `feedback=False`: such a cache holds what was marked, and not what it was sent. Bodies whose client has set marks
-      keep their order, unless `marks` is False: the server's cache finds any common prefix.
-    - `clouds`: bodies for their models are ordered by the rules of these, and marked by them where the client has set
-      none: /v1/messages of Anthropic's with `marks`, chats and responses of OpenAI's.
-    - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
-      stay as they are.
+    - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
+    - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
+    - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
+    - `repeated` names documents that an earlier message has instead of sending them again.
+    - `marks`: adds cache breakpoints after the documents to bodies of /v1/messages without cache_control. The orderer
+      then takes `feedback=False`: only marked prefixes are cached. Bodies with a client's own breakpoints keep their
+      order, unless `marks` is False: the server's cache then finds any common prefix.
+    - `clouds`: orders bodies for these models by their cache's rules, and sets breakpoints if the client has set none:
+      in Anthropic's /v1/messages with `marks`, in OpenAI's chats and responses.
+    - `topic_header`: the header that sends the documents' topic upstream; with `route` bodies are not ordered.
     - `on_passed` gets the reason for each request forwarded without documents.
     - `on_tbt` gets the mean seconds between the tokens of each streamed answer to a request with documents.
-    - `on_sent` gets the order in which each request's documents are sent: an earlier turn goes as it went before
-      (`SharedOrderer.share`).
+    - `on_sent` gets the sent order of each request's documents; earlier turns keep theirs (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are served besides the proxy's own, `background` runs as long as the application does, and must not
-      raise; `make_transport` replaces the connections upstream.
+    - `routes` are added to the proxy's own, `background` tasks run until the application stops and must not raise,
+      `make_transport` replaces the connections upstream.
 
-    Raises ValueError for a builder with a system prompt, a header that cannot be, `route` without one or to a fleet,
-    AddressError for a malformed address or key, TemplateError for numbers by place without an id, or with `repeated`.
+    Raises ValueError for a builder with a system prompt, an invalid header, and `route` without a header or with a
+    fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` without an id, or with
+    `repeated`.
 
-        app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
-    """
+        app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")"""
     if number_by_place and template is not None and not template.shows_id:
-        raise TemplateError("numbers by place need {id} in the template")
+        raise TemplateError("numbering by position needs {id} in the template")
     if number_by_place and repeated is not None:
-        raise TemplateError("a number of a place names nothing in another message: leave out one of the two")
+        raise TemplateError("a position number names no document of another message: leave out one option")
     builder = builder or PromptBuilder("", tokenizer=tokenizer)
     if builder.system:
-        raise ValueError("the proxy's prompt builder has no system prompt, the requests have: PromptBuilder('')")
+        raise ValueError("the builder has a system prompt, but requests bring their own: give PromptBuilder('')")
     if route and isinstance(upstream, Fleet):
-        raise ValueError("only a router needs topics: a fleet chooses the replica itself")
+        raise ValueError("a fleet chooses the replica itself: leave out route")
     if topic_header is not None:
         checked_header(topic_header)
     elif route:
-        raise ValueError("routing needs the header of topics: topic_header='x-session-id'")
+        raise ValueError("route needs a topic header: give topic_header='x-session-id'")
     tokens = TokenCounter(builder, tokenizer)
 
     def server_at(address: str) -> Upstream:
@@ -198,7 +196,6 @@ def make_app(
 
 
 async def health(_: Request) -> JSONResponse:
-    """Whether the process runs."""
     return JSONResponse({"status": "ok"})
 
 

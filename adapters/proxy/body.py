@@ -1,4 +1,4 @@
-"""Bodies of requests, by route; unchanged fields keep their bytes."""
+"""Request bodies by route; unchanged fields keep their bytes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Fields = dict[str, Raw]
 Route = Literal["chat", "completions", "messages", "responses", "other"]
 
 BOUNDARY = "\ud800"
-"""Separates the parts of a message in their joined text: a code point that no text has which was decoded as UTF-8."""
+"""Separator of a message's parts in their joined text: a code point that no decoded UTF-8 text contains."""
 
 _NULL = Raw(b"null")
 
 
 class PromptPrefix(NamedTuple):
-    """Whole messages, and the beginning of the documents' own message."""
+    """Whole messages before the documents, and the start of the documents' own message."""
 
     messages: Sequence[Raw] = ()
     role: str = "user"
@@ -55,8 +55,8 @@ class Passage(NamedTuple):
     """A plain prompt, the content of message `place` (its `field`), or its adjacent text parts from part `number` on,
     joined by `BOUNDARY`.
 
-    In the content of a part, a tool's result, `outer` are the message's parts, and `nested` is the number of that one.
-    """
+    If the content is nested in a part (a tool's result), `outer` has the message's parts, and `nested` that part's
+    number."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -69,7 +69,7 @@ class Passage(NamedTuple):
     nested: int | None = None
 
     def prefix(self, head: str) -> PromptPrefix:
-        """Only for the chosen passage: for each it would take quadratic time."""
+        """Takes quadratic time if called for each passage."""
         *before, own = head.split(BOUNDARY)
         role, parts = self.role, self.parts[: self.number + len(before)]
         if self.nested is not None:
@@ -98,48 +98,44 @@ class Body:
         "tool_choice",
         "tools",
     )
-    """Fields besides the messages that a server puts in front of the documents, or by which it chooses how to."""
+    """Fields besides the messages that a server renders before the documents, or that change how it does."""
     limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
     """Fields with the longest answer, in tokens; the first one counts."""
     takes_cache_key = False
-    """Whether the server routes requests by a key in them."""
+    """Whether the server routes requests by a cache key."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
 
     def prefix(self) -> PromptPrefix:
-        """Raises HTTPError if the prompt is malformed."""
+        """Return the prompt before the documents. Raises HTTPError if it is malformed."""
         raise NotImplementedError
 
     def append(self, turn: str) -> None:
-        """A message of the user's behind all others."""
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """Well-formed texts, in order."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
         raise NotImplementedError
 
     def is_turn(self, passage: Passage) -> bool:
-        """Whether the passage is of a turn, which later requests bring again."""
+        """Return whether later requests repeat the passage."""
         return False
 
     def is_history(self, passage: Passage) -> bool:
-        """Whether the passage is of an earlier turn: an answer follows it."""
+        """Return whether an answer follows the passage."""
         return False
 
     def wants_cache_key(self) -> bool:
-        """Whether the server takes a key of routing, and the client has given none."""
         return self.takes_cache_key and self.fields.get("prompt_cache_key", _NULL) == _NULL
 
     def number(self, name: str) -> int | None:
-        """None for any other type."""
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """None for an absent or null field. Raises HTTPError for other types."""
+        """Return a string, or None if it is absent or null. Raises HTTPError for other types."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)
@@ -174,7 +170,6 @@ def encode(value: object) -> Raw:
 
 
 def decode(content: bytes | Raw, kind: type[T]) -> T | None:
-    """None for another type, or what is not JSON."""
     try:
         return msgspec.json.decode(content, type=kind)
     except NOT_JSON:

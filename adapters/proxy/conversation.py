@@ -34,7 +34,7 @@ class _Message(Struct):
     content: Raw = _NULL
     type: Raw = _NULL
     output: Raw = _NULL
-    """Of a tool, in OpenAI's responses."""
+    """A tool's output in OpenAI's responses."""
 
 
 @readable_by_threads
@@ -47,11 +47,10 @@ class ChatBody(Body):
     route = "chat"
     messages_field: ClassVar[str] = "messages"
     instructions_field: ClassVar[str] = ""
-    """The field that counts as a system message in front of the others, if there is one."""
+    """Field that counts as a system message before the others, if the API has one."""
     content_fields: ClassVar[Sequence[str]] = ("content",)
     has_nested_content: ClassVar[bool] = False
     text_kind: ClassVar[str] = "text"
-    """The type of a content part that is a text."""
 
     def prefix(self) -> PromptPrefix:
         messages = self._messages(self.fields.get(self.messages_field, Raw(b"[]")))
@@ -61,7 +60,6 @@ class ChatBody(Body):
         return PromptPrefix(messages)
 
     def append(self, turn: object) -> None:
-        """A text, or content parts."""
         messages = [*self.prefix().messages, encode({"role": "user", "content": turn})]
         self._put_messages(messages, {len(messages) - 1})
 
@@ -69,7 +67,7 @@ class ChatBody(Body):
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         for place, raw in enumerate(messages):
             message = decode(raw, _Message) or _Message()
-            # What a model has reasoned is its own text, too, and has no role.
+            # A model's reasoning is its own text, and has no role.
             is_reasoning = decode(message.type, str) == "reasoning"
             role = "assistant" if is_reasoning else decode(message.role, str) or ""
             for field in self.content_fields:
@@ -80,7 +78,7 @@ class ChatBody(Body):
         self.put_all([(passage, text)])
 
     def put_all(self, changes: Sequence[tuple[Passage, str]]) -> None:
-        """New texts of passages, given as `passages` gave them, in one pass over the messages."""
+        """Replace texts of passages, in the order of `passages`, in one pass over the messages."""
         if not changes:
             return
         messages = list(changes[0][0].messages)
@@ -94,11 +92,10 @@ class ChatBody(Body):
         self._put_messages(messages, places)
 
     def append_chunks(self, chunks: Sequence[Chunk], form: MarkForm) -> None:
-        """A message of the user's with a part for each chunk."""
         self.append([chunk_part({"type": self.text_kind}, chunk, form) for chunk in chunks])
 
     def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], form: MarkForm) -> None:
-        """The passage, which is not nested, as a part for each chunk."""
+        """Replace a passage, which is not nested, by a part for each chunk."""
         parts: list[Any] = list(passage.parts[: passage.number])
         for chunk in chunks:
             part: dict[str, Any] = {"type": self.text_kind}
@@ -113,11 +110,9 @@ class ChatBody(Body):
         self._put_messages(messages, {passage.place})
 
     def can_be_divided(self, passage: Passage) -> bool:
-        """Whether a server takes parts in the place of the passage's text."""
         return passage.nested is None and passage.field == "content"
 
     def takes_front_mark(self, passage: Passage | None, form: MarkForm) -> bool:
-        """Whether a mark can stand directly in front of a passage, or of a message that is appended."""
         messages, place, parts = self._front(passage)
         return place >= 0 and takes_mark(messages[place], form, self.text_kind, parts)
 
@@ -127,7 +122,6 @@ class ChatBody(Body):
             self._mark([(place, parts)], form)
 
     def turn_ends(self, form: MarkForm) -> tuple[int, ...]:
-        """Messages at whose ends marks stand, if this is a conversation."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         return turn_ends(messages, form, self.text_kind, _is_answer)
 
@@ -135,8 +129,8 @@ class ChatBody(Body):
         self._mark([(place, None) for place in places], form)
 
     def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
-        """The messages, the one that ends in front of a passage (-1: none), and the parts of it that do, if it is the
-        passage's own."""
+        """Return the messages, the number of the message before a passage (-1 if there is none), and in the passage's
+        own message the number of parts before it."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         if passage is None:
             return messages, len(messages) - 1, None
@@ -159,7 +153,7 @@ class ChatBody(Body):
         return passage.role not in _INSTRUCTIONS
 
     def is_history(self, passage: Passage) -> bool:
-        # At the end it is the beginning of the answer that is wanted, which the client has written itself.
+        # A last message of the assistant is the beginning of the wanted answer, written by the client.
         return self.is_turn(passage) and any(map(_is_answer, passage.messages[passage.place + 1 : -1]))
 
     def _texts(self, own: Passage, content: Raw) -> Iterator[Passage]:
@@ -180,18 +174,16 @@ class ChatBody(Body):
                     yield from self._texts(inner, read[number].content)
 
     def _instructions(self) -> int:
-        """How many messages stand for the instructions' field."""
         return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:
-        """The instructions first; None for anything but a list."""
+        """Return the instructions, then the messages; None for anything but a list."""
         messages = decode(content, list[Raw])
         if messages is None or not self._instructions():
             return messages
         return [encode({"role": "system", "content": self.fields[self.instructions_field]}), *messages]
 
     def _put_messages(self, messages: Sequence[Raw], places: Set[int]) -> None:
-        """Those at `places` have changed."""
         first = self._instructions()
         if first and 0 in places:
             self.fields[self.instructions_field] = msgspec.json.decode(messages[0], type=Fields)["content"]
@@ -200,8 +192,7 @@ class ChatBody(Body):
 
 
 class ResponsesBody(ChatBody):
-    """A text as `input` is a message of the user's. What a server keeps of earlier responses, and puts in front, is
-    told by their id alone."""
+    """Body of OpenAI's responses. A text as `input` is a user message; earlier responses are sent as an id alone."""
 
     route = "responses"
     messages_field = "input"
@@ -250,7 +241,7 @@ class ResponsesBody(ChatBody):
 
 
 class MessagesBody(ChatBody):
-    """Results of tools are parts of a user's message, with content of their own."""
+    """Body of Anthropic's messages. Tool results are parts of a user message, with their own content."""
 
     route = "messages"
     instructions_field = "system"
@@ -260,7 +251,6 @@ class MessagesBody(ChatBody):
 
 
 def _rewritten(content: Raw, changes: Sequence[tuple[Passage, str]]) -> Raw:
-    """A message's content with new texts."""
     first, text = changes[0]
     if first.nested is None and not first.parts:
         return encode(text)

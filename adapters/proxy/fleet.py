@@ -1,4 +1,4 @@
-"""Several replicas behind one proxy."""
+"""Fleet of replicas of one proxy, and the tries of a request."""
 
 from __future__ import annotations
 
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["RANK", "Fleet", "RefusedError", "Replica", "ReplicaAddress", "Rests", "Tries", "rest_asked"]
+__all__ = [
+    "RANK",
+    "Fleet",
+    "RefusedError",
+    "Replica",
+    "ReplicaAddress",
+    "ReplicaBackoff",
+    "Tries",
+    "requested_backoff_s",
+]
 
-# Failures in a row after which a replica rests, and for how long: twice as long after each one that follows a rest.
+# Failures in a row before a replica backs off. The backoff doubles after each failed probe.
 _FAILURES = 5
-_FIRST_REST_S = 1.0
+_FIRST_S = 1.0
 _LONGEST_S = 60.0
 # A mistaken Retry-After must not cost a replica for a day.
 _LONGEST_ASKED_S = 600.0
@@ -37,49 +46,47 @@ _ASKS = (429, 503)
 
 
 class RefusedError(UpstreamError):
-    """The server asks for a rest (Retry-After)."""
+    """The server asks to retry later (Retry-After)."""
 
 
-class Rests:
-    """Says how long a replica is to get no requests, if others are left.
+class ReplicaBackoff:
+    """Time for which a replica gets no requests if others are available.
 
-    A server that answers with 429 or 503 and Retry-After rests that long, ten minutes at most. After five failures in a
-    row (500, 502, 503, 504, broken connections) it rests a second. Then one request tries it; if that fails it rests
-    twice as long, up to a minute. Any other answer ends this.
-    """
+    A server that answers 429 or 503 with Retry-After gets none for that time, at most ten minutes. After five failures
+    in a row (500, 502, 503, 504, broken connections) the backoff is one second. One request then probes the server; if
+    it fails the backoff doubles, up to a minute. Any other answer resets it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked_until = self._failed_until = clock()
         self._failures = 0
-        self._rest_s = _FIRST_REST_S
+        self._backoff_s = _FIRST_S
         self._is_tried = False
 
     @property
     def left_s(self) -> float:
-        """0: it does not rest."""
         return max(0.0, max(self._asked_until, self._failed_until) - self._clock())
 
     def ask(self, seconds: float) -> None:
         self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
 
     def taken(self) -> None:
-        """It gets a request; after failures no other one for as long as it rested."""
+        """After failures it is the only probe until the backoff has passed again."""
         if self._failures >= _FAILURES:
             self._is_tried = True
-            self._failed_until = self._clock() + self._rest_s
+            self._failed_until = self._clock() + self._backoff_s
 
     def failed(self) -> None:
         self._failures += 1
         if self._failures == _FAILURES:
-            self._rest_s = _FIRST_REST_S
+            self._backoff_s = _FIRST_S
         elif self._failures > _FAILURES and self._is_tried:
-            self._rest_s = min(2 * self._rest_s, _LONGEST_S)
+            self._backoff_s = min(2 * self._backoff_s, _LONGEST_S)
         else:
-            # Too few, or requests that were sent before the rest.
+            # Too few, or requests sent before the backoff.
             return
         self._is_tried = False
-        self._failed_until = self._clock() + self._rest_s
+        self._failed_until = self._clock() + self._backoff_s
 
     def succeeded(self) -> None:
         self._failures = 0
@@ -87,8 +94,9 @@ class Rests:
         self._failed_until = self._clock()
 
 
-def rest_asked(status: int, retry_after: str) -> float | None:
-    """Seconds, from an answer's status and Retry-After (a number of seconds, or a date); None if it asks for none."""
+def requested_backoff_s(status: int, retry_after: str) -> float | None:
+    """Return the seconds of an answer's Retry-After (a number or a date), or None if its status or header asks for
+    none."""
     if status not in _ASKS:
         return None
     if retry_after.strip().isdecimal():
@@ -97,18 +105,18 @@ def rest_asked(status: int, retry_after: str) -> float | None:
         until = parsedate_to_datetime(retry_after)
     except (ValueError, TypeError, IndexError, OverflowError):
         return None
-    # A date without a zone is one in UTC, as "-0000" says.
+    # A date without a zone is in UTC, as "-0000" says.
     until = until if until.tzinfo is not None else until.replace(tzinfo=UTC)
     return max(0.0, (until - datetime.now(UTC)).total_seconds())
 
 
 RANK = b"x-data-parallel-rank"
-"""The header by which vLLM and SGLang take a request to a rank of theirs."""
+"""Header that selects a data-parallel rank of vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """A server, or data-parallel rank `rank` of it, and the orderer of its cache."""
+    """A server, or its data-parallel rank `rank`, and the orderer of its cache."""
 
     upstream: str
     orderer: OrdererLike
@@ -124,7 +132,7 @@ class Replica:
         self.up = True
         """Whether its server answered last time."""
         self.draining = False
-        self.rests = Rests()
+        self.backoff = ReplicaBackoff()
         self.in_flight = 0
         self.served = 0
         """Requests sent to it."""
@@ -135,7 +143,6 @@ class Replica:
 
     @property
     def headers(self) -> Headers:
-        """Those that its requests need."""
         return [] if self.rank is None else [(RANK, b"%d" % self.rank)]
 
 
@@ -144,15 +151,14 @@ _SHORTEST_S = 0.1
 
 
 class Fleet:
-    """Replicas, each with a tree of its own; a request goes to the best by predicted cached tokens and load.
+    """Replicas with a trie each. A request goes to the best one by predicted cached tokens and load.
 
         fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
         make_app(Orderer(), upstream=fleet)
 
-    A replica whose server fails gets no requests until it answers its health check again, every `check_s` seconds, and
-    one that rests (`Rests`) none meanwhile; a draining one gets none and ends those that it has. If no other is left,
-    the one that rests for the shortest time gets them, and then those that failed. Raises ValueError for no replicas,
-    or one twice.
+    A failed replica gets no requests until it answers its health check, every `check_s` seconds. A replica in backoff
+    (`ReplicaBackoff`) gets none either; a draining one gets none and ends its own. If no other is available, the
+    replica with the shortest backoff is used, then failed ones. Raises ValueError for no replicas, or a repeated one.
     """
 
     def __init__(
@@ -162,7 +168,7 @@ class Fleet:
         if not names or len(set(names)) < len(names):
             raise ValueError("give at least one replica, and each server or rank once")
         if len({id(each.orderer) for each in addresses}) < len(addresses):
-            raise ValueError("each replica has a cache of its own: give each an orderer of its own")
+            raise ValueError("replicas share an orderer, but each has its own cache: give each its own orderer")
         self.addresses = tuple(addresses)
         self.replicas: Sequence[Replica] = ()
         self._check_s = check_s
@@ -174,7 +180,6 @@ class Fleet:
             registry.register(self)
 
     def connect(self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]) -> None:
-        """Make the replicas; ranks of one server share its connections."""
         servers: dict[str, Upstream] = {}
         for each in self.addresses:
             if (root := _root(each.upstream)) not in servers:
@@ -187,8 +192,8 @@ class Fleet:
     def take(
         self, parsed: ParsedBody | None, tried: Collection[Replica] = (), only: Replica | None = None
     ) -> Replica | None:
-        """The replica for a request, `only` this one if there is one; it then has the request in flight. None if all
-        were tried or are draining. Callable by any thread."""
+        """Choose a replica (`only` this one, if given) and count the request as in flight. Returns None if all were
+        tried or are draining. Thread-safe."""
         candidates = self._candidates(tried) if only is None else [only]
         if not candidates:
             return None
@@ -197,45 +202,39 @@ class Fleet:
             chosen = self._best.choose({each: ReplicaState(lengths[each], each.in_flight) for each in candidates})
             chosen.in_flight += 1
             chosen.served += 1
-            chosen.rests.taken()
+            chosen.backoff.taken()
         return chosen
 
     def leave(self, replica: Replica) -> None:
-        """A request of the replica has ended."""
         with self._lock:
             replica.in_flight -= 1
 
     def has_other(self, tried: Collection[Replica]) -> bool:
         return bool(self._candidates(tried))
 
-    def has_rested(self, tried: Collection[Replica]) -> bool:
-        """Another one that answers and does not rest."""
-        return any(each.takes_requests and not each.rests.left_s for each in self.replicas if each not in tried)
+    def has_other_ready(self, tried: Collection[Replica]) -> bool:
+        return any(each.takes_requests and not each.backoff.left_s for each in self.replicas if each not in tried)
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
-        """On the replica that has most of the request cached."""
         return max((self._lengths(each, parsed) for each in self._candidates(())), default=CachedLengths(0, 1))
 
-    def rest(self, replica: Replica, seconds: float) -> None:
-        """Its server asks for it."""
+    def back_off(self, replica: Replica, seconds: float) -> None:
         for each in self.replicas:
             if each.server is replica.server:
-                each.rests.ask(seconds)
+                each.backoff.ask(seconds)
 
     def suspect(self, replica: Replica) -> None:
-        """Its server has failed: it is checked at once."""
         for each in self.replicas:
             if each.server is replica.server:
                 each.up = False
         self._suspected.set()
 
     def begin_checks(self) -> None:
-        """In the running event loop, once."""
+        """Start the health checks once, in the running event loop."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._check_forever())
 
     async def check(self) -> bool:
-        """Whether any replica takes requests, by what its server answers now."""
         servers = list(dict.fromkeys(replica.server for replica in self.replicas))
         up = dict(zip(servers, await asyncio.gather(*map(answers, servers)), strict=True))
         for replica in self.replicas:
@@ -249,7 +248,6 @@ class Fleet:
             await server.aclose()
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Addresses without user and password."""
         return [
             {
                 "replica": each.number,
@@ -257,7 +255,7 @@ class Fleet:
                 "rank": each.rank,
                 "up": each.up,
                 "draining": each.draining,
-                "rests_s": round(each.rests.left_s, 1),
+                "rests_s": round(each.backoff.left_s, 1),
                 "in_flight": each.in_flight,
                 "served": each.served,
             }
@@ -271,9 +269,9 @@ class Fleet:
         in_flight = GaugeMetricFamily(
             "ragorder_replica_in_flight_requests", "Requests of a replica not yet answered.", labels=["replica"]
         )
-        rests = GaugeMetricFamily(
+        backoff = GaugeMetricFamily(
             "ragorder_replica_rest_seconds",
-            "Time for which a replica rests after refusals or failures.",
+            "Time for which a replica backoff after refusals or failures.",
             labels=["replica"],
         )
         served = CounterMetricFamily("ragorder_replica_requests", "Requests sent to a replica.", labels=["replica"])
@@ -281,18 +279,18 @@ class Fleet:
             label = [str(each.number)]
             up.add_metric(label, int(each.takes_requests))
             in_flight.add_metric(label, each.in_flight)
-            rests.add_metric(label, each.rests.left_s)
+            backoff.add_metric(label, each.backoff.left_s)
             served.add_metric(label, each.served)
-        yield from (up, in_flight, rests, served)
+        yield from (up, in_flight, backoff, served)
 
     def _candidates(self, tried: Collection[Replica]) -> list[Replica]:
         left = [each for each in self.replicas if not each.draining and each not in tried]
-        # Where none is known to answer, the check may be late.
+        # If no replica is known to answer, the check may be late.
         answering = [each for each in left if each.up] or left
-        resting = {each: each.rests.left_s for each in answering}
-        rested = [each for each in answering if not resting[each]]
-        # Where all rest, a request is not refused for what another client may have caused.
-        return rested or sorted(answering, key=resting.__getitem__)[:1]
+        waits = {each: each.backoff.left_s for each in answering}
+        ready = [each for each in answering if not waits[each]]
+        # If all are in backoff, a request is not refused for what another client may have caused.
+        return ready or sorted(answering, key=waits.__getitem__)[:1]
 
     def _lengths(self, replica: Replica, parsed: ParsedBody | None) -> CachedLengths:
         return CachedLengths(0, 1) if parsed is None else replica.orderer.predict_cached_tokens(parsed)
@@ -310,7 +308,6 @@ class Fleet:
 
 
 def _root(address: str) -> str:
-    """One server may be given with and without /v1."""
     return address.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -318,11 +315,10 @@ _FAILED = (500, 502, 503, 504)
 
 
 class Tries:
-    """The `replicas` that a request was sent to, and what their answers say about them.
+    """The `replicas` that a request was sent to, and the effect of their answers.
 
-    `repeatable`: it may be sent to another one after a server has received it. `counted`: a failure may be followed by
-    a rest. `only` this one can answer.
-    """
+    `repeatable`: another replica may get the request after a server has received it. `counted`: a failure may cause a
+    backoff. `only`: the only replica that can answer."""
 
     def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
         self.replicas: list[Replica] = []
@@ -338,33 +334,30 @@ class Tries:
 
     @property
     def refusable(self) -> bool:
-        """Whether another replica may answer in the place of the last one."""
         return self._repeatable and self._fleet.has_other(self.replicas)
 
     def answered(self, status: int, retry_after: str) -> None:
-        """Read the head of an answer. Raises RefusedError if this replica must rest and another may answer."""
+        """Read the head of an answer. Raises RefusedError if this replica asks for a backoff and another may answer."""
         replica = self.replicas[-1]
-        rest_s = rest_asked(status, retry_after)
-        if rest_s is not None:
-            self._fleet.rest(replica, rest_s)
-            if self._repeatable and self._fleet.has_rested(self.replicas):
+        backoff_s = requested_backoff_s(status, retry_after)
+        if backoff_s is not None:
+            self._fleet.back_off(replica, backoff_s)
+            if self._repeatable and self._fleet.has_other_ready(self.replicas):
                 raise RefusedError(status, "The upstream server does not take requests.", code="upstream_unavailable")
         elif self._counted and status in _FAILED:
             self._has_failed = True
-            replica.rests.failed()
+            replica.backoff.failed()
         elif self._counted:
-            replica.rests.succeeded()
+            replica.backoff.succeeded()
 
     def failed(self) -> None:
-        """The last replica has, before the end of its answer."""
         replica = self.replicas[-1]
         self._fleet.suspect(replica)
         if self._counted and not self._has_failed:
-            replica.rests.failed()
+            replica.backoff.failed()
         self._has_failed = True
 
     def gives_up(self, error: UpstreamError, *, begun: bool) -> bool:
-        """Whether the last replica's error is the request's."""
         if not isinstance(error, RefusedError):
             self.failed()
         if begun or self.only is not None or not (self._repeatable or not error.connected):

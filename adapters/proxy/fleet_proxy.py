@@ -1,4 +1,4 @@
-"""The proxy in front of several replicas."""
+"""Proxy of several replicas."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class FleetProxy(ReverseProxy):
-    """Forwards each request to a replica, and to another one if that fails before the answer has begun.
+    """Proxy that forwards each request to a replica, and to another one if that fails before the answer begins.
 
-    Chats, completions, other JSON below /v1/ and GETs are sent again; anything else may have had an effect, and is sent
-    again only if there was no connection. All tries of a request have `tries_s` seconds until its answer has begun.
-    Raises HTTPError.
-    """
+    Chats, completions, other JSON below /v1/ and GETs are repeated; other requests may have had an effect and are
+    repeated only if there was no connection. All tries of a request share `tries_s` seconds until the answer begins.
+    Raises HTTPError."""
 
     def __init__(self, fleet: Fleet, parser: BodyParser, *, tries_s: float, **limits: Any) -> None:
         super().__init__(parser, **limits)
@@ -66,7 +65,7 @@ class FleetProxy(ReverseProxy):
             tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued, only=only)
             with self._limited(tries, self._tries_s) as limit:
                 while not await self._answered(head, received, parsed, upcoming, send, share, tries, limit):
-                    # Ordering has changed what was read.
+                    # Ordering has changed the parsed body.
                     parsed = await self._read(head, received, share)
 
     async def _read(self, head: Head, received: list[bytes], share: MemoryShare) -> ParsedBody | None:
@@ -88,9 +87,9 @@ class FleetProxy(ReverseProxy):
         tries: Tries,
         limit: anyio.CancelScope,
     ) -> bool:
-        """False if the replica failed, and the request should be sent to another one. Raises HTTPError."""
+        """Return False if the replica failed and another should be tried. Raises HTTPError."""
         length, of_tokens = len(received[0]), head.route in _OF_TOKENS
-        # If the client leaves meanwhile, the documents may be ordered only afterwards.
+        # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         place = partial(self._place, parsed, upcoming, tuple(tries.replicas), tries.only)
         replica, sent = await self._workers.run(place, length, abandoned=self._end)
         tries.begin(replica)
@@ -100,15 +99,15 @@ class FleetProxy(ReverseProxy):
             received.clear()
             share.resize(0)
 
-        # What is not sent again is answered as the replica answers it.
+        # Requests that are not repeated keep the replica's answer.
         answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
         try:
             body = sent.take_body(received[0])
-            # Without documents it is the one received.
+            # Without documents it is the received body.
             share.resize(len(body) + (0 if body is received[0] else length))
             headers = sent.request_headers(with_length(head.headers, body))
             if head.route == "responses":
-                # Where it will be found again is in the answer.
+                # The answer's id is read to find the replica again.
                 headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
             if of_tokens and replica.headers:
                 headers = [*without(headers, replica.headers[0][0]), *replica.headers]
@@ -125,11 +124,10 @@ class FleetProxy(ReverseProxy):
             self._end((replica, sent))
 
     async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
-        """A body that is sent as it comes, or none."""
         repeatable = content is None and head.method in _SAFE
         only = self._keeper(head)
         tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=only)
-        # A body may take as long as its client does.
+        # An upload may take as long as its client does.
         with self._limited(tries, inf if content is not None else self._tries_s) as limit:
             while not await self._streamed(head, content, send, tries, limit):
                 pass
@@ -142,7 +140,6 @@ class FleetProxy(ReverseProxy):
         tries: Tries,
         limit: anyio.CancelScope,
     ) -> bool:
-        """See `_answered`."""
         replica, sent = self._place(None, (), tries.replicas, tries.only)
         tries.begin(replica)
 
@@ -162,7 +159,7 @@ class FleetProxy(ReverseProxy):
 
     @contextmanager
     def _limited(self, tries: Tries, seconds: float) -> Iterator[anyio.CancelScope]:
-        """All tries together. An answer that has begun lifts the deadline; raises HTTPError at it."""
+        """Limit all tries together until an answer begins. Raises HTTPError at the deadline."""
         with anyio.CancelScope(deadline=anyio.current_time() + seconds) as limit:
             yield limit
         if limit.cancelled_caught:
@@ -195,7 +192,6 @@ class FleetProxy(ReverseProxy):
         tried: Sequence[Replica],
         only: Replica | None,
     ) -> tuple[Replica, SentRequest]:
-        """The replica, and the request as ordered for it. Raises HTTPError."""
         replica = self._fleet.take(parsed, tried, only)
         if replica is None:
             message = "No replica takes requests: all are draining (/ragorder/replicas)."
@@ -207,8 +203,8 @@ class FleetProxy(ReverseProxy):
             raise
 
     def _keeper(self, head: Head, body: bytes = b"") -> Replica | None:
-        """The replica that keeps the response that a request names. If it takes no requests, another one says so, or
-        has the same store."""
+        """Return the replica that stores the named response, or None. If it takes no requests, another replica may
+        share its store."""
         replica = self._stored.of_body(body) if head.route == "responses" else self._stored.of_target(head.target)
         return replica if replica is not None and replica.takes_requests else None
 

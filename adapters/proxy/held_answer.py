@@ -1,4 +1,4 @@
-"""Answers that another replica can still give."""
+"""Answers held until their first token, for a retry elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import Message, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
-from ragorder.adapters.proxy.fleet import rest_asked
+from ragorder.adapters.proxy.fleet import requested_backoff_s
 from ragorder.adapters.proxy.parsed import Route
 from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import StreamReader, reader_for
@@ -23,12 +23,11 @@ _TRY_ELSEWHERE = (502, 503)
 
 
 class HeldAnswer:
-    """Sends an answer on from its first token, which has `begun` it; other answers from their first piece, whole ones
-    (`of_tokens`) at their end. Errors are in the protocol of the `route`.
+    """ASGI send that holds an answer until its first token (`of_tokens`), or the end if it is not a stream; other
+    answers until their first chunk. `route` gives the protocol of errors.
 
-    If another replica is left (`refusable`), a 502 or 503 raises UpstreamError instead. One that asks for a rest is an
-    answer: all others rest as well.
-    """
+    If another replica is available (`refusable`), a 502 or 503 raises UpstreamError instead, unless it has Retry-After:
+    then all other replicas are in backoff as well."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class HeldAnswer:
         self._on_begun = on_begun
         self._route = route
         self._head: Message | None = None
-        # In one piece: a server may send it byte by byte.
+        # One buffer: a server may send single bytes.
         self._held = bytearray()
         self._is_compressed = False
         self._stream: StreamReader | None = None
@@ -75,7 +74,7 @@ class HeldAnswer:
     def _read_head(self, message: Any) -> None:
         status, headers = message["status"], message["headers"]
         retry_after = (header(headers, b"retry-after") or b"").decode("latin-1")
-        if self._refusable and status in _TRY_ELSEWHERE and rest_asked(status, retry_after) is None:
+        if self._refusable and status in _TRY_ELSEWHERE and requested_backoff_s(status, retry_after) is None:
             raise UpstreamError(status, "The upstream server does not take requests.", code="upstream_unavailable")
         self._is_compressed = (header(headers, b"content-encoding") or b"identity").lower() != b"identity"
         reader = reader_for(headers)
@@ -90,7 +89,6 @@ class HeldAnswer:
         return not self._stream.served
 
     async def _begin(self, last: Message) -> None:
-        """The message that was held at last says whether there are more."""
         self.begun = True
         self._on_begun()
         body, self._held = bytes(self._held), bytearray()

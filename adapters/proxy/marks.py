@@ -1,4 +1,4 @@
-"""Marks in bodies whose client set none: where a cache can be resumed, as each provider's API spells it."""
+"""Cache breakpoints in request bodies, as each provider's API spells them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 Left = Literal["client_marks", "no_marks"]
-"""Why documents keep their order for a cache that resumes only at marks: the client has set its own, or there can be
-none."""
+"""Why documents keep their order for a cache that resumes only at breakpoints: the client has set its own, or none is
+possible."""
 
-# Within a text the quotes would be escaped.
+# Inside a JSON text the quotes would be escaped.
 _OF_CLIENT = re.compile(
     rb'"(?:cache_control|cache_control_injection_points|prompt_cache_breakpoint|prompt_cache_options|cachePoint)"'
     rb"\s*:(?!\s*null\b)"
@@ -41,9 +41,11 @@ _OF_CLIENT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MarkForm:
-    """A mark as an API takes it: the field `name` with `value` of a part of one of the `kinds`, in a message of one of
-    the `roles`; a body with marks has the fields `besides`. At most `most` a request; from each a cache looks
-    `lookback_parts` back. `own_head`: what stands in front of the documents in their message is a part of its own."""
+    """Spelling of a breakpoint in an API: the field `name` with `value` in a part of one of the `kinds`, in a message
+    of one of the `roles`; a body with breakpoints has the fields `besides`.
+
+    At most `most` a request; a cache looks back `lookback_parts` from each. `own_head`: the text before the documents
+    in their message is its own part."""
 
     name: str
     value: Raw
@@ -62,7 +64,7 @@ _CACHE_CONTROL = MarkForm(
     roles=frozenset({"system", "developer", "user", "assistant"}),
     lookback_parts=20,
 )
-"""Of Anthropic's API, and of gateways to it."""
+"""Form of Anthropic's API and its gateways."""
 
 _BREAKPOINT = MarkForm(
     "prompt_cache_breakpoint",
@@ -75,8 +77,10 @@ _BREAKPOINT = MarkForm(
 
 @dataclass(frozen=True, slots=True)
 class MarkedBy:
-    """The form of a body's marks (None: it gets none), and the orderer that chooses them (None: a plain rule does, on
-    the orderer of all other bodies). `keyed`: requests are routed by a key in them; `left`: no order leads to a hit."""
+    """How a body gets breakpoints: their form (None: it gets none) and the orderer that chooses them (None: a plain
+    rule, with the default orderer).
+
+    `keyed`: requests are routed by a cache key; `left`: why no order leads to a hit."""
 
     form: MarkForm | None = None
     orderer: OrdererLike | None = None
@@ -85,9 +89,10 @@ class MarkedBy:
 
 
 class Marking:
-    """Says how a body is marked. Bodies of `routes` take `cache_control`; those of models that `clouds` know are
-    ordered and marked by the rules of their cache. `heeds_client`: the server's cache resumes at a client's own marks,
-    and nowhere else."""
+    """Choice of breakpoints for a body.
+
+    Bodies of `routes` take `cache_control`; bodies for models of `clouds` follow their cache's rules. `heeds_client`:
+    the server's cache resumes only at a client's own breakpoints."""
 
     def __init__(
         self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None, *, heeds_client: bool = True
@@ -116,7 +121,7 @@ class Marking:
         rules = found.rules
         bounds: dict[str, Any] = {"most": rules.marks, "lookback_parts": rules.lookback_parts}
         if found.provider == "anthropic" and route in self._routes:
-            # The default life needs no word.
+            # The default TTL is not sent.
             ttl = None if rules.ttl == "5m" else rules.ttl
             return replace(_CACHE_CONTROL, value=encode(cache_control(ttl)["cache_control"]), own_head=True, **bounds)
         if found.provider == "openai" and route in ("chat", "responses"):
@@ -127,8 +132,8 @@ class Marking:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A text of a passage that becomes a content part: the number of the part that it was in, and whether a cache may
-    be resumed behind it."""
+    """Text of a passage that becomes a content part: the number of the part that had it, and whether a breakpoint
+    follows."""
 
     part: int
     text: str
@@ -136,11 +141,11 @@ class Chunk:
 
 
 def chunks_of(pieces: Sequence[str], marked: Collection[int], *, own_head: bool = False) -> list[Chunk]:
-    """A content part for each document, whatever is marked: a cache finds parts again only if they are divided alike.
+    """Return a content part for each document, independent of the breakpoints: a cache finds only parts that are
+    divided alike.
 
-    `pieces` alternate: head, document, gap, document, …, tail; `BOUNDARY` separates the parts that they are in. What
-    stands in front of a document is part of its chunk, but for a head that is its `own`, behind which is mark 0.
-    """
+    `pieces` alternate: head, document, gap, document, …, tail; `BOUNDARY` separates their parts. Text before a document
+    joins its chunk, except a head with `own_head`, which breakpoint 0 follows."""
     chunks: list[Chunk] = []
     part = 0
     segments = [front + document for front, document in zip(pieces[:-1:2], pieces[1::2], strict=True)]
@@ -159,13 +164,12 @@ def chunks_of(pieces: Sequence[str], marked: Collection[int], *, own_head: bool 
         if number in marked and number < len(segments) + (not splits):
             chunks[-1] = replace(chunks[-1], marked=True)
         if number == 1 and not splits and 0 in marked and len(chunks) > 1 and chunks[-2].text.strip():
-            # The head is in parts of its own anyway.
+            # The head has its own parts anyway.
             chunks[-2] = replace(chunks[-2], marked=True)
     return chunks
 
 
 def has_head(pieces: Sequence[str]) -> bool:
-    """Whether mark 0 stands in the documents' own passage."""
     *before, own = pieces[0].split(BOUNDARY)
     return bool(own.strip()) or (bool(before) and bool(before[-1].strip()))
 
@@ -180,8 +184,8 @@ def chunk_part(part: dict[str, Any], chunk: Chunk, form: MarkForm | None) -> dic
 
 
 def mark_last(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> Raw | None:
-    """The message with a mark behind its last part, or the last of its first `parts_before`; None if no server takes
-    one there. A text becomes a part of `text_kind`."""
+    """Return the message with a breakpoint after its last part, or after its first `parts_before` parts; None if no
+    server takes one there. A text becomes a part of `text_kind`."""
     fields = decode(message, Fields) or {}
     if decode(fields.get("role", _NULL), str) not in form.roles:
         return None
@@ -205,8 +209,8 @@ def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int |
 def turn_ends(
     messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
 ) -> tuple[int, ...]:
-    """Messages of a conversation behind which a mark stands: the last one, where the next turn resumes, and the one
-    where this turn does, if it is not found from there. None before the first answer."""
+    """Return the messages of a conversation that breakpoints follow: the last one, where the next turn resumes, and
+    this turn's resume point if the last breakpoint does not reach it. Empty before the first answer."""
     last = len(messages) - 1
     answers = [place for place, message in enumerate(messages) if is_answer(message)]
     if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):

@@ -1,4 +1,4 @@
-"""Ordering of parsed requests, and the outcomes."""
+"""Ordering of parsed requests, and feedback from their answers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _LONGEST = 1024
 
 
 def ranks_value(ranks: Sequence[int]) -> bytes | None:
-    """Ranks as the value of a header; None if it would be too long for one."""
+    """Return ranks as a header value, or None if it would be too long."""
     value = ",".join(map(str, ranks)).encode()
     return value if len(value) <= _LONGEST else None
 
 
 class SentRequest:
-    """Headers on the way to the server; body and answer as they are. `end` is called once the answer has ended."""
+    """Headers added on the way to the server, with body and answer unchanged. `end` is called after the answer."""
 
     complete = False
     """Set by the proxy when the answer was forwarded to its end."""
@@ -46,31 +46,29 @@ class SentRequest:
         self.added = added or []
 
     def take_body(self, received: bytes = b"") -> bytes:
-        """The body to send, once: none is kept while the answer comes."""
+        """Return the body to send, once: none is kept while the answer arrives."""
         return received
 
     def request_headers(self, received: Headers) -> Headers:
-        """Added headers replace the client's."""
         for name, _ in self.added:
             received = without(received, name)
         return [*received, *self.added]
 
     def headers(self) -> Headers:
-        """Those added to the answer."""
         return []
 
     def begin(self, status: int, headers: Headers) -> None:
-        """The head of the answer."""
+        """Read the head of the answer."""
 
     def feed(self, chunk: bytes) -> None:
-        """A piece of the answer."""
+        """Read a chunk of the answer."""
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the request. Idempotent."""
 
 
 class TopicHeader:
-    """The header of this name, with the topic of a request's documents; without a name none."""
+    """Header with the topic of a request's documents; no header without a name."""
 
     def __init__(self, orderer: OrdererLike, name: str | None) -> None:
         self._orderer = orderer
@@ -83,18 +81,16 @@ class TopicHeader:
         return [] if topic is None else [(self._name, topic.encode("ascii"))]
 
     def topic(self, parsed: ParsedBody) -> str | None:
-        """The topic, which is counted."""
         return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
 
 
 class TopicRouter:
-    """Adds the topic; the proxies behind the router order the documents."""
+    """Adder of topics for proxies that order the documents after the router."""
 
     def __init__(self, header: TopicHeader) -> None:
         self._header = header
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
-        """Unknown here."""
         return CachedLengths(0, 1)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> SentRequest:
@@ -113,7 +109,7 @@ class OnSent(Protocol):
         scope: Hashable,
         lengths: Lengths,
     ) -> None:
-        """A request is about to be sent with its documents in this order. Must not raise."""
+        """Note the order of documents of a request that is about to be sent. Must not raise."""
 
 
 def _ignore(tbt_s: float) -> None: ...
@@ -123,10 +119,9 @@ class OrderedRequest(SentRequest):
     """A request whose documents were ordered.
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
-    token, and discards otherwise. Of several `choices` the cached lengths are unknown. `permutation` is the order that
-    is sent, if that is not the ordering's, which is discarded already; without an ordering nothing is predicted, and
-    nothing learnt. `named` are documents named instead of sent.
-    """
+    token, and discards otherwise. With several `choices` the cached lengths are unknown. `permutation` is the sent
+    order if it differs from the ordering's, which is then already discarded; without an ordering nothing is predicted
+    or learnt. `named` documents are named instead of sent."""
 
     def __init__(
         self,
@@ -158,7 +153,6 @@ class OrderedRequest(SentRequest):
         return body
 
     def request_headers(self, received: Headers) -> Headers:
-        """The usage that the server reports must be readable."""
         received = super().request_headers(received)
         return [*without(received, b"accept-encoding"), (b"accept-encoding", b"identity")]
 
@@ -172,7 +166,7 @@ class OrderedRequest(SentRequest):
             self._reader = reader_for(headers)
 
     def feed(self, chunk: bytes) -> None:
-        """The last event ends the request: its client may send the next one at once."""
+        """End the request at the answer's last event, because its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
             if self._reader.served:
@@ -182,13 +176,13 @@ class OrderedRequest(SentRequest):
                 self.end()
 
     def readable(self) -> None:
-        """The answer has begun: what the request writes into a cloud's cache can be read. Idempotent."""
+        """Note that the request's writes to a cloud's cache can be read. Idempotent."""
         if self._ordering is not None and not self._is_readable:
             self._is_readable = True
             self._ordering.readable()
 
     def end(self) -> None:
-        """Idempotent. What fails here does not fail the answer, which may not have been sent to its end."""
+        """End the request. Idempotent; an error here does not fail the answer."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
@@ -196,15 +190,15 @@ class OrderedRequest(SentRequest):
         try:
             self._finish(ordering, reader)
         except Exception as error:
-            # Its message may quote a prompt.
-            _logger.error("the outcome of a request is lost: %s", type(error).__name__)
+            # The error's message may quote a prompt.
+            _logger.error("the feedback from a request is lost: %s", type(error).__name__)
 
     def _finish(self, ordering: Ordering[Document], reader: WholeReader | StreamReader | None) -> None:
         if reader is None or not reader.served:
             ordering.discard()
             return
         if not self.complete:
-            # The prompt was computed and stays in the cache, whatever became of the answer.
+            # The prompt was computed and stays cached, although the answer broke off.
             ordering.confirm()
             return
         report = reader.report()
@@ -221,8 +215,10 @@ class OrderedRequest(SentRequest):
 
 
 class RequestOrderer:
-    """`on_tbt` gets the mean seconds between the tokens of each streamed answer; `topic_header` is sent with the
-    documents' topic; `on_sent` gets each order that is sent, unless it was left to retrieval by an error."""
+    """Orderer of parsed requests.
+
+    `on_tbt` gets the mean seconds between the tokens of each streamed answer; `topic_header` names the header for the
+    documents' topic; `on_sent` gets each sent order, unless an error left retrieval order."""
 
     def __init__(
         self,
@@ -260,7 +256,7 @@ class RequestOrderer:
             content = parsed.render(range(len(parsed.documents)), ())
             return OrderedRequest(content, None, 1, self._answer_length, named=parsed.named)
         orderer, body, suffix_tokens = self._of(parsed), parsed.body, 0
-        # An earlier turn is sent as it was sent.
+        # An earlier turn keeps its sent order.
         sent = None if parsed.sent is None else parsed.sent()
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
@@ -280,8 +276,8 @@ class RequestOrderer:
             )
             ordering = order(history=_history(follows, sent))
             if parsed.sent is not None and sent is None:
-                # Unknown: the orderer's order if the engine should hold all of it, as another process may have sent it,
-                # else the client's own.
+                # If that is unknown, use the orderer's order if the engine should have all of it cached, as another
+                # process has sent it; else the client's own.
                 sent = range(len(parsed.documents))
                 if ordering.prefix_documents == len(sent):
                     sent = ordering.permutation
@@ -291,7 +287,7 @@ class RequestOrderer:
         try:
             permutation = ordering.permutation if sent is None else sent
             if is_kept := list(permutation) != list(ordering.permutation):
-                # After an error an earlier turn is sent as it was, too.
+                # An earlier turn keeps its order after an error as well.
                 ordering.discard()
             if self._send_facts:
                 ends = self._ends(parsed, permutation)
@@ -327,14 +323,14 @@ class RequestOrderer:
             raise
 
     def _follows(self, parsed: ParsedBody) -> Sequence[Segment]:
-        """Marks of turns are set without the orderer."""
+        """Return no segments if breakpoints at ends of turns cover them."""
         return parsed.question if parsed.orderer is None and parsed.marks is None else ()
 
     def _of(self, parsed: ParsedBody) -> OrdererLike:
         return self._orderer if parsed.orderer is None else parsed.orderer
 
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
-        """In tokens of the prompt; empty for estimated lengths."""
+        """Return [] for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]
@@ -344,7 +340,7 @@ class RequestOrderer:
 
 
 def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
-    """The marks at a body's documents, which leave room for those at the ends of its turns."""
+    """Return the breakpoints at the documents; those at ends of turns have priority."""
     marks, cloud = parsed.marks, ordering.cloud
     if marks is None:
         return ()
@@ -352,7 +348,7 @@ def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
         return marked_documents(ordering)
     room = max(0, marks.form.most - marks.turns)
     places = [mark for mark in cloud.breakpoints if mark or marks.has_front]
-    # That of what can be read comes first, then those of what is written, the last first, then those in front of both.
+    # Priority: the breakpoint of the cached prefix, then breakpoints of new text, last first, then earlier ones.
     resumed = cloud.resumed
     places.sort(key=lambda mark: (mark != resumed, mark < resumed, mark if mark < resumed else -mark))
     kept = sorted(places[:room])

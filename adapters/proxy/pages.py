@@ -1,4 +1,4 @@
-"""The proxy's metrics and statistics as pages, and what of them is kept over time."""
+"""Pages of the proxy's metrics and statistics, and their history."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _MOST_POINTS = 900
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Prompt tokens of the requests that ended between the point before and `at`, in ms, and the cached shares of both
-    orders (None: unknown)."""
+    """Prompt tokens of the requests that ended between the previous point and `at`, in ms, and the cached shares of
+    both orders (None if unknown)."""
 
     at: int
     prompt_tokens: int
@@ -51,11 +51,10 @@ class _Counted(NamedTuple):
 
 
 class History:
-    """The cached share of each order over time: a point every two seconds in which requests ended, the last 900.
+    """Cached share of each order over time: the last 900 points, one for every two seconds in which requests ended.
     Thread-safe.
 
-        history = History(lambda: Stats.of(metrics.whole.collect()))
-    """
+        history = History(lambda: Stats.of(metrics.whole.collect()))"""
 
     def __init__(self, read: Callable[[], Stats], clock: Callable[[], float] = time.time) -> None:
         self._read = read
@@ -65,7 +64,6 @@ class History:
         self._lock = Lock()
 
     def read(self) -> Stats:
-        """The figures now, which may become a point."""
         with self._lock:
             stats = self._read()
             now = round(1000 * self._clock())
@@ -75,14 +73,12 @@ class History:
             return stats
 
     def after(self, at: float) -> list[dict[str, Any]]:
-        """The points after a time."""
         with self._lock:
             return [asdict(point) for point in self._points if point.at > at]
 
     async def keep(self) -> None:
-        """Read as long as the server runs."""
         while True:
-            # The next one may succeed.
+            # The next read may succeed.
             with suppress(Exception):
                 await run_in_threadpool(self.read)
             await asyncio.sleep(_EVERY_S)
@@ -94,7 +90,7 @@ class History:
         if prompt <= 0:
             return
         served, other = now.served - before.served, (now.other or 0) - (before.other or 0)
-        # Where reports contradict the predictions, nothing is known of the other order.
+        # If reports contradict the predictions, nothing is known of the other order.
         is_known = now.other is not None and (stats.cannot_compare is None or not stats.reports)
         shares = _share(served, prompt), _share(other, prompt) if is_known else None
         self._points.append(_Point(at, prompt, *(reversed(shares) if stats.shadow else shares)))
@@ -105,8 +101,8 @@ def _share(cached: int, prompt: int) -> float:
 
 
 class StatsPages:
-    """`/metrics`, `/ragorder/stats` (JSON; with `?after=` a time in ms the history since then) and `/ragorder` (HTML,
-    live), as `routes` of an application that has `history.keep` in the background."""
+    """`/metrics`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then) and `/ragorder` (live
+    HTML). The application adds `routes` and runs `history.keep` in the background."""
 
     def __init__(self, metrics: Metrics, admission: AdmissionQueue | None = None) -> None:
         self.history = History(lambda: Stats.of(metrics.whole.collect()))
@@ -162,7 +158,7 @@ _PATH = "/ragorder/replicas"
 
 
 def replica_routes(fleet: Fleet) -> list[Route]:
-    """`GET /ragorder/replicas`; `POST /ragorder/replicas/N/drain` and `…/resume`, which answer the same."""
+    """Return `GET /ragorder/replicas`, and `POST /ragorder/replicas/N/drain` and `…/resume` with the same answer."""
 
     async def show(_: Request) -> JSONResponse:
         return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})

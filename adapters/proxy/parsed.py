@@ -20,8 +20,8 @@ __all__ = ["BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of
 
 @dataclass(frozen=True, slots=True)
 class BodyMarks:
-    """How a body is marked: `turns` marks stand at ends of a conversation's turns; mark 0, in front of the documents,
-    only if that `has_front`."""
+    """Breakpoints of a body: `turns` of them are at ends of a conversation's turns; breakpoint 0, before the documents,
+    exists only with `has_front`."""
 
     form: MarkForm
     turns: int = 0
@@ -32,17 +32,16 @@ class BodyMarks:
 class ParsedBody:
     """A body with documents. Lengths are in tokens.
 
-    - `render` gives the body to send, by the rank of the document at each place, and the numbers of leading documents
-      behind which it is marked, if it takes `marks`
-    - `suffix_tokens` follow the last document, `gaps` lie between them
-    - `error`: the prefix could not be read
-    - `sent`, of an earlier turn, gives the order in which its documents were sent, or None if that is unknown
+    - `render` returns the body to send, from the rank of the document at each position and the numbers of leading
+      documents that breakpoints follow, if it takes `marks`
+    - `suffix_tokens` follow the last document, `gaps` are between documents
+    - `error`: why the prefix could not be read
+    - `sent`, for an earlier turn, returns the order in which its documents were sent, or None if that is unknown
     - `named`: ranks of the last message's documents that are named instead of sent
-    - `orderer`: that of a cloud's model
-    - `question`: what follows the documents, as segments that later requests of the conversation bring again
-    - `left`: why the documents keep their order, and nothing is predicted
-    - `values`: how many JSON values the body has at most
-    """
+    - `orderer`: the orderer of a cloud's model
+    - `question`: the text after the documents, as segments that later requests of the conversation repeat
+    - `left`: why the documents keep their order, without a prediction
+    - `values`: upper bound of the body's number of JSON values"""
 
     body: Body
     documents: list[Document]
@@ -63,7 +62,7 @@ class ParsedBody:
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:
-    """16 bytes. The same characters, divided otherwise, have another digest."""
+    """Return a digest of 16 bytes; the boundaries between parts count."""
     digest = blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -73,7 +72,6 @@ def digest_of(*parts: str | bytes | None) -> bytes:
 
 
 def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
-    """Of model, tenant and everything in front of the documents."""
     fields = (body.fields.get(name) for name in ("model", *body.shapes_prefix))
     return digest_of(
         body.route,
@@ -88,10 +86,10 @@ def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
 
 
 def salt_of(body: Body, scope: str | None) -> str | None:
-    """The tenant's salt, from either field. Raises HTTPError."""
+    """Return the tenant's salt, from either field. Raises HTTPError if they differ."""
     salt = body.string("cache_salt")
     if scope is not None and salt not in (None, scope):
-        message = f"{FIELD}.scope: is sent as cache_salt, but the body has a different one: give one of them."
+        message = f"{FIELD}.scope: differs from the body's cache_salt: give one of them."
         raise HTTPError(400, message, code="conflicting_scope", param=f"{FIELD}.scope")
     salt = scope if salt is None else salt
     if salt is None:

@@ -53,30 +53,31 @@ _TURNS = ("function", "tool", "user")
 
 
 class RepeatedDocuments:
-    """Names documents of a user's or tool's message that stand in a message in front of it, in the same words and under
-    the same id, of which that is the last version. What is sent depends on the messages alone, so an earlier turn is
-    sent as it was before.
+    """Deduplication of documents that an earlier message already has.
 
-    `reference` has {id} in the place of the document. Raises TemplateError without one, or for a template without {id}.
-    """
+    A document of a user or tool message is named instead of sent if the last earlier document with its id has the same
+    text. The result depends on the messages alone, so an earlier turn is always sent alike.
+
+    `reference` has {id} for the document's id. Raises TemplateError for a reference or template without {id}."""
 
     def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
         if not template.shows_id:
-            raise TemplateError("a document is named by its id: the template needs {id}")
+            raise TemplateError("a reference names a document by its id: the template needs {id}")
         try:
             fields = {field for _, field, form, conversion in Formatter().parse(reference) if field is not None}
             reference.format(id="")
         except (ValueError, LookupError, AttributeError):
             fields = set()
         if fields != {"id"}:
-            raise TemplateError("the text that names a document has {id}, and no other field")
+            raise TemplateError("the reference needs {id}, and takes no other field")
         if template.has_one(reference.format(id="1")):
-            raise TemplateError("the text that names a document must not look like one")
+            raise TemplateError("the reference looks like a document: change its text")
         self._template = template
         self._reference = reference
 
     def name(self, body: ChatBody) -> list[int] | None:
-        """Ranks of those named in the last passage with documents; None if nothing was changed. Raises HTTPError."""
+        """Return the ranks of named documents in the last passage with documents, or None if nothing changed. Raises
+        HTTPError."""
         standing: dict[str, bytes] = {}
         changes: list[tuple[Passage, str]] = []
         ranks: list[int] = []
@@ -112,20 +113,20 @@ _ENTRY_BYTES = 200
 
 
 class _SentTurns:
-    """Orders in which documents of messages were sent, by digests of scope and text: the client's history has them in
-    retrieval order, the engine's cache as they were sent. At most 16,384 in 8 MiB, without any text. Thread-safe."""
+    """Orders in which documents of messages were sent, by digests of scope and text. The client's history has retrieval
+    order, the engine's cache the sent order. At most 16,384 orders in 8 MiB, without text. Thread-safe."""
 
     def __init__(self) -> None:
         self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
     def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
-        """`text` was sent as `sent`, which a client may have in its history as well."""
+        """Note that `text` was sent as `sent`, which a client may have in its history as well."""
         self._put(_key(scope, text), permutation)
         if sent != text:
             self._put(_key(scope, sent), range(len(permutation)))
 
     def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
-        """Return the order in which the `count` documents of a message were sent, or None if that is unknown."""
+        """Return the order in which the `count` documents of a message were sent, or None if it is unknown."""
         known = self._orders.get(_key(scope, text))
         return known if known is not None and len(known) == count else None
 
@@ -146,14 +147,16 @@ _TAG = b'"%s"' % FIELD.encode()
 
 @readable_by_threads
 class _Tag(Struct):
-    """Whatever else a body has is skipped."""
+    """The tag of a body; other fields are skipped."""
 
     ragorder: Raw = Raw(b"")
 
 
 class BodyParser:
-    """See `make_app`. `warn` gets each complaint once; `marks` are the routes whose bodies take cache_control, and
-    `heeds_client_marks` that the server's cache resumes at those of a client, and nowhere else."""
+    """Parser of bodies, see `make_app`.
+
+    `warn` gets each complaint once; bodies of the routes in `marks` take cache_control; `heeds_client_marks`: the
+    server's cache resumes only at a client's own breakpoints."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class BodyParser:
         self._turns = _SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
-        """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields."""
+        """Return None for an unreadable body, or one without documents. Raises HTTPError for malformed fields."""
         parsed = self._look_into(route, content)
         if not isinstance(parsed, ParsedBody):
             self.passed(parsed)
@@ -195,7 +198,6 @@ class BodyParser:
         return parsed
 
     def passed(self, reason: PassReason) -> None:
-        """Count a request that is forwarded without documents."""
         self._unordered.passed(reason)
 
     def _look_into(self, route: Route, content: bytes) -> ParsedBody | PassReason:
@@ -268,7 +270,7 @@ class BodyParser:
         return replace(parsed, marks=marks, orderer=by.orderer, left=_left(by, marks))
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
-        """The turn, divided at its documents; None if escaping crosses their seams."""
+        """Return the turn divided at its documents, or None if escaping crosses their boundaries."""
         texts = [self._builder.document_text(each) for each in documents]
         if not texts or not turn.startswith("".join(texts)):
             return None
@@ -337,14 +339,14 @@ class BodyParser:
                 return content
             return msgspec.json.encode(body.fields)
 
-        # What a document is known by: a number of its place is not its own.
+        # A document's key: a position number is not part of it.
         known = run.documents if numbered is None else [each.rest for each in numbered]
         documents = [
             Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         question = self._segments(passage.suffix(run.tail))
-        # The sum of its parts: each is rounded up to whole tokens, so the length of the whole could be less.
+        # The sum of its parts: each is rounded up to whole tokens, so the whole could be shorter.
         suffix_tokens = sum(each.tokens for each in question)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
         parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
@@ -373,7 +375,6 @@ class BodyParser:
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
 
     def _segments(self, suffix: PromptSuffix) -> list[Segment]:
-        """Return what follows the documents: the rest of their message, then each later message."""
         follows = [suffix._replace(messages=()), *(PromptSuffix(messages=[each]) for each in suffix.messages)]
         return [
             Segment(
@@ -392,8 +393,8 @@ class BodyParser:
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
-    """The fields of a body that is read, and how many values it has. Raises HTTPError for a tag in one that is not,
-    and what a decoder raises."""
+    """Return fields and number of values. Raises HTTPError for a tag in a body that is not read, and decoding
+    errors."""
     if route == "other":
         if _is_tagged(content):
             message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "
@@ -429,24 +430,20 @@ def _with_surrogates(parsed: ParsedBody, hidden: HiddenSurrogates) -> ParsedBody
 def _body_marks(
     body: Body, passage: Passage | None, by: MarkedBy, ends: Sequence[int], *, has_head: bool = False
 ) -> BodyMarks | None:
-    """Of documents in a passage, or in a message that is appended."""
     if by.form is None or not isinstance(body, ChatBody) or not (passage is None or body.can_be_divided(passage)):
         return None
     return BodyMarks(by.form, len(ends), has_head or body.takes_front_mark(passage, by.form))
 
 
 def _left(by: MarkedBy, marks: BodyMarks | None) -> Left | None:
-    """Why documents keep their order."""
     return "no_marks" if by.left is None and by.form is not None and marks is None else by.left
 
 
 def _can_be_mapped(documents: Sequence[object]) -> bool:
-    """Whether the answer can say which of so many documents stands where: else a number of a place means nothing."""
     return ranks_value(range(len(documents))) is not None
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
-    """The first two or more adjacent documents, wherever they stand but in an answer."""
     has_one = False
     for passage in body.passages():
         if passage.role == "assistant":

@@ -1,4 +1,4 @@
-"""What upstream servers are asked by the proxy itself: whether they answer, and their models."""
+"""Health and models of the upstream servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _LONGEST_NAME = 120
 
 
 async def answers(server: Upstream) -> bool:
-    """Whether the server answers within two seconds, without an error of its own."""
     status = 0
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -47,7 +46,7 @@ async def answers(server: Upstream) -> bool:
 
 
 class Readiness:
-    """The answer to `/ragorder/ready`; checks once a second."""
+    """Answer to `/ragorder/ready`; checks at most once a second."""
 
     def __init__(self, check: Callable[[], Awaitable[bool]]) -> None:
         self._check = check
@@ -79,8 +78,8 @@ class _Models(msgspec.Struct):
 
 
 class Served:
-    """The answer to `/ragorder/served`: the addresses of the `servers`, the models that the first one lists (a few, and
-    the number of the others; asked once a minute), and what is known `about` the proxy."""
+    """Answer to `/ragorder/served`: the addresses of the `servers`, a few of the first one's models and the number of
+    its other models (read once a minute), and the facts `about` the proxy."""
 
     def __init__(self, servers: Sequence[Upstream], about: Mapping[str, Any]) -> None:
         self._server = servers[0]
@@ -100,7 +99,6 @@ class Served:
 
 
 async def _models_of(server: Upstream) -> list[str]:
-    """Return the names of its models, or [] if it names none."""
     content = b""
     with suppress(HTTPError, TimeoutError, *NOT_JSON):
         async with (

@@ -1,4 +1,4 @@
-"""The path of a request: read, parsed, admitted, ordered, forwarded, answered."""
+"""Path of a request: read, parsed, admitted, ordered, forwarded, answered."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ROUTES: dict[str, Route] = {
     "messages": "messages",
     "responses": "responses",
 }
-# As the servers name them: LiteLLM's and llama.cpp's without /v1, Azure's by their deployment.
+# The servers' own names: LiteLLM and llama.cpp without /v1, Azure by deployment.
 _ROUTE = re.compile(r"/(?:openai/)?(?:v1/|deployments/[^/]+/)?(chat/completions|completions|responses)|/v1/(messages)")
 _SLASHES = re.compile("/+")
-# So many bytes of a body are sent at a time, so that there is no second copy of a long one.
+# Bytes of a body sent at a time, so that a long one is not copied whole.
 _PIECE = 1 << 18
 _INVALID_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _SEPARATOR = re.compile(rb"[/\\]")
@@ -44,11 +44,10 @@ _DOTS = (b".", b"..")
 
 
 class Head(NamedTuple):
-    """The head of a request: where it goes, and how its body is read (None: it is not).
+    """The head of a request, and how its body is read (`route` None: not at all).
 
-    `encoding`: of a body that is read; its headers, which are sent, have none. `is_sealed`: whether it would be read if
-    its encoding were known.
-    """
+    `encoding`: encoding of a body that is read and sent decoded. `is_sealed`: the body has an unknown encoding, and
+    would be read without it."""
 
     method: str
     target: bytes
@@ -60,11 +59,10 @@ class Head(NamedTuple):
 
 
 class ReverseProxy(ABC):
-    """An ASGI application that forwards every HTTP request.
+    """ASGI application that forwards every HTTP request.
 
-    JSON bodies of POSTs are parsed, and ordered if they have documents; all others, and all answers, are forwarded as
-    they arrive. With `admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward.
-    """
+    JSON bodies of POSTs are parsed, and ordered if they have documents; all other bodies, and all answers, are
+    streamed. With `admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward."""
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class ReverseProxy(ABC):
         """Answer one request."""
 
     def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        """With the bytes to reserve for it."""
         parsed = self._parser.parse(route, body)
         if parsed is None:
             return None, len(body)
@@ -106,7 +103,7 @@ class ReverseProxy(ABC):
 
 
 class ServerProxy(ReverseProxy):
-    """In front of one server, whose cache `orderer` mirrors, or of a router."""
+    """Proxy of one server, whose cache `orderer` mirrors, or of a router."""
 
     def __init__(
         self, upstream: Upstream, parser: BodyParser, orderer: RequestOrderer | TopicRouter, **limits: Any
@@ -154,16 +151,16 @@ class ServerProxy(ReverseProxy):
             upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
         if parsed is None:
             return None
-        # If the client leaves meanwhile, the documents may be ordered only afterwards.
+        # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         order: Callable[[], SentRequest] = partial(self._orderer.order, parsed, upcoming)
         ordered: SentRequest = await self._workers.run(order, length, abandoned=methodcaller("end"))
-        # Ends before its admission does: the request that is chosen next is to find what this one leaves cached.
+        # Ends before its admission does, so that the choice of the next request sees this one's cached prefix.
         until_answered.callback(ordered.end)
         return ordered
 
 
 def read_head(scope: Scope) -> Head:
-    """Raises HTTPError for a path that could leave the upstream address's, and for an encoding that may hide a tag."""
+    """Raises HTTPError for a path that could leave the upstream address, and for an encoding that may hide a tag."""
     headers: Headers = scope["headers"]
     is_post = scope["method"] == "POST"
     target, route = _target(scope), _route_of(scope["path"]) if is_post else None
@@ -174,7 +171,7 @@ def read_head(scope: Scope) -> Head:
     elif route is None and is_post and is_json(headers):
         if encoding is not None and not is_decodable(encoding):
             return Head(scope["method"], target, headers, None, is_queued, is_sealed=True)
-        # Parsed only to refuse documents in it, which this route would answer without.
+        # Parsed only to refuse documents: this route would answer without them.
         route = "other"
     if route is None or encoding is None:
         return Head(scope["method"], target, headers, route, is_queued)
@@ -182,24 +179,23 @@ def read_head(scope: Scope) -> Head:
 
 
 def _route_of(path: str) -> Route | None:
-    """Also with a slash too many, which some servers take."""
+    """Accept doubled and trailing slashes, as some servers do."""
     found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
     return None if found is None else _ROUTES[found[1] or found[2]]
 
 
 def with_length(headers: Headers, body: bytes) -> Headers:
-    """A body in one piece gets a length of its own."""
     return [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
 
 
 async def forward_answer(
     status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, sent: SentRequest | None
 ) -> None:
-    """Raises HTTPError for an answer that cannot be forwarded."""
+    """Raises HTTPError for an answer that is not valid HTTP."""
     chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
     headers = end_to_end(headers)
     if chunked:
-        # With both lengths the chunks count (RFC 9112 6.3), and it is those that were read.
+        # With both lengths the chunked one counts (RFC 9112 6.3).
         headers = without(headers, b"content-length")
     if not 200 <= status < 600 or any(_INVALID_IN_HEADER.search(value) for _, value in headers):
         raise HTTPError(502, "The upstream server's answer is not valid HTTP.", code="upstream_unavailable")
@@ -212,14 +208,14 @@ async def forward_answer(
             sent.feed(chunk)
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     if sent is not None:
-        # Before the client knows that this was all: it may send the next request at once.
+        # Before the client sees the end: it may send the next request at once.
         sent.complete = True
         sent.end()
     await send({"type": "http.response.body", "body": b""})
 
 
 async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:
-    """The body in the list, which is not kept while the answer comes. `kept` bytes remain reserved."""
+    """Yield the list's only body in pieces and free it. `kept` bytes remain reserved."""
     whole = body.pop()
     for start in range(0, len(whole), _PIECE):
         yield whole[start : start + _PIECE]
@@ -233,15 +229,14 @@ def _max_character_bytes(body: bytes) -> int:
 
 
 def _target(scope: Scope) -> bytes:
-    """Raises HTTPError for a path that could leave the upstream address's."""
     path: bytes = scope["raw_path"]
     if not path.startswith(b"/"):
-        raise HTTPError(400, "The address of a request must be a path.", code="invalid_http")
-    # Servers differ in what they take for a separator, and for a parameter of a segment.
+        raise HTTPError(400, "The request's target is not a path: start it with /.", code="invalid_http")
+    # Servers differ in their separators and in parameters of a segment.
     segments = _SEPARATOR.split(unquote_to_bytes(path))
     if any(segment.partition(b";")[0] in _DOTS for segment in segments):
         message = "The path must not have . or .. as a segment: send the resolved path."
         raise HTTPError(400, message, code="invalid_path")
     if (header(scope["headers"], b"upgrade") or b"").lower() == b"websocket":
-        raise HTTPError(400, "WebSocket is not forwarded.", code="no_websocket")
+        raise HTTPError(400, "WebSocket is not supported: use HTTP.", code="no_websocket")
     return path + b"?" + scope["query_string"] if scope["query_string"] else path

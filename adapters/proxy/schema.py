@@ -38,7 +38,7 @@ _MAX_TEXT = 1_000_000
 _MAX_TOKENS = 10_000_000
 _UNKNOWN = "Object contains unknown field"
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-# A client may make up a name that looks like a place: only our own are believed.
+# A client may make up a name that looks like a path: only our own names are shown.
 _PLACE = re.compile(r" - at `\$((?:\.(?:documents|query|scope|id|text|title|tokens)|\[\d+\])*)`$")
 
 _LENGTH = (
@@ -53,16 +53,16 @@ _TENANT = (
 _REFERENCE = "#/components/schemas/"
 _HEADERS = {
     PERMUTATION.decode(): {
-        "description": "Of an ordered request: the rank, from 0, of the document at each place.",
+        "description": "Ordered requests only: the rank, from 0, of the document at each position.",
         "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
     },
     PREDICTED.decode(): {
-        "description": "Of an ordered request: predicted number of cached prompt tokens.",
+        "description": "Ordered requests only: predicted number of cached prompt tokens.",
         "schema": {"type": "integer", "minimum": 0},
     },
     NAMED.decode(): {
         "description": "With --dedup: the ranks, from 0, of the last message's documents that were named instead of "
-        "sent, because they stand in an earlier one.",
+        "sent, because an earlier message has them.",
         "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
     },
 }
@@ -83,7 +83,6 @@ class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     ) = None
 
     def document(self, tokens: int | None = None) -> Document:
-        """`tokens` overrides the client's count."""
         metadata = {} if self.title is None else {"title": self.title}
         if tokens is None and self.tokens is not None:
             tokens = int(self.tokens)
@@ -105,7 +104,7 @@ class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_tagged(content: bytes | Raw) -> Tagged:
-    """Raises HTTPError, which names the first wrong value and quotes nothing."""
+    """Raises HTTPError, which names the first wrong value and quotes no text."""
     try:
         return msgspec.json.decode(content, type=Tagged)
     except msgspec.ValidationError as error:
@@ -207,7 +206,6 @@ def _operation(name: str, body: str, error: str = "Error") -> dict[str, Any]:
 
 
 def _invalid(complaint: str) -> HTTPError:
-    """Without names that the client made up."""
     found = _PLACE.search(complaint)
     where = FIELD + (found[1] if found else "")
     if complaint.startswith(_UNKNOWN):

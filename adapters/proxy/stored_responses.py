@@ -1,4 +1,4 @@
-"""OpenAI's responses that a server keeps, by the replica that has them."""
+"""Replicas of stored OpenAI responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragorder.lru_cache import LRUCache
 __all__ = ["StoredResponses"]
 
 _REMEMBERED = 1 << 16
-# A longer answer, or beginning of a stream, is not read.
+# Longer answers, and longer beginnings of streams, are not read.
 _MOST_BYTES = 1 << 22
 _MOST_EVENTS_BYTES = 1 << 16
 _OF_ONE = re.compile(rb"/v1/responses/([^/?]+)")
@@ -40,23 +40,21 @@ class _Body(Struct):
 
 
 class StoredResponses:
-    """The replicas of the last 65,536 responses: only that one can continue, show, cancel or delete one of them."""
+    """Replicas of the last 65,536 responses. Only its own replica can continue, show, cancel or delete a response."""
 
     def __init__(self) -> None:
         self._replicas: LRUCache[Replica] = LRUCache(_REMEMBERED)
 
     def of_body(self, content: bytes) -> Replica | None:
-        """The replica of the response that is continued."""
         body = decode(content, _Body) if b"previous_response_id" in content else None
         return None if body is None else self._replicas.get(body.previous_response_id)
 
     def of_target(self, target: bytes) -> Replica | None:
-        """The replica of the response that the path names."""
         named = _OF_ONE.match(target)
         return None if named is None else self._replicas.get(named[1].decode("latin-1"))
 
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
-        """The answer's pieces. What it calls itself is remembered before its end, or with its first event."""
+        """Note the answer's id before its end."""
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_read = 200 <= response.status_code < 300
         lines = EventLines() if kind == "text/event-stream" else None

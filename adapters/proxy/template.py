@@ -14,14 +14,14 @@ from ragorder.adapters.proxy.body import BOUNDARY
 __all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]
 
 _FIELDS = ("id", "text", "title")
-# An id that stands directly after one of these ends at its counterpart.
+# An id directly after one of these ends at its counterpart.
 _CLOSING = {'"': '"', "'": "'", "`": "`", "[": "]", "(": ")", "{": "}", "<": ">"}
-# A number with something else after it: `1. Manual`, `1 (manual.pdf)`, but not `1-a`, `1.2` or `1st`.
+# A number that ends there: `1. Manual`, `1 (manual.pdf)`, but not `1-a`, `1.2` or `1st`.
 _NUMBER = re.compile(r"""\s*([0-9]{1,4})(?=\.?(?:\s|$)|[])}>,;:|"'])""")
 
 
 class TemplateError(ValueError):
-    """Documents cannot be recognised by this template. The message says what to change."""
+    """The template cannot recognise documents. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,16 @@ class DocumentRun:
         return pieces
 
     def arranged(self, permutation: Sequence[int]) -> str:
-        """`permutation` has the index of the document at each place."""
         documents = self.documents
         return self.filled([documents[place] for place in permutation])
 
 
-# Start and end. The garbage collector does not track plain pairs of numbers, of which a hostile text has hundreds of
-# thousands; it would stop every thread to scan them.
+# Start and end. The garbage collector does not track plain pairs of numbers; a hostile text has hundreds of thousands,
+# and scanning them would stop every thread.
 _Span = tuple[int, int]
 
 
 class DocumentParts(NamedTuple):
-    """A document split at its id."""
-
     before: str
     id: str
     after: str
@@ -80,7 +77,6 @@ class DocumentParts(NamedTuple):
         return self.before + id + self.after
 
     def at_number(self) -> DocumentParts:
-        """Split at the number alone with which the id begins, if it does."""
         found = _NUMBER.match(self.id)
         if found is None:
             return self
@@ -89,24 +85,22 @@ class DocumentParts(NamedTuple):
 
 
 def are_places(ids: Sequence[str]) -> bool:
-    """Whether ids are numbers of places, from 1. Names are not, nor are numbers that several documents share: those of
-    sources."""
+    """Return whether ids number positions, from 1; numbers that several documents share do not."""
     return all(id == str(place) for place, id in enumerate(ids, 1))
 
 
 def numbered_by_place(documents: Sequence[DocumentParts]) -> list[DocumentParts] | None:
-    """The documents split at their numbers, if these are numbers of places."""
+    """Return the documents split at their numbers, or None if these do not number positions."""
     split = [each.at_number() for each in documents]
     return split if are_places([each.id for each in split]) else None
 
 
 class DocumentTemplate:
-    r"""The form of one document in a message, such as `<document id="{id}">\n{text}\n</document>`: {text} and
-    optionally {id} and {title}; a literal brace is written twice.
+    r"""Form of one document in a message, such as `<document id="{id}">\n{text}\n</document>`: {text} and optionally
+    {id} and {title}; a literal brace is written twice.
 
-    Documents are recognised by the marks in front of and behind them, if these alternate; white space and `BOUNDARY`
-    may separate them. `form` is the template itself. Raises TemplateError.
-    """
+    Documents are recognised by the texts before and after them, which must alternate; white space and `BOUNDARY` may
+    separate documents. `form` is the template itself. Raises TemplateError."""
 
     def __init__(self, template: str) -> None:
         self.form = template.strip()
@@ -124,11 +118,11 @@ class DocumentTemplate:
         run = self.find(f"{sample}{sample}{sample}")
         if run is None or list(run.documents) != [sample] * 3:
             raise TemplateError(
-                "three adjacent documents are not recognised: choose different text before and after the fields"
+                "three adjacent documents are not recognised: choose other text before and after the fields"
             )
 
     def find(self, text: str) -> DocumentRun | None:
-        """The first of the longest runs of at least two, in linear time."""
+        """Return the first of the longest runs of at least two documents, or None, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self.spans(text):
@@ -157,13 +151,13 @@ class DocumentTemplate:
         start, end = place.start, place.stop
         closing = _CLOSING.get(document[start - 1])
         if closing is not None and (closed_at := document.find(closing, start, end)) >= 0:
-            # The template's next text comes later: there is more in the tag than the template shows.
+            # The tag has more than the template shows: the template's next text comes later.
             end = closed_at
         return DocumentParts(document[:start], document[start:end], document[end:])
 
     def _id_in(self, document: str) -> slice:
-        # A document's text may contain the separator of fields: a field before the text is searched from the front, one
-        # after it from the back, so that the text is never taken for the id.
+        # A document's text may contain the separator of fields: a field before the text is searched from the start, one
+        # after it from the end, so that the text is never mistaken for the id.
         start, end = len(self._open), len(document) - len(self._close)
         place = self._fields.index("id")
         if place < self._fields.index("text"):
@@ -176,7 +170,6 @@ class DocumentTemplate:
         return slice(document.rfind(literal, start, end) + len(literal), end)
 
     def spans(self, text: str) -> Iterator[_Span]:
-        """Where the documents are: each opening mark with the next closing mark, if neither is doubled."""
         opened_at = text.find(self._open)
         while opened_at >= 0:
             inside = opened_at + len(self._open)

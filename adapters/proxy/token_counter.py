@@ -24,7 +24,7 @@ __all__ = ["TokenCounter"]
 
 _REMEMBERED = 16384
 _NULL = Raw(b"null")
-# What a chat template puts around a text is unknown: at least two characters.
+# Characters that a chat template puts around a text: at least two.
 _AROUND = 2
 
 
@@ -39,9 +39,11 @@ class _Shown(Struct):
 
 
 class TokenCounter:
-    """Exact with the served model's `tokenizer` (transformers), else four characters a token unless the client gives a
-    count. Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that
-    timing reveals nothing of others."""
+    """Token counter: exact with the served model's `tokenizer` (transformers), else four characters a token unless the
+    client gives a count.
+
+    Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing
+    reveals nothing of other tenants."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None
@@ -56,11 +58,9 @@ class TokenCounter:
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def found(self, text: str, salt: str | None) -> int | None:
-        """None: to be estimated."""
         return self._once(salt, ("found", text), lambda: self._encode(text)) if self.exact else None
 
     def question(self, query: str) -> int:
-        """With everything after it."""
         return self._builder.suffix_tokens(query)
 
     def text(self, text: str) -> int:
@@ -73,15 +73,15 @@ class TokenCounter:
 
     def prefix(self, body: Body, prefix: PromptPrefix) -> int:
         if body.route == "completions":
-            # A server puts the begin-of-sequence token in front of a plain prompt.
+            # A server adds the begin-of-sequence token before a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
             return special + self.text(prefix.text)
-        # Tools and results of other protocols than chats reach the template in a form that only the server knows.
+        # Tools and tool results of protocols other than chats have a form in the template that only the server knows.
         if self.exact and not prefix.parts and (body.route == "chat" or "tools" not in body.fields):
             try:
                 return self._rendered(body, prefix)
             except Exception:  # noqa: S110
-                # Templates refuse what they do not foresee, each in its own way: the server will refuse it, too.
+                # Templates refuse unexpected messages, each in its own way: the server will refuse them, too.
                 pass
         characters = sum(map(_characters, prefix.messages)) + sum(_characters(part, 0) for part in prefix.parts)
         tools = body.fields.get("tools", _NULL)

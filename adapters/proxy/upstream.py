@@ -24,20 +24,20 @@ from ragorder.adapters.proxy.parsed import Route
 
 __all__ = ["Timeouts", "Upstream", "UpstreamError", "error_content", "error_event"]
 
-# Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
+# Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
 _KEEP_ALIVE_S = 3.0
 _MAX_IDLE = 128
-# Clients of OpenAI's wait no longer.
+# OpenAI's clients wait no longer.
 _TRIES_S = 600.0
-# Bytes of an answer in the socket's buffer, at most: the event loop takes all of them at once, and keeps them for as
-# long as the client does not read.
+# Most bytes of an answer in the socket's buffer: the event loop takes all of them at once, and keeps them until the
+# client reads.
 _RECEIVE_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds to accept a connection, between two bytes, and for a client to send 256 KiB; and until an answer has
-    begun, on all replicas that a request is tried on (None: ten minutes, or `read_s` if that is longer)."""
+    """Seconds to accept a connection, between two bytes, for a client to send 256 KiB, and until an answer begins, on
+    all replicas together (None: ten minutes, or `read_s` if that is longer)."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -56,8 +56,8 @@ class UpstreamError(HTTPError):
 
 
 class Upstream:
-    """`api_key`, or else the address's user and password, replace the client's Authorization or x-api-key. Raises
-    AddressError."""
+    """The server at `address`. `api_key`, or else the address's user and password, replaces the client's Authorization
+    or x-api-key. Raises AddressError."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Upstream:
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx2.Response]:
-        """The unread response. Raises HTTPError, also while the body is read."""
+        """Yield the unread response. Raises HTTPError, also while the body is read."""
         sent = end_to_end(headers, *self._dropped) + self._authorization_like(headers)
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx2.Request(
@@ -116,7 +116,6 @@ class Upstream:
         await self._pool.aclose()
 
     def _authorization_like(self, headers: Headers) -> Headers:
-        """The server's key as an Anthropic client sends it, if the client is one."""
         names = {name.lower() for name, _ in headers}
         as_header = b"x-api-key" in names and b"authorization" not in names
         prefix = b"Bearer "
@@ -127,8 +126,8 @@ class Upstream:
 
 
 class _ConnectionPool:
-    """Transports of one connection each: httpx2's own pool scans all connections for each request. Unread bytes close a
-    connection: they would answer the next client."""
+    """Pool of transports with one connection each: httpx2's own pool scans all connections for each request. A
+    connection with unread bytes is closed: they would answer the next client."""
 
     def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make
@@ -159,7 +158,7 @@ class _ConnectionPool:
 
 
 def _transport_factory(*, encrypted: bool) -> Callable[[], httpx2.AsyncBaseTransport]:
-    # Each transport without one makes its own, encrypted or not, which costs time and memory.
+    # A transport without a context makes its own, which costs time and memory.
     certificates = httpx2.create_ssl_context() if encrypted else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
     options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)]
@@ -176,8 +175,8 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Bytes that were read already; httpx2's pool notices later ones. A connection that cannot be inspected counts as
-    having some."""
+    """Return whether a connection has unread bytes; True if it cannot be inspected. httpx2's pool notices later
+    ones."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:
@@ -212,12 +211,10 @@ _KINDS = {
 
 
 def error_content(path: str, error: HTTPError) -> dict[str, Any]:
-    """The body of an error: Anthropic's on its routes, OpenAI's on all others."""
     return _of_messages(error) if path == _MESSAGES or path.startswith(f"{_MESSAGES}/") else error.content
 
 
 def error_event(route: Route | None, error: HTTPError) -> bytes:
-    """The same as the last event of a stream."""
     name, content = b"", error.content
     if route == "messages":
         name, content = b"event: error\n", _of_messages(error)

@@ -1,7 +1,6 @@
-"""Usage of an answer, read from its bytes as they pass, in the protocol of any route.
+"""Usage in an answer, read from its bytes in any route's protocol.
 
-Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows.
-"""
+Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MAX_LINE = 1 << 20
 _ANSWERING = re.compile(r"content_block_delta|message_delta|response\..+\.delta|response\.(completed|incomplete)")
 _ENDED = frozenset({"message_stop", "response.completed", "response.failed", "response.incomplete"})
 _ENDS = (b'"message_stop"', b'"response.')
-# What `read_usage` and `read_cloud_usage` know. A server may send any number of other names.
+# The counts that `read_usage` and `read_cloud_usage` read; a server may send any number of others.
 _COUNTS = (
     "prompt_tokens",
     "completion_tokens",
@@ -75,7 +74,7 @@ def reader_for(headers: Headers) -> WholeReader | StreamReader:
 
 
 class WholeReader:
-    """One piece of JSON, of `length` bytes if that is known; not read beyond `limit` bytes."""
+    """Reader of one JSON answer, of `length` bytes if that is known; not read beyond `limit` bytes."""
 
     served = True
 
@@ -97,19 +96,17 @@ class WholeReader:
             self._body.clear()
 
     def report(self) -> dict[str, Any]:
-        """The known counts, as they came."""
         return _counts(decode(bytes(self._body), _Holder))
 
     def usage(self) -> ReportedUsage:
         return read_usage(self.report())
 
     def tbt_s(self) -> float | None:
-        """Unknown: all tokens came together."""
         return None
 
 
 class EventLines:
-    """The lines of server-sent events, which end in LF, CR or both; None for one longer than `limit` bytes."""
+    """Lines of server-sent events, which end in LF, CR or both; None for a line longer than `limit` bytes."""
 
     def __init__(self, limit: int = _MAX_LINE) -> None:
         self._limit = limit
@@ -117,7 +114,7 @@ class EventLines:
         self._too_long = False
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """Those that a chunk ends. It must be read to its end."""
+        """Yield the lines that a chunk ends. It must be read to its end."""
         for piece in chunk.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
             self._too_long = self._too_long or len(self._line) + len(text) > self._limit
@@ -133,7 +130,7 @@ class EventLines:
 
 
 class StreamReader:
-    """Server-sent events; keeps one line, up to 1 MiB."""
+    """Reader of server-sent events; keeps one line, up to 1 MiB."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.served = False
@@ -141,7 +138,7 @@ class StreamReader:
         self._clock = clock
         self._reported: dict[str, Any] = {}
         self._lines = EventLines()
-        # Events with a part of the answer, and when the first and the last of them came.
+        # Number of events with a part of the answer, and the times of the first and last one.
         self._parts = 0
         self._first_s = self._last_s = 0.0
 
@@ -161,14 +158,14 @@ class StreamReader:
         return read_usage(self._reported)
 
     def tbt_s(self) -> float | None:
-        """Mean seconds between the tokens of the answer; without reported tokens an event counts as one. None for an
-        answer in fewer than two events, whose tokens came together."""
+        """Return the mean seconds between tokens of the answer; without reported tokens each event counts as one. None
+        for fewer than two events."""
         tokens = self.usage().completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
     def _read(self, line: bytes | None) -> None:
         if line is None:
-            # What is too long to be read is no event without an answer in it.
+            # A line too long to read is taken for a part of the answer.
             self.served = True
             self._parts += 1
             return

@@ -1,4 +1,4 @@
-"""Threads for the work on bodies, which never blocks the event loop."""
+"""Threads for the work on bodies, off the event loop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Workers"]
 
 T = TypeVar("T")
 
-# Up to here, in bytes, work on the event loop takes less time than the way to a thread and back.
+# Up to this many bytes, work on the event loop takes less time than a thread switch.
 _SHORT = 1 << 14
-# From here on a body may take so long that ordinary ones must not wait behind it.
+# From this many bytes on a body may take so long that ordinary ones must not wait for it.
 _LONG = 1 << 18
 _THREADS = 2
 
 
 class Workers:
-    """Short bodies at once (unless `always`), ordinary ones in one of two threads, long ones in a third, so that the
-    memory for their copies is needed once."""
+    """Runner of work on bodies: short ones at once (unless `always`), ordinary ones in two threads, long ones in a
+    third, so that their copies need memory once."""
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
@@ -31,7 +31,8 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """If the wait is cancelled, work not begun is dropped; otherwise `abandoned` gets its result, in any thread."""
+        """Run `work` on a body of `length` bytes. If the wait is cancelled, pending work is dropped; otherwise
+        `abandoned` gets its result, in any thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)
@@ -50,7 +51,7 @@ class Workers:
 
 
 class _Threads:
-    """Daemon threads: those of a ThreadPoolExecutor would be joined at exit."""
+    """Daemon threads: threads of a ThreadPoolExecutor would be joined at exit."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -87,7 +88,7 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        # The error has this frame, which would keep the future, and so the error and the body.
+        # The error's frame references the future, and so would keep the error and the body.
         del future, work
     else:
         future.set_result(result)

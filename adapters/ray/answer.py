@@ -1,4 +1,4 @@
-"""The answer of a replica, as it comes through Ray."""
+"""Answer of a replica, received through Ray."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _RETRY = [(b"retry-after", b"1")]
 
 
 class ReplicaLostError(UpstreamError):
-    """The replica has ended, and the rest of its answer with it."""
+    """The replica ended before the end of its answer."""
 
 
 class ReplicaAnswer(httpx2.AsyncByteStream):
     """The items of `EngineReplica.answer` as a response.
 
-    Every item must come within `timeout_s` seconds of the one before. A stream of events that is cut off between two of
-    them ends with one that says so. Closing it cancels the request.
+    Each item must arrive within `timeout_s` seconds of the one before. A stream of events cut off between two events
+    ends with an error event. Closing it cancels the request.
     """
 
     def __init__(self, items: DeploymentResponseGenerator, timeout_s: float | None = None) -> None:
@@ -47,8 +47,8 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
         self._of_events = False
 
     async def begin(self) -> httpx2.Response:
-        """The response, unread. Raises ReplicaLostError, UpstreamError if its engine's process failed or did not answer
-        in time, HTTPError if there is no replica for it."""
+        """Return the unread response. Raises ReplicaLostError, UpstreamError if its engine's process failed or did not
+        answer in time, HTTPError if there is no replica for it."""
         try:
             first = await self._next()
             if first is None:
@@ -82,7 +82,6 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
                 self._items.cancel()
 
     async def _next(self) -> Any:
-        """None at the end."""
         try:
             with as_http_errors():
                 async with asyncio.timeout(self._timeout_s):
@@ -96,16 +95,16 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
 
 @contextmanager
 def as_http_errors() -> Iterator[None]:
-    """Raises those of Ray as HTTPErrors. Their own messages may quote a request."""
+    """Raise Ray's errors as HTTPErrors: their own messages may quote a request."""
     try:
         yield
     except BackPressureError:
         message = "Too many requests wait for a replica: try again later."
         raise HTTPError(503, message, code="too_many_waiting", headers=_RETRY) from None
     except DeploymentUnavailableError:
-        message = "The engines could not be started: Ray Serve's status says why."
+        message = "The engines could not be started: see Ray Serve's status."
         raise HTTPError(503, message, code="no_replica", headers=_RETRY) from None
     except (RayTaskError, TaskCancelledError, RequestCancelledError):
-        raise UpstreamError(502, "The replica failed: its log says why.", code="upstream_unavailable") from None
+        raise UpstreamError(502, "The replica failed: see its log.", code="upstream_unavailable") from None
     except (RayError, ReplicaUnavailableError):
         raise ReplicaLostError(502, "The replica was lost.", code="upstream_unavailable") from None

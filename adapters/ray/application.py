@@ -1,4 +1,4 @@
-"""The application: engines behind an ingress."""
+"""Ray Serve application of engines and an ingress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["make_application"]
 
 _BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-# Beyond these a topic's requests go to the next replica on the ring.
+# Above this, a topic's requests go to the next replica on the ring.
 _MOST_IN_FLIGHT = 64
 _MOST_AT_INGRESS = 4096
 
@@ -33,22 +33,22 @@ def make_application(
     ingress: Mapping[str, Any] | None = None,
     **proxy: Any,
 ) -> Application:
-    """Make an application of Ray Serve with OpenAI's API, for `serve.run`.
+    """Return an application of Ray Serve with OpenAI's API, for `serve.run`.
 
         app = make_application(EmbeddedEngine("/models/llama"), replicas={"num_replicas": 4})
         serve.run(app, route_prefix="/")
 
-    A request's topic is its session, by which Ray's ConsistentHashRouter finds the replica, which orders.
+    A request's topic is its session, which Ray's ConsistentHashRouter maps to a replica; the replica orders.
 
     - `make_engine` makes, in each replica, an ASGI application with OpenAI's API: `EmbeddedEngine`, or a function that
       returns the proxy's `make_app` for the replica's own server. Ray pickles it.
     - `topics` are the same in all processes of the ingress; across deployments they need a secret.
-    - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Beyond
+    - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Above
       `max_ongoing_requests` (64) of a replica its requests go to the next one.
     - `proxy`: options of the proxy's `make_app` that find documents or limit clients (`template`, `api_key`, `hosts`,
       `body_limit`, `timeouts`, …).
 
-    Raises UnsupportedRayError for a Ray without what this uses, ValueError for a request router in `replicas`.
+    Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for a request router in `replicas`.
     """
     check_ray()
     options = dict(replicas or {})

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedEngine"]
 
-# Nothing is looked up under this name, and nothing listens.
+# Never resolved; nothing listens there.
 _NOWHERE = "http://embedded"
 
 
 class EmbeddedEngine:
-    """Makes an engine of the model in `folder` behind an orderer of its tiers, in each replica.
+    """Maker of an engine with the model in `folder` and an orderer of its tiers, in each replica.
 
         app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
 
-    `settings` are the engine's, `orderer` those of its orderer (default: the engine's sizes), `options` the proxy's.
-    Made in the replica, it raises ImportError without torch, and the errors of `TieredEngine.load`.
+    `settings` are the engine's, `orderer` the settings of its orderer (default: the engine's sizes), `options` the
+    proxy's. In the replica it raises ImportError without torch, and the errors of `TieredEngine.load`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The deployment that takes requests from HTTP to an engine's replica."""
+"""Ingress deployment from HTTP to an engine's replica."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AppResponse", "TopicIngress"]
 
-# Nothing is looked up under this name, and nothing listens.
+# Never resolved; nothing listens there.
 _NOWHERE = "http://replicas"
 _SESSION = "x-session-id"
 
 
 class AppResponse(Response):
-    """Leaves the answer to an ASGI application, which sees the request below the application's route prefix."""
+    """Response by an ASGI application, which sees the request without the route prefix."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class AppResponse(Response):
 
 
 class TopicIngress:
-    """Gives each request its topic and sends it to the topic's replica; all of its processes have the same `topics`."""
+    """Ingress that sends each request to its topic's replica; all its processes have the same `topics`."""
 
     def __init__(self, replicas: DeploymentHandle, topics: Topics, options: Mapping[str, Any]) -> None:
         self._app = make_app(

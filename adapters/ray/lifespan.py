@@ -1,4 +1,4 @@
-"""The lifespan of an ASGI application that no server runs."""
+"""Lifespan of an ASGI application without a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Lifespan"]
 
 
 class Lifespan:
-    """Begins an application before its first request and ends it. Both are idempotent; in one event loop.
+    """Starts an application before its first request, and ends it. Both are idempotent; for one event loop.
 
     lifespan = Lifespan(app)
     await lifespan.begin()
@@ -25,13 +25,13 @@ class Lifespan:
         self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
-        """Raises RuntimeError if the application says that it cannot start."""
+        """Raises RuntimeError if the application cannot start."""
         if self._run is not None:
             return
         async with self._lock:
             if self._run is not None:
                 return
-            # A request that is cancelled leaves the beginning to the next one.
+            # After a cancelled request the next one starts the application.
             if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
                 self._start = asyncio.ensure_future(self._begun())
             self._run = await asyncio.shield(self._start)
@@ -49,7 +49,6 @@ class Lifespan:
         return run
 
     async def _ask(self, what: str, run: asyncio.Task[None]) -> Message | None:
-        """The answer; None from an application that has ended."""
         self._given.put_nowait({"type": what})
         answer = asyncio.ensure_future(self._answered.get())
         await asyncio.wait([answer, run], return_when=asyncio.FIRST_COMPLETED)
@@ -62,5 +61,5 @@ class Lifespan:
         try:
             await self._app(scope, self._given.get, self._answered.put)
         except Exception:
-            # An application without a lifespan raises, and a server goes on.
+            # An application without a lifespan raises, and a server continues.
             return

@@ -1,4 +1,4 @@
-"""Ray's own server of vLLM, which orders for its engine's cache."""
+"""Ray's own server of vLLM, ordering for its engine's cache."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
         )
         serve.run(build_openai_app({"llm_configs": [config]}))
 
-    Requests bring their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from `ragorder
-    serve --route` in front. Direct streaming goes past this class.
+    Requests need their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from `ragorder
+    serve --route` before Ray. Direct streaming bypasses this class.
     """
 
     def make_calls(self) -> OrderedCalls:
-        """With the orderer of this replica's cache, by default with the settings of the environment
-        (RAGORDER_CAPACITY_TOKENS, …). A subclass may give another one, a tokenizer or a template."""
+        """Return the calls with the orderer of this replica's cache, by default from the environment
+        (RAGORDER_CAPACITY_TOKENS, …). A subclass may give another orderer, a tokenizer or a template."""
         return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:

@@ -1,4 +1,4 @@
-"""Ordering of requests that come as objects of Ray's LLM API."""
+"""Ordering of requests as objects of Ray's LLM API."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MalformedDocumentsError(ValueError):
 
 
 class OrderedCalls:
-    """Orders the documents of requests on their way to `LLMServer.chat` or `.completions`, and learns from the answers.
+    """Orders the documents of requests to `LLMServer.chat` or `.completions`, and learns from the answers.
 
-    As in the proxy, documents are those of the field `ragorder`, or those that `template` finds.
+    As in the proxy, documents are in the field `ragorder`, or found by `template`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class OrderedCalls:
         self._workers = Workers(always=tokens.exact)
 
     async def run(self, route: Route, call: Call, request: Any, *others: Any) -> AsyncIterator[Any]:
-        """The answers of `call`. Raises MalformedDocumentsError, besides its own errors."""
+        """Return the answers of `call`. Raises MalformedDocumentsError and the errors of `call`."""
         body = request.model_dump_json(exclude_unset=True).encode()
         try:
             sent = await self._workers.run(partial(self._order, route, body), len(body), abandoned=methodcaller("end"))
         except HTTPError as error:
             raise MalformedDocumentsError(str(error)) from None
-        # Without documents nothing is sent in its place.
+        # Without documents the request is unchanged.
         if (ordered := sent.take_body()) != b"":
             try:
                 request = type(request).model_validate_json(ordered)
@@ -77,7 +77,7 @@ async def _watched(
     begun = False
     try:
         async for answer in answers:
-            # Events come one by one or several at a time.
+            # Events arrive singly or in lists.
             for part in answer if isinstance(answer, list) else [answer]:
                 if not begun:
                     begun = True

@@ -1,4 +1,4 @@
-"""One engine with the orderer of its cache, as a replica of a deployment."""
+"""An engine with its cache's orderer, as a replica of a deployment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class ReplicaRequest(NamedTuple):
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be sent again after a replica that had it was lost."""
         has_no_effect = self.method == "POST" and self.target.startswith(b"/v1/") and is_json(self.headers)
         return has_no_effect or self.method in _SAFE
 
@@ -48,10 +47,10 @@ class ReplicaRequest(NamedTuple):
 
 
 class EngineReplica:
-    """Answers requests by the ASGI application that `make_engine` makes here, in the replica's process.
+    """Replica that answers requests by the ASGI application that `make_engine` makes in this process.
 
-    Chats and completions have no item before their first token, whole ones none before their end: a caller without an
-    item may send the request to another replica.
+    Chats and completions yield no item before their first token, whole ones none before their end: until then a caller
+    may send the request to another replica.
     """
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
@@ -61,7 +60,6 @@ class EngineReplica:
         self._transport = AppTransport(_held(app))
 
     async def answer(self, request: ReplicaRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Status and headers, then the body as it comes."""
         await self._lifespan.begin()
         try:
             response = await self._send(request)
@@ -91,13 +89,11 @@ class EngineReplica:
         return await self._transport.handle_async_request(sent)
 
     async def __del__(self) -> None:
-        """Called by Ray when the replica is drained."""
+        """End the application. Ray calls it when the replica is drained."""
         await self._lifespan.end()
 
 
 def _held(app: ASGIApp) -> ASGIApp:
-    """The application, whose answers of tokens begin with their first one."""
-
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in _OF_TOKENS:
             send = HeldAnswer(send, of_tokens=True, refusable=False)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["REFUSED", "TRIES", "ReplicaTransport"]
 
 TRIES = 3
-"""A request is sent to so many replicas at most."""
+"""Most replicas that a request is sent to."""
 
 REFUSED = (502, 503)
-"""Answers of a replica whose engine takes no requests: another one may."""
+"""Statuses of a replica whose engine takes no requests: another one may."""
 
 
 class ReplicaTransport(httpx2.AsyncBaseTransport):
-    """Sends each request to the replica that its session, the header `x-session-id`, is hashed to; others anywhere.
+    """Transport that sends each request to the replica of its session, the header `x-session-id`; without one to any.
 
     A request whose replica is lost before its answer has begun, or takes no requests, is sent to any other one.
     """
@@ -49,5 +49,5 @@ class ReplicaTransport(httpx2.AsyncBaseTransport):
                 if not tries or response.status_code not in REFUSED:
                     return response
                 await response.aclose()
-            # Its own one would be chosen again.
+            # Its own replica would be chosen again.
             replicas = self._replicas

@@ -1,4 +1,4 @@
-"""Supported versions of Ray, and what of it is used.
+"""Supported versions of Ray, and the used parts of its API.
 
 Request routers are alpha: any minor version may change them.
 """
@@ -34,11 +34,11 @@ CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.serve.handle:DeploymentResponseGenerator.__anext__": (),
     "ray.serve.handle:DeploymentResponseGenerator.cancel": (),
 }
-"""Names that the application uses, as "module:name", with the parameters that it gives or is given."""
+"""Names that the application uses, as "module:name", with the parameters that it passes or receives."""
 
 
 class UnsupportedRayError(RuntimeError):
-    """The installed Ray lacks what the application uses."""
+    """The installed Ray lacks parts that the application uses."""
 
 
 def check_ray() -> None:
@@ -57,7 +57,6 @@ def check_ray() -> None:
 
 
 def missing_parts() -> list[str]:
-    """Names of the contract that are not there, or do not take its parameters."""
     return [name for name, parameters in CONTRACT.items() if not _has(name, parameters)]
 
 

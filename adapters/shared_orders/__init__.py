@@ -1,4 +1,4 @@
-"""Orders shared by processes in front of one engine, through a log in Valkey or Redis."""
+"""Orders shared by several processes of one engine, through Valkey or Redis."""
 
 from ragorder.adapters.shared_orders.orderer import SharedOrderer
 

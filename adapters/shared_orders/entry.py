@@ -1,4 +1,4 @@
-"""One order, as it stands in the log."""
+"""An order in the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder.adapters.structs import readable_by_threads
 
 __all__ = ["SharedOrder", "UnreadableError", "is_shareable", "read_order"]
 
-# What a writer of the log can make a reader keep.
+# Limits on the data that a writer of the log can make a reader keep.
 _MOST_DOCUMENTS = 4096
 _MOST_TOKENS = 10_000_000
 _LONGEST_NAME = 1024
@@ -24,8 +24,8 @@ class UnreadableError(ValueError):
 
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and lengths of a request's documents by rank, and the rank at each place of the prompt. `process` is the
-    writer. Keys and scopes are texts or bytes of at most 1,024, or whole numbers, a scope also None. At most 4,096
+    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. `process` is the
+    writer. Keys and scopes are texts or bytes of at most 1,024, or integers; a scope may be None. At most 4,096
     documents and 10,000,000 tokens, in 1 MiB."""
 
     process: bytes
@@ -38,8 +38,8 @@ class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     prefix_tokens: int | None = None
 
     def encode(self) -> bytes:
-        """Raises UnreadableError for what no reader would take, OverflowError for larger integers than of 64 bits,
-        UnicodeEncodeError for a text that has no bytes."""
+        """Raises UnreadableError for an order that no reader accepts, OverflowError for integers above 64 bits,
+        UnicodeEncodeError for a text that UTF-8 cannot encode."""
         _check(self)
         return _bounded(msgspec.msgpack.encode(self))
 
@@ -55,7 +55,6 @@ def read_order(content: bytes) -> SharedOrder:
 
 
 def is_shareable(key: Hashable) -> bool:
-    """Whether a key or a scope is the same in all processes, and short."""
     if isinstance(key, str | bytes):
         return type(key) in (str, bytes) and len(key) <= _LONGEST_NAME
     return type(key) is int

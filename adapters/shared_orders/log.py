@@ -1,4 +1,4 @@
-"""A log of orders in a stream of Valkey or Redis: one writing and one reading thread."""
+"""Log of orders in a stream of Valkey or Redis."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from ragorder.lru_cache import LRUCache
 __all__ = ["LENGTH", "OrderLog"]
 
 LENGTH = 10_000
-"""Orders that the stream keeps, about: a process that starts reads them."""
+"""Approximate number of orders that the stream keeps: a new process reads them."""
 
 _FIELD = b"order"
-# Each process counts its orders: what is written or read twice is known by that.
+# Number of an order in its process: identifies orders written or read twice.
 _NUMBER = b"number"
 _PROCESSES = 4096
 _AT_ONCE = 256
 _BLOCK_MS = 1000
-# Each round trip and each waking of a thread costs as much as ten orders: those of this time go together.
-# An engine takes longer to compute what an order promises.
+# Each round trip and each waking of a thread costs as much as ten orders: orders of this time are sent together. An
+# engine takes longer to compute a request.
 _GATHERED_S = 0.01
-# A server that does not answer in this time is lost; far more than a read blocks.
+# A server that does not answer in this time counts as lost; far more than a read blocks.
 _TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0}
 _RETRY_S = 1.0
 _START = b"0-0"
 
 
 class OrderLog:
-    """Appends orders, and gives those of other processes to `apply`, which must not raise.
+    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise. It has one
+    writing and one reading thread.
 
-    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards the
-    stream is read from its start, as it is if it starts over, and no order is applied twice: a server that takes over
-    may lack the last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises
-    ValueError for a malformed URL, ImportError without ragorder[shared].
+    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards,
+    and if the stream starts over, it is read from its start, but no order is applied twice: a new primary may lack the
+    last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises ValueError for a
+    malformed URL, ImportError without ragorder[shared].
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class OrderLog:
         self.appended = self.applied = self.unreadable = 0
         self._errors: Any = (redis.RedisError, OSError)
         self._connect: Callable[[], Any] = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
-        # A wrong URL is found now.
+        # Raises errors in the URL at once.
         with self._connect() as client:
             try:
                 client.connection_pool.make_connection()
             except (TypeError, *self._errors):
-                raise ValueError("the URL has an option that redis-py does not take: leave it out") from None
+                raise ValueError("the URL has an option unknown to redis-py: leave it out") from None
         self._stream = stream
         self._apply = apply
         self._lost = lost
@@ -74,7 +75,6 @@ class OrderLog:
 
     @property
     def last(self) -> bytes:
-        """The id of the last entry read."""
         return self._last
 
     def start(self) -> None:
@@ -86,24 +86,23 @@ class OrderLog:
                 Thread(target=self._again, args=(work,), name=name, daemon=True).start()
 
     def append(self, order: SharedOrder) -> None:
-        """Never waits: beyond `LENGTH` the oldest order is dropped."""
+        """Append an order without waiting: above `LENGTH` the oldest order is dropped."""
         self._waiting.append(order.encode())
         self._news.set()
         if not self._started:
             self.start()
 
     def close(self) -> None:
-        """The threads end with their next wait. Callable by a finaliser: takes no lock."""
+        """End the threads after their next wait. Callable by a finaliser: takes no lock."""
         self._stopped = True
 
     def _again(self, work: Callable[[Any], None]) -> None:
-        """Connect again until closed."""
         while not self._stopped:
             client = self._connect()
             try:
                 work(client)
             except Exception as error:
-                # Whatever it is, the thread goes on. The message of an error may quote an address with a password.
+                # The thread continues after any error, whose message may quote an address with a password.
                 self._lost(type(error).__name__)
                 sleep(_RETRY_S)
             finally:
@@ -125,13 +124,12 @@ class OrderLog:
             sleep(_GATHERED_S)
 
     def _fill(self) -> bool:
-        """Whether orders are to be sent: those that could not be sent last time, or others."""
         while self._waiting and len(self._unsent) < _AT_ONCE:
             self._unsent.append((next(self._numbers), self._waiting.popleft()))
         return bool(self._unsent)
 
     def _read(self, client: Any) -> None:
-        # Another server may have answered at this address since, and have put orders between those that were read.
+        # Another server may have answered at this address since, with orders between those that were read.
         self._last = _START
         while not self._stopped:
             read = client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS)
@@ -144,7 +142,7 @@ class OrderLog:
                 self._last = _START
 
     def _ends_before(self, client: Any) -> bool:
-        """Whether the stream's last entry lies before the one that was read last, as one that started over may do."""
+        """A stream that started over may end before the last entry read."""
         newest = client.xrevrange(self._stream, count=1)
         return _place(newest[0][0] if newest else _START) < _place(self._last)
 
@@ -161,7 +159,7 @@ class OrderLog:
         self.applied += 1
 
     def _is_known(self, process: bytes, number: int) -> bool:
-        """Numbers of a process rise."""
+        """The numbers of a process rise."""
         if number <= (self._known.get(process) or 0):
             return True
         self._known.put(process, number)
@@ -169,6 +167,5 @@ class OrderLog:
 
 
 def _place(id: bytes) -> tuple[int, int]:
-    """Milliseconds of the server's clock, and the number among the entries of this one."""
     milliseconds, _, number = id.partition(b"-")
     return int(milliseconds), int(number)

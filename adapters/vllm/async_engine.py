@@ -19,15 +19,14 @@ __all__ = ["AsyncVLLM"]
 
 
 class AsyncVLLM:
-    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Closing a stream aborts its request after the current
-    iteration.
+    """Engine on a `vllm.v1.engine.async_llm.AsyncLLM`. Closing a stream aborts its request after the current iteration.
 
         engine = AsyncVLLM(AsyncLLM.from_engine_args(arguments))
         pipeline = ordered_pipeline(engine, **parts, requests=engine.requests)
 
     Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of SamplingParams. `send_salt`: a
-    string scope becomes the `cache_salt`. `send_facts`: document ends and a digest of the scope go into `extra_args`
-    (None: if the engine has ragorder tiers, docs/tiers.md). Raises ImportError without vllm.
+    string scope becomes the `cache_salt`. `send_facts`: `extra_args` get document ends and a digest of the scope (None:
+    if the engine has ragorder tiers, docs/tiers.md). Raises ImportError without vllm.
     """
 
     def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
@@ -41,14 +40,13 @@ class AsyncVLLM:
         self._pieces = RequestOutputKind.DELTA
 
     def requests(self) -> int:
-        """Requests of all clients, waiting or running."""
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The last chunk has the usage. Raises the engine's errors, and ValueError for messages and for a scope that
-        cannot be a salt."""
+        """Stream an answer; the last chunk has the usage. Raises the engine's errors, and ValueError for messages and
+        for a scope that cannot be a salt."""
         if request.token_ids is None:
-            raise ValueError("vLLM in this process takes token ids: OrderedPrompts(…, prompts='token_ids')")
+            raise ValueError("vLLM in this process takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if self._send_salt and isinstance(request.scope, str):
             prompt["cache_salt"] = checked_salt(request.scope)

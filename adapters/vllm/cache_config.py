@@ -28,11 +28,10 @@ class CacheConfig:
 
         read_cache_config("http://host:8000").capacity_tokens
 
-    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: those of all blocks. Each of several
+    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: the tokens of all blocks. Each of several
     data-parallel `engines` has such a cache. `prefix_caching`: None if not published. `host_tokens`, `disk_tokens` and
-    `tier_policy` are those of ragorder's tiers, published from an engine's first request on if these order its device.
-    `hybrid`: layers of Mamba, GDN and the like are resumed only where their state was kept (docs/vllm.md); None if not
-    published.
+    `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these order its device.
+    `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not published.
     """
 
     block_size: int
@@ -45,18 +44,18 @@ class CacheConfig:
     hybrid: bool | None = None
 
     def completes(self, settings: Settings) -> dict[str, Any]:
-        """The sizes that these settings leave open, and the policy of tiers whose sizes they leave open."""
+        """Return the sizes missing in the settings, and the tiers' policy if the tiers' sizes are missing."""
         found: dict[str, Any] = {"block_size": self.block_size, "capacity_tokens": self.capacity_tokens}
         tiers = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
-        # Sizes given by hand are of this orderer's own making, and so is their policy.
+        # Sizes given by hand belong to this orderer, and so does their policy.
         if not settings.model_fields_set & {"capacity_tokens", *tiers} and self.tier_policy in POLICIES:
             found |= tiers | {"tier_policy": self.tier_policy}
         return {name: value for name, value in found.items() if name not in settings.model_fields_set}
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """The cache configuration of the vLLM server at `base_url` (with or without /v1). Raises ServerError with advice,
-    without an answer within `timeout_s` or with missing metrics too; ImportError without ragorder[live]."""
+    """Return the cache configuration of the vLLM server at `base_url` (with or without /v1). Raises ServerError with
+    advice, also without an answer within `timeout_s` or with missing metrics; ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 
@@ -85,7 +84,7 @@ def cache_config(server: Server) -> CacheConfig:
 
 
 def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
-    """Sizes of one engine's tiers behind the device, on which `capacity_tokens` of all engines take the device's
+    """Return the sizes of one engine's tiers after the device; `capacity_tokens` of all engines take the device's
     bytes."""
     sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
     for tier, size in _CAPACITY.findall(page):
@@ -111,12 +110,12 @@ def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfi
     block_size = _integer(labels.get("effective_attention_block_size")) or number("block_size")
     # vLLM adds up the blocks of all engines and gives the sum for each; one block of an engine is its null block.
     tokens = (number("num_gpu_blocks") // engines - 1) * block_size
-    # Where layers differ (sliding windows beside full attention) a token takes a block for each kind of layer.
+    # If layers differ (sliding windows and full attention) a token takes a block for each kind of layer.
     tokens = min(tokens, _integer(labels.get("kv_cache_size_tokens")) or tokens)
     if tokens < block_size:
-        raise ServerError(f"{server} has a KV cache without room for a block: raise --kv-cache-memory-bytes")
+        raise ServerError(f"{server} has a KV cache smaller than a block: raise --kv-cache-memory-bytes")
     caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
-    # vLLM sets the mode of each model that has such layers. With "all" states are kept at every block.
+    # vLLM sets the mode of each model that has such layers. With "all" states are stored at every block.
     mode = labels.get("mamba_cache_mode")
     return CacheConfig(block_size, tokens, caching, engines, hybrid=None if mode is None else mode == "align")
 
@@ -127,7 +126,7 @@ def _integer(value: str | None) -> int | None:
 
 def _why(page: str) -> str:
     if "sglang:" in page:
-        return "this is SGLang, which says it nowhere but in its log (max_total_num_tokens, page_size)"
+        return "this is SGLang, which writes the sizes only to its log (max_total_num_tokens, page_size)"
     if "vllm:" in page:
         return "this is another version of vLLM, update it"
     return "start vLLM without --disable-log-stats"

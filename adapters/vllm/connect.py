@@ -20,7 +20,7 @@ __all__ = ["connect"]
 
 
 class _LiveOrderer(Protocol):
-    """The used part of `Orderer`: importing the class would close a circle."""
+    """The used part of `Orderer`: importing the class would be an import cycle."""
 
     events: Any
 
@@ -38,7 +38,7 @@ _TIMEOUT_S = 5.0
 _SYNCHRONISE_S = 5.0
 _PATIENCE_S = 30.0
 _REMEMBERED = 4
-# Settings under which a hybrid model is ordered for as an ordinary one.
+# Settings with which a hybrid model is treated as an ordinary one.
 _ORDINARY = ("events_endpoint", "host_tokens", "disk_tokens", "profile", "reuse", "residency")
 
 
@@ -51,11 +51,10 @@ def connect(
     settings: Settings,
     api_key: str | None = None,
 ) -> OrdererT:
-    """`Orderer.for_vllm`."""
     if settings.events_endpoint is not None and not (builder is not None and builder.prefix_ids):
         raise ValueError(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
-            "carry tokens, by which the orderer finds its documents"
+            "carry tokens, which identify the documents"
         )
     settings, missing, hybrid = _read_settings(base_url, settings, api_key)
     if hybrid:
@@ -70,9 +69,9 @@ def connect(
     else:
         orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
         if settings.replay_endpoint is None:
-            missing.append("no replay_endpoint: KV events that are lost stay lost")
+            missing.append("no replay_endpoint: lost KV events cannot be replayed")
         elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
-            missing.append("no answer from replay_endpoint yet: an LRU mirror stands in for it; ask ragorder doctor")
+            missing.append("no answer from replay_endpoint yet: an LRU mirror is used instead; run ragorder doctor")
     for reason in missing:
         orderer.degrade(reason)
     return orderer
@@ -81,7 +80,6 @@ def connect(
 def _for_hybrid(
     for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
 ) -> OrdererT:
-    """Where such a model resumes is no matter of blocks alone: an orderer by `hybrid_rules`."""
     rules = hybrid_rules(settings.block_size)
     orderer = for_cloud(rules=rules, settings=settings, builder=builder)
     for reason in missing:
@@ -90,7 +88,7 @@ def _for_hybrid(
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """With what the server tells, what it lacks, and whether its model is ordered for as a hybrid one."""
+    """Return the settings completed by the server, its deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -104,22 +102,22 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
         except ServerError as error:
             if _is_proxy(server):
                 missing.append(
-                    f"{server.root} is ragorder serve, which orders by itself: give the address of the server, its "
-                    "--upstream, or send it requests as they are"
+                    f"{server.root} is ragorder serve, which orders itself: give the address of its --upstream, or "
+                    "send it unordered requests"
                 )
             elif not {"block_size", "capacity_tokens"} <= settings.model_fields_set:
                 missing.append(str(error))
             return settings, missing, False
     settings = settings.model_copy(update=cache.completes(settings))
     if cache.prefix_caching is False:
-        missing.append("the server reuses nothing: start it with --enable-prefix-caching")
+        missing.append("the server's prefix cache is off: start it with --enable-prefix-caching")
     if cache.engines > 1:
         missing.append(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
     return settings, missing, _is_hybrid(cache, settings, missing)
 
 
 def _is_proxy(server: Server) -> bool:
-    """Whether it is `ragorder serve`, whatever has become of its own servers."""
+    """True even if its own servers do not answer."""
     try:
         server.get_json("/ragorder/health")
     except ServerError:
@@ -130,15 +128,15 @@ def _is_proxy(server: Server) -> bool:
 def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bool:
     if cache.hybrid is None:
         _logger.info(
-            "the server does not say whether its model is a hybrid one (Mamba, GDN): if it is, use "
+            "the server does not publish whether its model is hybrid (Mamba, GDN): if it is, use "
             "Orderer.for_cloud(rules=hybrid_rules(block_size))"
         )
     usual = type(settings).model_fields
     kept = [name for name in _ORDINARY if getattr(settings, name) != usual[name].default]
     if cache.hybrid and kept:
         missing.append(
-            f"a hybrid model resumes only where its state was kept, and {', '.join(kept)} cannot be followed there: "
-            "predictions are too high; leave it out"
+            f"a hybrid model resumes only at stored states, which {', '.join(kept)} cannot track: predictions are too "
+            "high; leave it out"
         )
     return bool(cache.hybrid) and not kept
 
@@ -165,7 +163,7 @@ def _following_events(
 
 
 def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
-    """Degrades the orderer after a long silence, since its first use or the last event."""
+    """Return a callback that degrades the orderer after a long silence, since its first use or the last event."""
     # The subscriber's thread must not keep a dropped orderer alive.
     reference = ref(orderer)
     last_event = time.monotonic()
@@ -177,7 +175,7 @@ def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], 
             last_event = now
         elif now - last_event > _PATIENCE_S:
             if events.counters.other_topics:
-                alive.degrade("no KV events of this topic: leave events_topic empty, which means any, or correct it")
+                alive.degrade("no KV events of this topic: correct events_topic, or leave it empty for any topic")
             else:
                 alive.degrade(
                     "no KV events: the server has published none; compare events_endpoint, "

@@ -1,4 +1,4 @@
-"""Times of the copies between a vLLM server's tiers, from its metrics."""
+"""Times of copies between a vLLM server's tiers, from its metrics."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COPIES = re.compile(
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Seconds in which a token of so many bytes is copied to the device from "host" memory, and from "disk" through it.
+    """Return the seconds to copy a token of `token_bytes` to the device from "host" memory, and from "disk" through it.
 
-    By the loads so far, else by the copies in the other direction. A tier without either is left out.
+    From the loads so far, else from the copies in the other direction. A tier without either is left out.
     """
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):

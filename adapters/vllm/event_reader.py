@@ -1,4 +1,4 @@
-"""Decoder of KV event batches, from all versions of vLLM and from SGLang."""
+"""Decoder of KV event batches from vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragorder.trie.residency.blocks import EngineBlocks
 __all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "EventReader"]
 
 LARGEST_MESSAGE_BYTES = 1 << 26
-"""A batch tells of one step of the engine: some kilobytes. Without a bound a message is taken into memory first."""
+"""A batch reports one step of the engine, some kilobytes. Without a limit a message is read into memory first."""
 
 _logger = logging.getLogger("ragorder")
 
@@ -25,7 +25,7 @@ _FIELDS = {
 }
 
 
-# By the names of vLLM and of SGLang; other media count as the device.
+# Names of vLLM and SGLang; other media count as the device.
 _PLACES: dict[Any, Place] = {
     "GPU": Place.DEVICE,
     "CPU": Place.HOST,
@@ -38,9 +38,9 @@ _BELOW = (Place.HOST, Place.DISK)
 
 @dataclass(slots=True)
 class EventCounters:
-    """Counts: `gaps` (losses of batches), `replays` (requested repetitions), `start_overs` (the engine's first events
-    were no longer available), `restarts` (new engines), `silences` (no answer), `garbage` (unreadable messages and
-    events), `other_topics` (messages under another topic), `orphans` (stored blocks with an unknown parent)."""
+    """Counts: `gaps` (losses of batches), `replays` (requested replays), `start_overs` (the engine's first events were
+    no longer available), `restarts` (new engines), `silences` (no answer), `garbage` (unreadable messages and events),
+    `other_topics` (messages under another topic), `orphans` (stored blocks with an unknown parent)."""
 
     batches: int = 0
     stored: int = 0
@@ -57,7 +57,7 @@ class EventCounters:
 
 
 class EventReader:
-    """Applies batches to `EngineBlocks` and counts their events. `decode` decodes msgpack."""
+    """Reader that applies batches to `EngineBlocks` and counts their events. `decode` decodes msgpack."""
 
     def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
         self.counters = counters
@@ -82,13 +82,13 @@ class EventReader:
 
     def _apply(self, event: Any, blocks: EngineBlocks) -> None:
         kind, fields = _fields(event)
-        # Other groups of a hybrid model have blocks of their own for the same tokens.
+        # Other groups of a hybrid model have their own blocks for the same tokens.
         if fields.get("group_idx") or fields.get("locality") == "REMOTE":
             return
         hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
         medium = _PLACES.get(medium, medium)
         if kind == "BlockStored" and medium in _BELOW and not fields.get("extra_keys"):
-            # vLLM leaves the salt out here: only a block that is known from the device has a sure content.
+            # vLLM omits the salt here: only a block known from the device has known content.
             self.counters.orphans += blocks.keep(hashes, medium)
             self.counters.stored += len(hashes)
         elif kind == "BlockStored":
@@ -96,7 +96,7 @@ class EventReader:
             self._compare(fields.get("block_size"), len(token_ids), len(hashes), blocks.block_size)
             adapter = fields.get("lora_name") or fields.get("lora_id")
             if adapter:
-                # Among the extra keys it looks like a salt; older engines leave it out there.
+                # In the extra keys it looks like a salt; older engines omit it there.
                 extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
             orphans = blocks.orphans
             blocks.store(hashes, parent, token_ids, extra_keys, medium)
@@ -110,7 +110,7 @@ class EventReader:
             self.counters.cleared += 1
 
     def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
-        """Only a size confirmed by the event's own tokens: a number alone may be anything."""
+        """A size counts only if the event's own tokens confirm it."""
         if theirs == ours or not (tokens and tokens == theirs * blocks) or self._warned_block_size:
             return
         self._warned_block_size = True

@@ -22,7 +22,7 @@ _logger = logging.getLogger("ragorder")
 
 _POLL_MS = 100
 _REPLAY_TIMEOUT_S = 5.0
-# In longer answers a server drops what the connection does not take at once, the end included.
+# In longer answers a server drops messages that the connection does not take at once, including the end.
 _WHOLE_ANSWER = 1000
 _PAUSE_S = 0.5
 _FIRST_BACK_OFF_S = 0.1
@@ -40,12 +40,12 @@ _NOTHING = _EventBatch(-1, b"")
 
 
 class KVEventSubscriber:
-    """Keeps `blocks` in step with the engine at `endpoint`, on its own thread, until it is closed.
+    """Subscriber that synchronises `blocks` with the engine at `endpoint`, on its own thread, until it is closed.
 
         events = KVEventSubscriber(blocks, "tcp://host:5557", "tcp://host:5657")
 
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
-    batches and restarts. Without, a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
+    batches and restarts. Without one a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
     Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 
@@ -84,7 +84,7 @@ class KVEventSubscriber:
                     self._connect(socket, replay_endpoint)
         except self._zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ValueError(f"no ZMQ endpoint ({error}): give one like tcp://127.0.0.1:5557") from None
+            raise ValueError(f"the endpoint is invalid ({error}): give one like tcp://127.0.0.1:5557") from None
         self._thread = Thread(target=self._run, name="ragorder-kv-events", daemon=True)
         self._thread.start()
 
@@ -96,11 +96,11 @@ class KVEventSubscriber:
 
     @property
     def synchronised(self) -> bool:
-        """Whether `blocks` matches the engine, as far as is known."""
+        """Whether `blocks` should match the engine."""
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
-        """False after the timeout."""
+        """Return whether `blocks` matches the engine before the timeout."""
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class KVEventSubscriber:
                     self._synchronise()
                     self._listen()
                 except Exception as error:
-                    # The message of an error may quote tokens: only its type is logged.
+                    # An error's message may quote tokens: only its type is logged.
                     _logger.debug("KV events: %s", type(error).__name__)
                     self.counters.garbage += 1
                     self._stop.wait(_FIRST_BACK_OFF_S)
@@ -132,7 +132,6 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
 
     def _synchronise(self) -> None:
-        """Replay until the server answers."""
         wait_s = _FIRST_BACK_OFF_S
         while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
             if self._catch_up():
@@ -146,14 +145,13 @@ class KVEventSubscriber:
             self._on_pause(self)
 
     def _listen(self) -> None:
-        """Until the engine falls silent."""
         news = time.monotonic()
         while not self._stop.is_set():
             frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
             if frames is None:
                 self._pause()
-            # A new connection may lead to another engine, with the same numbers as the last one.
-            check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
+            # A new connection may be to another engine, with the same batch numbers.
+            check = self._has_new_connection() or time.monotonic() - news >= self._check_interval_s
             if check and self._replay_endpoint is not None:
                 if not self._catch_up():
                     return
@@ -164,8 +162,8 @@ class KVEventSubscriber:
             if self._replay_endpoint is not None and not self.synchronised:
                 return
 
-    def _is_connected_anew(self) -> bool:
-        anew = False
+    def _has_new_connection(self) -> bool:
+        is_new = False
         while self._connections.poll(0):
             event = int.from_bytes(self._connections.recv_multipart()[0][:2], sys.byteorder)
             if event == self._zmq.EVENT_DISCONNECTED:
@@ -174,8 +172,8 @@ class KVEventSubscriber:
                     self._socket.disconnect(self._endpoint)
                 self._socket.connect(self._endpoint)
             else:
-                anew = True
-        return anew
+                is_new = True
+        return is_new
 
     def _take(self, frames: list[bytes]) -> None:
         batch = self._read(frames)
@@ -189,13 +187,13 @@ class KVEventSubscriber:
         elif batch.number > self._next:
             self.counters.gaps += 1
             if self._catch_up() and not self._is_repeated(batch):
-                # In no replay: it never came from this engine.
+                # No replay has the batch: it never came from this engine.
                 self.counters.garbage += 1
         else:
             self._catch_up()
 
     def _catch_up(self) -> bool:
-        """Replay missed batches, and check for another engine. False: no answer."""
+        """Replay missed batches, and check for another engine. Returns False without an answer."""
         self.counters.replays += 1
         known = self._next - 1
         told = self._replay(max(0, known))
@@ -253,7 +251,7 @@ class KVEventSubscriber:
         self._synchronised.set()
 
     def _replay(self, first: int) -> Generator[_EventBatch, None, None]:
-        """The batches from this number on that the server still has. Raises TimeoutError without an answer."""
+        """Yield the available batches from this number on. Raises TimeoutError without an answer."""
         wanted, heard = first, _WHOLE_ANSWER
         while heard >= _WHOLE_ANSWER:
             heard = 0
@@ -266,7 +264,7 @@ class KVEventSubscriber:
                         wanted, heard = batch.number + 1, heard + 1
 
     def _ask(self, first: int) -> Generator[_EventBatch, None, None]:
-        """One answer of the server; a long one may lack batches and stop short."""
+        """Yield one answer of the server; a long one may lack batches and its end."""
         heard = 0
         with self._context.socket(self._zmq.DEALER) as socket:
             self._connect(socket, self._replay_endpoint or "")
@@ -278,7 +276,7 @@ class KVEventSubscriber:
                 frames = socket.recv_multipart()[1:]
                 if frames[-2:-1] == [_END]:
                     return
-                # Older vLLM leaves the topic out here.
+                # Older vLLM omits the topic here.
                 batch = self._read(frames if len(frames) == 3 else [self._topic, *frames])
                 if batch is not None:
                     yield batch
@@ -297,7 +295,7 @@ class KVEventSubscriber:
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:
-        """Both the live stream and a replay may bring a batch."""
+        """Both the live stream and a replay may have a batch."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
     def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:

@@ -10,6 +10,6 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? 
 
 
 def requests_on(page: str) -> int | None:
-    """Requests that wait or run, by a server's /metrics; None if it does not say."""
+    """Return the number of waiting and running requests in a server's /metrics, or None if it is missing."""
     counts = [int(float(count)) for count in _REQUESTS.findall(page)]
     return sum(counts) if counts else None

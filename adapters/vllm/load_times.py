@@ -1,8 +1,8 @@
-"""Load times of a vLLM server's tiers: seconds for each token that comes from host memory or disk.
+"""Load times of a vLLM server's tiers, in seconds a token.
 
-Prompts of random tokens are sent until the device has evicted the first of them, and then the host. An early one is
-sent again with new tokens behind it: the server's metrics say which tier it came from, and what its time exceeds a
-prefill behind tokens on the device is that of the load.
+Prompts of random tokens are sent until the device has evicted the first of them, and then the host. An early prompt is
+sent again, followed by new tokens: the server's metrics name its tier. The load time is the excess over a prefill with
+the same prefix cached on the device.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TIERS = ("host", "disk")
 _TIMEOUT_S = 5.0
 _COUNTED_S = 2.0
 _POLL_S = 0.02
-# Prompts that fill the device so many times evict those before them.
+# Prompts of this many times the device's size evict all earlier ones.
 _FILLS = 1.25
 
 
 class Answered(NamedTuple):
-    """Seconds to the first token, and the tokens that the server reports."""
+    """Seconds to the first token, and the server's reported tokens."""
 
     seconds: float
     cached_tokens: int
@@ -42,7 +42,7 @@ class Answered(NamedTuple):
 
 class Send(Protocol):
     def __call__(self, token_ids: list[int], salt: str, /) -> Answered:
-        """A request for one token."""
+        """Send a request for one token."""
 
 
 Advance = Callable[[], None]
@@ -54,8 +54,8 @@ class _Salted(NamedTuple):
 
 
 class TierLoads:
-    """Measures a server with ragorder's tiers that serves nothing else: `capacity_tokens` are its device's. Raises
-    ServerError, also if the server takes no prompt of a block."""
+    """Measurement of a server with ragorder's tiers that has no other requests: `capacity_tokens` are its device's.
+    Raises ServerError, also if the server takes no prompt of a block."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class TierLoads:
         room = min(longest_tokens - 1 - self._new_tokens, capacity_tokens // 4)
         if room < block_size:
             raise ServerError(
-                f"the server takes prompts of {room:,} tokens, less than one of its blocks of {block_size}"
+                f"the server takes prompts of {room:,} tokens, but its blocks have {block_size}: "
+                "raise --max-model-len or --kv-cache-memory-bytes"
             )
         self._capacity_tokens = capacity_tokens
         self._prefix_tokens = room // block_size * block_size
@@ -89,11 +90,11 @@ class TierLoads:
     def measure(
         self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
     ) -> PrefillProfile:
-        """The profile with `loads`: medians of `repeats` samples of each tier, or of as many as `limit_s` allows.
+        """Return the profile with `loads`: medians of up to `repeats` samples of each tier within `limit_s`.
 
-        A tier is not tried if filling those in front of it takes longer. The server's own times of its copies are the
-        least of a tier's, and stand in for those of tiers without a sample (`load_missing` among the facts): a client
-        sees a load only as the difference of two prefills.
+        A tier is skipped if filling the tiers before it takes longer. The server's own copy times are a lower bound,
+        and replace missing samples (`load_missing` among the facts): a client measures a load only as the difference of
+        two prefills.
         """
         samples = self._samples
         self._deadline = time.monotonic() + limit_s
@@ -132,7 +133,6 @@ class TierLoads:
         return time.monotonic() < self._deadline
 
     def _filling_s(self, tier: str, stats: TierStats) -> float:
-        """What it takes to evict a prompt from all tiers in front of this one, by the profile."""
         sizes = {figures.tier: figures.capacity_bytes for figures in stats.tiers}
         prompts = float(self._filling)
         if tier == "disk" and sizes.get("device"):
@@ -153,7 +153,7 @@ class TierLoads:
             self._sent.append(prompt)
 
     def _probe(self) -> str | None:
-        """The tier from which the oldest prompt came, if it was one alone."""
+        """Return the tier of the oldest prompt, or None if several tiers had parts of it."""
         prompt = self._sent.popleft()
         before = self._hits()
         answer = self._send([*prompt.token_ids, *self._token_ids(self._new_tokens)], prompt.salt)
@@ -167,7 +167,7 @@ class TierLoads:
         return None
 
     def _counted(self, before: Hits, prompt_tokens: int) -> Hits:
-        """A server counts a request a moment after its last token has left."""
+        """A server counts a request after its last token."""
         deadline = time.monotonic() + _COUNTED_S
         found = self._hits() - before
         while found.total < prompt_tokens and time.monotonic() < deadline:

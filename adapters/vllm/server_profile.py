@@ -1,4 +1,4 @@
-"""The prefill profile that a vLLM server with ragorder's tiers awaits, measured over HTTP."""
+"""Prefill profile of a vLLM server with ragorder's tiers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _POLL_S = 0.1
 _TIMEOUT_S = 60.0
 _TRIES = 3
 _CHECK_TOKENS = 16
-# Of the budget, on a server with tiers; loads have the rest.
+# Share of the budget on a server with tiers; load times have the rest.
 _PREFILLS_SHARE = 0.5
 _LOADS = 3
-# Ordinary tokens, or at least harmless ones, in any vocabulary.
+# Ordinary or at least harmless tokens in any vocabulary.
 _TOKEN_IDS = range(100, 256)
 
 
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """The cached profile of the server at `base_url`, else a new one with load times, which is cached: the engine finds
-    it there if it runs on this machine, for this user.
+    """Return the cached profile of the server at `base_url`, or measure one with load times and cache it: the engine
+    finds it there if it runs on this machine, for this user.
 
-    None for a server that awaits none (its tiers have no `--profile auto`). Raises ServerError with the reason if it
-    cannot be measured: the server is busy, does not answer, or does not report cached tokens.
+    Returns None if the server awaits no profile (its tiers have no `--profile auto`). Raises ServerError with the
+    reason if it cannot be measured: the server is busy, does not answer, or does not report cached tokens.
     """
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
@@ -56,7 +56,7 @@ def profile_server(
 
 
 def measure_server(base_url: str, *, api_key: str | None = None, budget_s: float = 10.0) -> PrefillProfile:
-    """A new profile of an idle server that caches prefixes and reports cached tokens. Raises ServerError."""
+    """Measure a profile of an idle server that caches prefixes and reports cached tokens. Raises ServerError."""
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         return _measure(server, _Prefills(server, *_model_of(server)), budget_s)
 
@@ -85,7 +85,7 @@ def _awaited(server: Server, prefills: _Prefills, clock: Callable[[], float] = t
 def _measure(server: Server, prefills: _Prefills, budget_s: float) -> PrefillProfile:
     page = server.get("/metrics")
     if requests_on(page):
-        raise ServerError("the server is busy: its times would be those of its load")
+        raise ServerError("the server is busy, so its times would include other requests: measure an idle server")
     _logger.info("measuring prefill times of %s, once for this model and machine (at most %g s)", server.root, budget_s)
     block_size = prefills.block_size()
     facts = {
@@ -124,7 +124,7 @@ def _measure_tiers(
 
 
 class _Prefills:
-    """Times of requests for one token. A row's prefix is sent first, under a salt of its own, so that nothing else is
+    """Times of requests for one token. A row's prefix is sent first, under its own salt, so that nothing else is
     cached. Raises ServerError."""
 
     def __init__(self, server: Server, model: str, longest: int) -> None:
@@ -153,8 +153,8 @@ class _Prefills:
                     "the server does not report cached tokens: start vLLM with --enable-prompt-tokens-details"
                 )
         raise ServerError(
-            f"of {cached_tokens:,} tokens that the server had been sent just before it had {found:,} cached: is it one "
-            "engine that serves nothing else?"
+            f"the server had {found:,} of {cached_tokens:,} tokens cached just after they were sent: give one idle "
+            "engine"
         )
 
     def answer(self, token_ids: list[int], salt: str) -> Answered:

@@ -1,4 +1,7 @@
-"""RAGCache's tiers in stock vLLM (docs/tiers.md). vLLM imports the other modules by the paths in its configuration."""
+"""RAGCache's tiers in stock vLLM (docs/tiers.md).
+
+vLLM imports the other modules by the paths in its configuration.
+"""
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.settings import TierSettings

@@ -1,4 +1,4 @@
-"""The prefill profile of an engine, which is measured while it runs if there is none yet."""
+"""Prefill profile of an engine, measured while it runs if missing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LOOK_S = 5.0
 
 class PrefillCosts(Protocol):
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds per new token."""
+        """Return seconds per new token."""
 
 
 class AwaitedProfile:
-    """The cached profile of `key`; until there is one, every token costs the same. Looks for its file when a cost is
-    wanted, every 5 s at most."""
+    """The cached profile of `key`; until it exists, every token costs the same. Looks for the file when a cost is
+    needed, at most every 5 s."""
 
     def __init__(
         self, key: str, cache: ProfileCache | None = None, clock: Callable[[], float] = time.monotonic
@@ -68,7 +68,7 @@ def _changed_ns(path: Path) -> int | None:
 
 
 def note_profile(vllm_config: Any) -> None:
-    """Add to `kv_connector_extra_config` the key of this engine's profile, which only vLLM's whole configuration gives.
+    """Add the key of this engine's profile to `kv_connector_extra_config`; only vLLM's whole configuration gives it.
     Never raises: without a key every token costs the same."""
     try:
         key = profile_key(_identity(vllm_config))

@@ -1,4 +1,7 @@
-"""vLLM's offloading connector, with copies that may fail. vLLM imports it first: it checks the version."""
+"""vLLM's offloading connector with fallible copies.
+
+vLLM imports this module first: it checks the version.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """With the host chunks of failed stores."""
+    """Worker metadata with the host chunks of failed stores."""
 
     failed_chunks: set[int] = field(default_factory=set)
 
@@ -34,7 +37,7 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for an offloading connector whose copies may fail, which vLLM's never do.
+    """Mixin for an offloading connector whose copies may fail, unlike vLLM's.
 
     Our worker reports failed copies as finished, and separately. vLLM's scheduler recomputes failed loads
     (`failed_recving`); the manager drops chunks of failed stores.
@@ -44,7 +47,7 @@ class RecomputesFailedLoads:
     connector_worker: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        # A spec gets the model's name and dtype only: too little to identify its chunks on a disk.
+        # A spec gets only the model's name and dtype: too little to identify its chunks on a disk.
         note_model(vllm_config)
         note_profile(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]

@@ -44,13 +44,13 @@ class _Place:
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks in order, in its own thread, by numpy: torch would start another pool. Failed jobs are
+    """Copier of whole blocks in order, in its own thread, by numpy: torch would start another pool. Failed jobs are
     reported as finished, and in `take_failures`."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        """Raises ValueError for another layout; `region` is then still the caller's."""
+        """Raises ValueError for another layout; the caller then keeps `region`."""
         if blocks_per_chunk < 1:
-            raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: a chunk has 1 block or more")
+            raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: give 1 or more")
         self._blocks_per_chunk = blocks_per_chunk
         self._device: list[Any] = []
         host = []
@@ -65,7 +65,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             view = region.create_next_worker_view(size * blocks_per_chunk)
             host.append(view.unflatten(1, (blocks_per_chunk, size)).numpy())
         self._host: list[Any] = host
-        # For each group of layers: its caches, and the bytes of a block that it uses there.
+        # For each group of layers: its caches, and the bytes that it uses of a block there.
         self._parts: list[dict[int, int]] = []
         for references in kv_caches.group_data_refs:
             parts: dict[int, int] = {}
@@ -97,7 +97,6 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return [result for result, _ in ended]
 
     def take_failures(self) -> list[FailedCopy]:
-        """Of the results of `get_finished`, each once."""
         taken, self._failures = self._failures, []
         return taken
 
@@ -130,7 +129,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         started = time.perf_counter()
         try:
             if not isinstance(host, CPULoadStoreSpec):
-                raise TypeError(f"{type(host).__name__} is not a place in host memory")
+                raise TypeError(f"{type(host).__name__} is no address in host memory")
             copied = sum(self.copy(places, parts, to_host) for places, parts in self._places(device, host))
         except Exception as error:
             # The exception's message may quote an array's values.
@@ -142,13 +141,13 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def _places(
         self, device: GPULoadStoreSpec, host: CPULoadStoreSpec
     ) -> Iterator[tuple[list[_Place], dict[int, int]]]:
-        """By group. The first place may be in the middle of a chunk."""
+        """Yield places and parts by group. The first place may be in the middle of a chunk."""
         blocks = [int(block) for block in device.block_ids]
         chunks = [int(chunk) for chunk in host.block_ids]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:
             raise ValueError("blocks and chunks are numbered from 0")
         if len(device.group_sizes) != len(self._parts):
-            raise ValueError("the groups are not those of the KV caches")
+            raise ValueError("the number of groups differs from the KV caches'")
         for parts, count, first in zip(self._parts, device.group_sizes, device.block_indices, strict=True):
             if not count:
                 continue

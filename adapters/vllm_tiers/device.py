@@ -1,4 +1,4 @@
-"""The device tier: vLLM's own blocks, evicted by our policy."""
+"""Device tier: vLLM's own blocks, evicted by our policy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _logger = logging.getLogger("ragorder")
 
 
 def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder | None:
-    """None, with a warning, for models with several `groups` of KV caches, whose blocks are useful only together, and
-    without prefix caching."""
+    """Return None, with a warning, without prefix caching, and for models with several `groups` of KV caches, whose
+    blocks are useful only together."""
     if groups > 1:
         _logger.warning("the device's blocks stay in vLLM's own order: the model has %d groups of KV caches", groups)
         return None
@@ -53,7 +53,7 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # After a preemption a request finds what it has computed itself.
+        # After a preemption a request finds the blocks that it has computed itself.
         if self.device_order is not None and not request.num_preemptions:
             loaded = 0 if request.skip_reading_prefix_cache else found[0] or 0
             self._cached_tokens[request.request_id] = num_computed_tokens + loaded

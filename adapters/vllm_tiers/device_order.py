@@ -24,7 +24,7 @@ _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher, which must not raise: every block taken or freed passes it."""
+    """vLLM's free queue with a watcher, which must not raise: it sees every block taken or freed."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -67,11 +67,11 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
 
 
 class DeviceOrder:
-    """Makes a block pool of vLLM's evict cached blocks by a tier's policy, in O(log n) a block.
+    """Eviction of cached blocks from vLLM's block pool by a tier's policy, in O(log n) a block.
 
     vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds cached
-    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks with one
-    content the one that vLLM would not find is spare, and goes first. An error turns the order off for good: no
+    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks with the
+    same content, vLLM finds one; the other is spare, and evicted first. An error turns this order off for good: no
     allocation fails.
     """
 
@@ -103,19 +103,18 @@ class DeviceOrder:
         cost: float | None,
         facts: RequestFacts = _NO_FACTS,
     ) -> None:
-        """Blocks in order, about to be free. Tokens after `cached_tokens` were computed at `cost` seconds each; blocks
-        behind the documents of `facts` do not count as used."""
+        """Count the use of a request's blocks, in order, about to be free. Tokens after `cached_tokens` were computed
+        at `cost` seconds each; blocks after the documents of `facts` do not count as used."""
         self._safely(self._use, block_ids, cached_tokens, cost, facts)
 
     def leaving(self, count: int) -> None:
-        """`count` blocks are about to be taken from the front."""
         self._safely(self._make_room, count)
 
     def left(self, blocks: Sequence[Any]) -> None:
         self._safely(self._overwritten, blocks)
 
     def hit(self, block: Any) -> None:
-        """The content of this block was found."""
+        """Pin a block whose content was found."""
         self._safely(self._pin, block)
 
     def returned(self, blocks: Sequence[Any]) -> None:
@@ -180,7 +179,7 @@ class DeviceOrder:
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
-        # From the last, the path's only leaf: in order, each of them would be a leaf until the next is there.
+        # From the last block, the path's only leaf: in order, each block would be a leaf until its child is inserted.
         for block, parent in zip(reversed(blocks), reversed(parents), strict=True):
             if self._is_known(block):
                 self._attach(block.block_hash, parent)
@@ -192,7 +191,6 @@ class DeviceOrder:
         self._tier.use(keys[:within], cost=cost, computed=computed, expected=facts.forecast(keys, ends))
 
     def _is_known(self, block: Any) -> bool:
-        """Drops the content that the block had before."""
         key = self._keys.get(block.block_id)
         if key is None:
             return False
@@ -202,12 +200,11 @@ class DeviceOrder:
         return False
 
     def _admit(self, block: Any, parent: Key | None) -> bool:
-        """If vLLM would find this block."""
         key = block.block_hash
         if self._contents.get_one_block(key) is not block:
             return False
         if key in self._blocks:
-            # The block that had this content has lost it unnoticed.
+            # The earlier block with this content has lost it unnoticed.
             self._queue.bring_forward([self._drop(key)])
         self._tier.insert(key, parent=parent)
         self._blocks[key] = block, self._now()
@@ -216,7 +213,7 @@ class DeviceOrder:
         return True
 
     def _attach(self, key: Key, parent: Key | None) -> None:
-        """Blocks of a preempted request arrived without their parents."""
+        """Blocks of a preempted request arrive without parents."""
         node = self._tier.get(key)
         if parent is not None and node is not None and node.parent is None:
             pins = node.pins

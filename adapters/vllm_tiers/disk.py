@@ -1,4 +1,4 @@
-"""The disk tier: chunks of vLLM's host tier in a bounded folder."""
+"""Disk tier: chunks of vLLM's host tier in a bounded folder."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class _DiskTransfer:
 
 
 class _Written(set[OffloadKey]):
-    """The chunks that a request has stored, which counts as their use."""
+    """Chunks that a request has stored, which counts as their use."""
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
-    """A `ChunkStore` behind vLLM's host tier: chunks are written to both, and read from here once the host evicted
+    """`ChunkStore` after vLLM's host tier: chunks are written to both, and read from here once the host has evicted
     them.
 
-    A corrupt chunk is dropped: vLLM computes it. With an unusable folder (another engine's, another model's) the tier
+    A corrupt chunk is dropped and recomputed by vLLM. With an unusable folder (another engine's or model's) the tier
     stays empty, which is logged and counted. At most `bytes`, in a folder for each data-parallel engine.
     """
 
@@ -186,7 +186,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """No effect: a request counts once, when it has finished."""
+        """Do nothing: a request counts once, when it has finished."""
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -245,7 +245,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             self._refused, why = "unknown-weights", f"the model's files cannot be read: {error.strerror or error}"
         self._counts.refused[self._refused] = 1
         self._counts.capacity_bytes = 0
-        _logger.warning("No disk tier: %s. Device and host go on without it.", why)
+        _logger.warning("No disk tier: %s. Device and host continue without it.", why)
         return None
 
     def _refuse(self, job: TransferJob) -> None:
@@ -255,7 +255,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
     def _transfer(self, job: TransferJob, order: dict[OffloadKey, int] | None = None) -> _DiskTransfer:
         chunks = list(zip(job.keys, map(int, job.chunk_ids), strict=True))
         if order is not None:
-            # Parents first, so that they are there when their children come.
+            # Parents before their children.
             chunks.sort(key=lambda chunk: order.get(chunk[0], 0))
         return _DiskTransfer([key for key, _ in chunks], [place for _, place in chunks], job.is_promotion)
 
@@ -276,6 +276,6 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             medium=Medium.STORAGE,
             removed=removed,
             locality=self.locality,
-            # vLLM keeps what an event of a removal needs until the last tier has removed the chunk.
+            # vLLM keeps data for removal events until the last tier has removed the chunk.
             removal_expected=not removed,
         )

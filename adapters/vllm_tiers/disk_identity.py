@@ -1,7 +1,7 @@
-"""Identity of an engine's KV: everything on which the bytes behind a key depend.
+"""Identity of an engine's KV: all inputs of a chunk's bytes.
 
-vLLM's keys are digests of tokens alone; `note_model` adds what only a connector's configuration has. Not covered: LoRA
-adapters or weights replaced under the same path in a running engine.
+vLLM's keys are digests of tokens alone; `note_model` adds facts that only a connector's configuration has. Not covered:
+LoRA adapters or weights replaced under the same path in a running engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHOICES = ("quantization", "dtype", "model_impl", "disable_sliding_window", "ov
 
 
 def note_model(vllm_config: Any) -> None:
-    """Add to `kv_connector_extra_config` what only vLLM's whole configuration has. Never raises."""
+    """Add facts of vLLM's whole configuration to `kv_connector_extra_config`. Never raises."""
     vllm_config.kv_transfer_config.kv_connector_extra_config[_NOTE] = model_facts(vllm_config)
 
 
@@ -43,7 +43,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     config = _as_json(getattr(model, "hf_config", None))
     noted: dict[str, Any] = {
         "revision": getattr(model, "revision", None),
-        # Their place, if it is not the model's folder.
+        # Their path, if it is not the model's folder.
         "weights": getattr(model, "model_weights", None),
         "load_format": str(getattr(load, "load_format", None)),
         "loader": str(getattr(load, "model_loader_extra_config", None)),
@@ -63,8 +63,8 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
-    """Equal only for engines with interchangeable chunks. Remembers digests of weights in `folder`. Raises
-    UnknownWeightsError, OSError."""
+    """Return a digest that is equal only for engines with interchangeable chunks. Caches digests of weights in
+    `folder`. Raises UnknownWeightsError, OSError."""
     config = spec.config
     parallel = config.parallel
     noted = config.extra_config.get(_NOTE) or {}
@@ -75,7 +75,7 @@ def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = 
         "format": _FORMAT,
         "vllm": vllm_version(),
         "machine": this_machine(),
-        # The beginning of every chain of block hashes.
+        # The seed of every chain of block hashes.
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "model": weights.of(config.model.name, noted.get("revision"), dummy=dummy, hub=hub),
         "draft": draft and weights.of(draft["name"], draft["revision"], dummy=dummy, hub=hub),
@@ -96,7 +96,7 @@ def _as_json(config: Any) -> str:
     try:
         return json.dumps(config.to_dict(), sort_keys=True, default=str)
     except Exception:
-        # What cannot be serialised equals nothing else.
+        # A configuration that cannot be serialised equals no other.
         return f"{type(config)} {uuid4()}"
 
 

@@ -12,8 +12,8 @@ __all__ = ["ChunkJob", "JobThreads"]
 
 
 class ChunkJob:
-    """Calls `step` with 0 to `steps` - 1: concurrently if `urgent`, otherwise in order. Only jobs with an `id` are in
-    `JobThreads.take_ended`."""
+    """Job that calls `step` with 0 to `steps` - 1: concurrently if `urgent`, else in order. Only jobs with an `id` are
+    in `JobThreads.take_ended`."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 
@@ -32,7 +32,8 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Urgent jobs first, also between steps of others. A step that raises has not worked. Thread-safe."""
+    """Threads that run urgent jobs first, also between steps of other jobs. A step that raises has failed.
+    Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
@@ -50,11 +51,10 @@ class JobThreads:
 
     @property
     def busy(self) -> bool:
-        """A job has not ended, or was not yet taken."""
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
-        """Once closing, a job ends without having worked."""
+        """Add a job. Once closing, it ends at once and counts as failed."""
         with self._changed:
             self._unended += 1
             if self._closing or not job.worked:
@@ -71,12 +71,12 @@ class JobThreads:
         return ended
 
     def wait(self, seconds: float | None = None) -> bool:
-        """False after `seconds`."""
+        """Return False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Drops steps that have not begun after `patience_s`."""
+        """Drop steps that have not begun after `patience_s`."""
         self.wait(patience_s)
         with self._changed:
             self._closing = True

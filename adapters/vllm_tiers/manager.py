@@ -1,4 +1,4 @@
-"""vLLM's manager of the tiers, with our policy, counts, and copies that may fail."""
+"""vLLM's manager of the tiers, with our policy, counts and failing copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Raises ValueError if the host tier's policy is not a `HostPolicy`."""
+    """Manager of the tiers. Raises ValueError if the host tier's policy is not a `HostPolicy`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """Stores to these host chunks that complete now have failed."""
+        """Note that stores to these host chunks that complete now have failed."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -64,8 +64,8 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def expect(self, req_context: ReqContext) -> None:
-        """A request waits, whose chunks are known: the host keeps them, and takes them from the disk, as far as it has
-        room for waiting requests."""
+        """Reserve a waiting request's chunks in the host and load them from the disk, up to the room for waiting
+        requests."""
         self._policy.serve(req_context)
         awaited = self._policy.expect(req_context)
         if not self.secondary_tiers:
@@ -93,7 +93,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        # What the request found is known now, and what it computes is about to arrive.
+        # The request's cached chunks are known now, and its computed ones are about to arrive.
         path = self._policy.serve(req_context)
         self._policy.count(req_context)
         return super().prepare_store([key for key in keys if path.admits(key)], req_context)

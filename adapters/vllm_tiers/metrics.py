@@ -1,4 +1,7 @@
-"""Metrics of the tiers in vLLM's /metrics. vLLM adds its labels and, to counters, `_total`."""
+"""Metrics of the tiers in vLLM's /metrics.
+
+vLLM adds its labels and, to counters, `_total`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         CHUNKS: OffloadingGaugeMetadata("Chunks of KV that a tier holds.", _TIER),
         BYTES: OffloadingGaugeMetadata("Bytes that a tier's chunks take.", _TIER),
         CAPACITY_BYTES: OffloadingGaugeMetadata("Bytes that a tier may take.", _TIER),
-        OLDEST_SECONDS: OffloadingGaugeMetadata("Seconds since a tier's oldest chunk came in; 0 if empty.", _TIER),
+        OLDEST_SECONDS: OffloadingGaugeMetadata("Seconds since a tier's oldest chunk arrived; 0 if empty.", _TIER),
         STORED_CHUNKS: OffloadingCounterMetadata("Chunks that were copied into a tier.", _TIER),
         EVICTED_CHUNKS: OffloadingCounterMetadata("Chunks that a tier's policy evicted.", _TIER),
         REFUSED_CHUNKS: OffloadingCounterMetadata(
@@ -49,7 +52,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
             "Requests with malformed facts, served as if they had none."
         ),
         DOCUMENTS: OffloadingCounterMetadata("Documents in the prompts of requests with facts."),
-        TENANTS: OffloadingGaugeMetadata("Different tenants among the recent requests that named one."),
+        TENANTS: OffloadingGaugeMetadata("Distinct tenants of recent requests that named one."),
         DEVICE_ORDER: OffloadingGaugeMetadata(
             "1 while the policy orders the device's evictions, 0 after an error: then vLLM's own order."
         ),
@@ -65,7 +68,7 @@ class _Counters:
     _reported: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict, init=False)
 
     def _grow(self, stats: OffloadingConnectorStats, name: str, count: int, labels: tuple[str, ...] = ()) -> None:
-        # A counter that has not moved is reported once, so that it is on the page from the start.
+        # An unchanged counter is reported once, so that the page has it from the start.
         before = self._reported.get((name, labels))
         if before is None or count != before:
             stats.increase_counter(name, count - (before or 0), labels)
@@ -74,7 +77,7 @@ class _Counters:
 
 @dataclass(slots=True)
 class TierCounts(_Counters):
-    """The metrics of one tier ("device", "host" or "disk")."""
+    """Metrics of one tier ("device", "host" or "disk")."""
 
     tier: str
     chunks: int = 0
@@ -87,7 +90,6 @@ class TierCounts(_Counters):
     refused: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """Gauges, and the growth of counters since the last report."""
         stats = OffloadingConnectorStats()
         label = (self.tier,)
         stats.set_gauge(CHUNKS, self.chunks, label)
@@ -104,8 +106,6 @@ class TierCounts(_Counters):
 
 @dataclass(slots=True)
 class RequestCounts(_Counters):
-    """Counts of requests by their facts."""
-
     with_facts: int = 0
     without_facts: int = 0
     unreadable: int = 0

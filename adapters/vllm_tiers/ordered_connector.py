@@ -1,4 +1,4 @@
-"""The tier connector with ordered device blocks."""
+"""Tier connector with ordered device blocks."""
 
 from __future__ import annotations
 

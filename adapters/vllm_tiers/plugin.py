@@ -1,4 +1,7 @@
-"""Entry point `vllm.general_plugins`, called in each of vLLM's processes, with tiers or without."""
+"""Entry point `vllm.general_plugins`.
+
+Each of vLLM's processes calls it, with or without tiers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction from the host tier: a `CachePolicy` of vLLM on `ragorder.trie.policies`."""
+"""Eviction from the host tier: a `CachePolicy` of vLLM."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class _Either:
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
-    """Chunks in host memory; the leaf with the lowest priority is evicted first.
+    """Policy for chunks in host memory; the leaf with the lowest priority is evicted first.
 
     A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
-    request that computed it: T(cached, new) / new, or from its facts; what uses are expected, too.
+    request that computed it: T(cached, new) / new, or the cost in its facts, which may also forecast uses.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -51,35 +51,34 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         profile: PrefillCosts = LINEAR,
         max_cached_documents: int | None = None,
     ) -> None:
-        """Before the first chunk: vLLM gives only a capacity. `history`: 0 for none."""
+        """Set the options before the first chunk: vLLM gives only a capacity. `history`: 0 for none."""
         if self._chunks:
-            raise ValueError("the host tier holds chunks: configure it before it is used")
+            raise ValueError("the host tier already holds chunks: configure it before its first use")
         self.name = policy
         self.profile = profile
         self._max_cached_documents = max_cached_documents
         self._tier = Tier(make_policy(policy), History(history) if history else None)
 
     def serve(self, request: ReqContext) -> RequestPath:
-        """The calls that follow are for this request."""
+        """Use this request's path for the next calls."""
         self._path = path_of(request)
         return self._path
 
     def expect(self, request: ReqContext) -> Sequence[OffloadKey]:
-        """A waiting request, whose chunks are known: others are evicted first, while such chunks take up to half of the
-        tier. Returns those of the request."""
+        """Reserve the chunks of a waiting request: other chunks are evicted first, while reserved ones take up to half
+        of the tier. Returns the request's reserved chunks."""
         self.settle(request)
         path = path_of(request)
         path.awaited = self._awaited.add((key, 1) for key in path.keys)
         return path.keys[: len(path.awaited)]
 
     def settle(self, request: ReqContext) -> None:
-        """The request waits no longer."""
+        """Release the chunks of a request that no longer waits."""
         path = path_of(request)
         self._awaited.remove(path.awaited)
         path.awaited = ()
 
     def count(self, request: ReqContext) -> None:
-        """Count the request for its path, once."""
         path = path_of(request)
         if path.counted:
             return
@@ -91,7 +90,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         tokens = path.ends[-1] if path.ends else 0
         cached = path.ends[path.cached - 1] if path.cached else 0
         computed = set(path.keys[path.cached :])
-        # If it computed nothing: the cost of the whole prompt, for chunks whose cost is not known yet.
+        # If it computed nothing: the cost of the whole prompt, for chunks without a known cost.
         cost = self.profile.cost(cached, tokens - cached) if computed else self.profile.cost(0, tokens)
         if facts is not None and facts.cost is not None:
             cost = facts.cost
@@ -120,7 +119,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
             self._arriving.add(key)
         node = self._tier.get(key)
         if path is not None and path.counts(key) and node is not None and not node.frequency:
-            # The request was counted before this chunk arrived, and no history has kept that.
+            # The request was counted before this chunk arrived, and no history has recorded that.
             self._tier.use((key,), cost=path.cost, computed=(key,), expected=path.expected)
 
     @override

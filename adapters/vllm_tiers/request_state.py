@@ -1,4 +1,4 @@
-"""State of a request in vLLM's scheduler: its facts, and its path in chunks."""
+"""State of a request in vLLM's scheduler: facts and path in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RequestPath:
-    """The chunks of a request's prompt, root first; those of several groups of layers are adjacent."""
+    """The chunks of a request's prompt, root first; chunks of several groups of layers are adjacent."""
 
     __slots__ = (
         "_device",
@@ -39,7 +39,7 @@ class RequestPath:
     )
 
     def __init__(self, positions: dict[OffloadKey, int]) -> None:
-        # vLLM's own, which grows while the request is answered.
+        # vLLM's own dictionary, which grows while the request is answered.
         self._positions = positions
         self.keys: list[OffloadKey] = []
         self.ends: list[int] = []
@@ -47,11 +47,11 @@ class RequestPath:
         self._device: int | None = None
         self._loaded = 0
         self.counted = False
-        # The number of chunks that count as used, and that may be stored; None: all.
+        # Numbers of chunks that count as used, and that may be stored; None for all.
         self.last: int | None = None
         self.admitted: int | None = None
         self.cost: float | None = None
-        # Chunks that the host keeps while the request waits.
+        # Chunks that the host reserves while the request waits.
         self.awaited: tuple[Key, ...] = ()
         # Forecast uses of chunks, if any.
         self.expected: dict[OffloadKey, float] = {}
@@ -61,37 +61,33 @@ class RequestPath:
         return key in self._positions
 
     def parent_of(self, key: OffloadKey) -> OffloadKey | None:
-        """None for the first chunk, and for other requests' chunks."""
+        """Return the parent, or None for the first chunk and other requests' chunks."""
         place = self._place(key)
         return self.keys[place - 1] if place else None
 
     def looked_up(self, key: OffloadKey) -> None:
-        """The device has everything before the first chunk looked up."""
+        """Note the first chunk looked up: the device has all chunks before it."""
         if self._device is None:
             self._device = self._place(key)
 
     def loaded(self, keys: Iterable[OffloadKey]) -> None:
-        """From the tiers behind the device."""
         places = [place for key in keys if (place := self._place(key)) is not None]
         self._loaded = max([self._loaded, *(place + 1 for place in places)])
 
     @property
     def cached(self) -> int:
-        """In chunks; all if vLLM looked up none."""
+        """Number of cached chunks; all if vLLM looked up none."""
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
-        """The request was counted already, and with this chunk."""
         place = self._place(key)
         return self.counted and place is not None and (self.last is None or place < self.last)
 
     def admits(self, key: OffloadKey) -> bool:
-        """Whether the tiers may keep this chunk."""
         place = self._place(key)
         return self.admitted is None or place is None or place < self.admitted
 
     def before(self, end: int) -> int:
-        """Chunks that end within `end` tokens."""
         return bisect_right(self.ends, end)
 
     def _place(self, key: OffloadKey) -> int | None:
@@ -118,7 +114,7 @@ class ReadFacts:
 
 def path_of(request: ReqContext) -> RequestPath:
     # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks that
-    # were on the device. They count as used all the same.
+    # were on the device. They count as used, too.
     return state_of(request, RequestPath, lambda: RequestPath(request._offload_key_positions))
 
 
@@ -127,7 +123,6 @@ def facts_of(request: ReqContext) -> ReadFacts:
 
 
 def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
-    """The state of this type that vLLM keeps with the request, made on first use."""
     state: T | None = request.get_state(kind)
     if state is None:
         state = make()

@@ -1,4 +1,4 @@
-"""Settings of the tiers, and the --kv-transfer-config that they make."""
+"""Settings of the tiers, and their --kv-transfer-config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "ragorder"
 
 
 class TierSettings(KVTierSettings):
-    """Settings of the tiers in vLLM, from which --kv-transfer-config is made.
+    """Settings of the tiers in vLLM, which make the --kv-transfer-config.
 
         vllm.LLM(model, kv_transfer_config=TierSettings(host_bytes=8 << 30).kv_transfer_config())
 
@@ -38,7 +38,6 @@ class TierSettings(KVTierSettings):
         return self
 
     def kv_transfer_config(self) -> dict[str, Any]:
-        """Paths in it are absolute."""
         settings = self.model_copy(
             update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)},
         )
@@ -76,7 +75,7 @@ class TierSettings(KVTierSettings):
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises ValueError if there are none."""
+        """Raises ValueError if there are no settings."""
         if not isinstance(extra_config.get(_KEY), Mapping):
             raise ValueError(
                 f"kv_connector_extra_config has no {_KEY!r}: take the whole --kv-transfer-config that "

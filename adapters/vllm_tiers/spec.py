@@ -1,4 +1,4 @@
-"""The offloading spec: vLLM's own tiering with our settings, on any platform."""
+"""Offloading spec: vLLM's own tiering with our settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = ["TierSpec"]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """On GPUs vLLM copies, on a CPU our worker. Raises UnsupportedVLLMError, and ValueError for impossible settings."""
+    """Spec whose copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, and ValueError for
+    impossible settings."""
 
     _manager: Any
     _worker: Any
@@ -89,7 +90,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file in /dev/shm, which would outlive a killed engine: once the scheduler finds it, all workers
+        """Unlink the file in /dev/shm, which would outlive a killed engine: when the scheduler calls this, all workers
         have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:

@@ -17,12 +17,12 @@ from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 __all__ = ["MEMORY", "UnknownWeightsError", "WeightDigests"]
 
 MEMORY = "weights.json"
-"""Remembered digests, in the folder of the disk tier."""
+"""File of cached digests, in the folder of the disk tier."""
 
 _TOKENS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config")
 _NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)
 _NOT_WEIGHTS = frozenset({".md", ".txt", ".jinja", ".png", ".jpg"})
-# A file changed so shortly before it was read may be changed again within the same time stamp.
+# A file changed this shortly before it was read may change again within the same time stamp.
 _SETTLED_NS = 2 * 10**9
 _MAX_MEMORY_BYTES = 1 << 20
 
@@ -31,8 +31,8 @@ class UnknownWeightsError(Exception): ...
 
 
 class WeightDigests:
-    """Digests of models, over all bytes of their files; kept in the file `memory` by inode, size and times, ctime
-    included, which no copying tool sets back. A memory that others can write is ignored."""
+    """Digests of models, over all bytes of their files; cached in the file `memory` by inode, size and times, including
+    ctime, which no copying tool sets back. A memory that other users can write is ignored."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory
@@ -58,7 +58,7 @@ class WeightDigests:
                     "vLLM the folder of the model, or --revision with a whole commit"
                 )
             [revision] = commits
-        # The commit identifies what was downloaded, the files any change since then.
+        # The commit identifies the download, the files any change since then.
         files = _files(commits[revision]) if revision in commits else []
         return f"commit {revision} of {model}, files {self._digest(files)}"
 
@@ -128,7 +128,6 @@ def _read_piece(descriptor: int, start: int, end: int) -> bytes:
 
 
 def _read(memory: Path) -> dict[str, list[int | str]]:
-    """None if the file is not trusted."""
     try:
         descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,4 @@
-"""Workflows on ordered prompts: a server for any engine, frameworks that submit to it, metrics and traces."""
+"""Workflows on ordered prompts: server, frameworks, metrics and traces."""
 
 from __future__ import annotations
 

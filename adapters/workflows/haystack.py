@@ -1,4 +1,4 @@
-"""Haystack: a component that runs a workflow on a shared server."""
+"""Haystack: component for workflows on a shared server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["WorkflowComponent"]
 
 @component
 class WorkflowComponent:
-    """Answers queries by a workflow. Thread-safe.
+    """Component that answers queries by a workflow. Thread-safe.
 
         pipeline.add_component("research", WorkflowComponent(workflows, multistep().compile()))
 
     - `documents`: their name in the workflow's state (a state without it has none).
-    - `convert`: Haystack's document of one of the workflow's (default: of a `ragorder.Document`).
+    - `convert`: maps the workflow's document to Haystack's (default: from a `ragorder.Document`).
     - `scope`: the tenant. Scopes share no cache.
 
     Raises the server's errors. It cannot be serialised: its server lives in this process.

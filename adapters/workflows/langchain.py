@@ -1,4 +1,4 @@
-"""LangChain: a retriever that runs a workflow on a shared server."""
+"""LangChain: retriever for workflows on a shared server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["WorkflowRetriever"]
 
 
 class WorkflowRetriever(BaseRetriever):
-    """The documents that a workflow has found, best first. Thread-safe.
+    """Retriever of the documents that a workflow finds, best first. Thread-safe.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
     - `documents`: their name in the workflow's state.
-    - `convert`: LangChain's document of one of the workflow's (default: of a `ragorder.Document`).
+    - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
     - `scope`: the tenant. Scopes share no cache.
 

@@ -1,4 +1,4 @@
-"""LangGraph: a node that runs a workflow on a shared server."""
+"""LangGraph: node for workflows on a shared server."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def workflow_node(
     inputs: Sequence[str] = (),
     scope: Callable[[Any], Hashable] | None = None,
 ) -> RunnableLambda[Any, Any]:
-    """A node for `StateGraph.add_node`, in `invoke` and `ainvoke`.
+    """Return a node for `StateGraph.add_node`, in `invoke` and `ainvoke`.
 
         builder.add_node("research", workflow_node(workflows, multistep().compile()))
 
     - `question`: its name in LangGraph's state, or a function of the state, such as the last message's text.
-    - `answer`: the name that the answer's text is stored under, or a function of the result that returns the update.
+    - `answer`: the name under which the answer's text is stored, or a function from the result to the update.
     - `inputs`: names that are passed on as the graph's `inputs`.
     - `scope`: the tenant, a function of the state. Scopes share no cache.
 
-    Raises the server's errors, KeyError for a name that the state does not have.
+    Raises the server's errors, KeyError for a name that the state lacks.
     """
 
     def arguments(state: Any) -> dict[str, Any]:

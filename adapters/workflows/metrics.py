@@ -18,8 +18,7 @@ _TOTAL_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 
 
 class WorkflowMetrics:
-    """An observer for a workflow server with Prometheus metrics. Labels are names of graphs, never of a document or
-    tenant.
+    """Observer for a workflow server with Prometheus metrics. Labels are names of graphs, never a document or tenant.
 
         metrics = WorkflowMetrics()
         server = ordered_workflows(…, observers=[metrics])
@@ -37,7 +36,7 @@ class WorkflowMetrics:
         def counter(name: str, says: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"ragorder_workflow_{name}", says, labels, registry=registry)
 
-        self._requests = counter("requests", "Requests that ended, by what became of them.", ["graph", "outcome"])
+        self._requests = counter("requests", "Ended requests by outcome.", ["graph", "outcome"])
         self._total_s = Histogram(
             "ragorder_workflow_seconds",
             "Time of an answered request, without waiting for its turn.",
@@ -55,7 +54,7 @@ class WorkflowMetrics:
         self._refused = counter("refused_speculations", "Speculations for which there was no room.")
         self._declined = counter("declined_speculations", "Speculations without a predicted gain.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of generations whose usage was reported.")
-        self._cached_tokens = counter("cached_tokens", "Those of them that the engine found cached.")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens of these that the engine had cached.")
         self._clusters = counter("clusters", "Clusters of the index that searches scanned.")
 
     def __call__(self, trace: WorkflowTrace) -> None:

@@ -1,4 +1,4 @@
-"""Requests of a workflow's generations, from their prompts and ordered documents."""
+"""Requests of a workflow's generations, with ordered documents."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["WorkflowPrefix", "WorkflowPrompts"]
 
 
 class WorkflowPrompts:
-    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt stands where its question template has {query}.
-    All generations share the builder's system prompt, with documents or without."""
+    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template. All
+    generations share the builder's system prompt, with or without documents."""
 
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
 
     def lengths(self, question: NodeQuestion, documents: Sequence[Document], /) -> Callable[[], CachedLengths] | None:
-        """See `OrderedPrompts.lengths`. None in the order of rank, of which the orderer does not see what is cached."""
+        """See `OrderedPrompts.lengths`. Returns None for retrieval order, which the orderer does not track."""
         return self._prompts.lengths(_question(question), documents) if question.ordered or not documents else None
 
     def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
@@ -45,7 +45,7 @@ class WorkflowPrompts:
 
 
 class _Ranked:
-    """In the order of rank: the orderer does not see it."""
+    """A request in retrieval order, which the orderer does not track."""
 
     def __init__(self, request: PromptRequest) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""A workflow server whose documents are ordered."""
+"""Workflow server with ordered documents."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ordered_workflows(
     window: int = 32,
     observers: Sequence[Callable[[WorkflowTrace], None]] = (),
 ) -> OrderedWorkflows:
-    """A workflow server that orders the documents of its generations, on `OpenAIStreams`, `AsyncVLLM` or
+    """Return a workflow server that orders the documents of its generations, on `OpenAIStreams`, `AsyncVLLM` or
     `EmbeddedStreams`.
 
         async with ordered_workflows(engine, ContinuousIVF(index), embed, documents.__getitem__,
@@ -63,9 +63,9 @@ def ordered_workflows(
     - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: see `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
-    - `warm_up`: prefill a cold system prompt during searches, if `transformations` is None.
+    - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.
     - `max_prefill_bs`, `token_budget`, `requests`: see `ordered_pipeline`; they admit speculative generations.
-    - `observers` are called with the trace of each request that has ended; one that fails is logged once and left out.
+    - `observers` are called with the trace of each ended request; one that fails is logged once and left out.
 
     A builder's question template should be "{query}", since nodes have whole prompts. Raises ValueError for invalid
     `prompts` and for limits below 1.
@@ -73,7 +73,7 @@ def ordered_workflows(
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
     made = WorkflowPrompts(OrderedPrompts(orderer, builder, prompts, learn=load.learn))
-    # On an engine that fuses, the system prompt is warmed up with each question.
+    # An engine with fused reuse warms up the system prompt with each question.
     warming = WarmUp(WorkflowPrefix(prefix, made)) if warm_up and orderer.settings.reuse != "fused" else None
     if transformations is None:
         transformations = [Prefetch(warming) if isinstance(each, Prefetch) else each for each in all_transformations()]

@@ -1,4 +1,4 @@
-"""A workflow server that callers of any thread share."""
+"""Workflow server shared by callers of any thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ServerLike(Protocol):
 
 
 class SharedWorkflows:
-    """A workflow server in an event loop on its own thread, which LangGraph, LangChain and Haystack submit to.
+    """Workflow server in an event loop on its own thread, for LangGraph, LangChain and Haystack.
 
         with SharedWorkflows(lambda: ordered_workflows(engine, search, embed, document, **parts)) as workflows:
             print(workflows.run(graph, "Which drawer?").text)
 
-    `make` is called on that thread: clients that belong to an event loop are made there. Thread-safe; `arun` is for
+    `make` is called on that thread, where clients that belong to an event loop must be made. Thread-safe; `arun` is for
     callers with an event loop. Closed, it raises RuntimeError.
     """
 
@@ -43,7 +43,6 @@ class SharedWorkflows:
         return await self._thread.arun(self._server.run(graph, question, **options))
 
     def close(self) -> None:
-        """Close the server and end its thread."""
         self._thread.close(self._server.close)
 
     def __enter__(self) -> Self:

@@ -14,8 +14,8 @@ __all__ = ["TraceLog"]
 
 
 class TraceLog:
-    """An observer for a workflow server that appends a line of JSON for each request, without any text of it: for
-    `ragorder workflow trace`. Thread-safe, a context manager.
+    """Observer for a workflow server that appends a line of JSON for each request, without its text: for `ragorder
+    workflow trace`. Thread-safe, a context manager.
 
         with TraceLog("trace.jsonl") as log:
             server = ordered_workflows(…, observers=[log])

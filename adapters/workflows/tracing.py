@@ -14,7 +14,7 @@ __all__ = ["WorkflowTracing"]
 
 
 class WorkflowTracing:
-    """An observer for a workflow server: a span `ragorder.workflow` for each request, and in it one for each piece.
+    """Observer for a workflow server: a span `ragorder.workflow` for each request, with a span for each piece of work.
 
         server = ordered_workflows(…, observers=[WorkflowTracing()])
 

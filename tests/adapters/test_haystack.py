@@ -146,11 +146,11 @@ class TestTopK:
 
     @pytest.mark.parametrize("top_k", [0, -1])
     async def test_it_is_positive(self, orderer: Orderer, top_k: int) -> None:
-        with pytest.raises(ValueError, match="top_k must be > 0"):
+        with pytest.raises(ValueError, match="give 1 or more"):
             CacheOrderRanker(orderer, top_k=top_k)
-        with pytest.raises(ValueError, match="top_k must be > 0"):
+        with pytest.raises(ValueError, match="give 1 or more"):
             CacheOrderRanker(orderer).run(found("a"), top_k=top_k)
-        with pytest.raises(ValueError, match="top_k must be > 0"):
+        with pytest.raises(ValueError, match="give 1 or more"):
             await CacheOrderRanker(orderer).run_async(found("a"), top_k=top_k)
 
 

@@ -1399,7 +1399,7 @@ class TestOrdererForVLLM:
         own = Route("/metrics", lambda request: PlainTextResponse("# HELP ragorder_tree_nodes"))
         with serving() as serve:
             url = serve(make_app(Orderer(), upstream=metrics if is_up else NOWHERE, routes=[own]))
-            with pytest.warns(DegradedWarning, match="is ragorder serve, which orders by itself: give the address of"):
+            with pytest.warns(DegradedWarning, match="is ragorder serve, which orders itself: give the address of"):
                 orderer = Orderer.for_vllm(url, **given)
         assert len(orderer.degraded) == 1
 
@@ -1469,7 +1469,7 @@ class TestOrdererForVLLM:
 
     @pytest.mark.parametrize(
         ("label", "value", "reason"),
-        [("enable_prefix_caching", "False", "the server reuses nothing"), ("engine", None, "2 engines")],
+        [("enable_prefix_caching", "False", "prefix cache is off"), ("engine", None, "2 engines")],
     )
     def test_d4_what_the_server_lacks_is_in_degraded(
         self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str
@@ -1521,7 +1521,7 @@ class TestOrdererForVLLM:
             server.store()
             serve_requests(orderer)
             assert eventually(lambda: bool(orderer.degraded))
-            assert "of this topic: leave events_topic empty" in orderer.degraded[-1]
+            assert "of this topic: correct events_topic" in orderer.degraded[-1]
             assert orderer.events.counters.other_topics and not orderer.events.counters.garbage
 
     @pytest.mark.filterwarnings("ignore:no KV events")

@@ -217,7 +217,7 @@ def test_what_is_no_turn_of_ours_is_passed_on_as_it_is(server: ChatServer) -> No
 
 
 def test_wrong_options_are_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="retriever must be a Runnable"):
+    with pytest.raises(TypeError, match="give a Runnable"):
         CacheOrderMiddleware(Orderer(), retriever=search.func)
     with pytest.raises(ValueError, match="repeat must be"):
         CacheOrderMiddleware(Orderer(), repeat="never")  # type: ignore[arg-type]

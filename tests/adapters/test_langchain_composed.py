@@ -213,7 +213,7 @@ class TestD10InsideAnotherRetriever:
             assert retriever.invoke(question) == plain.invoke(question)
             assert await retriever.ainvoke(question) == await plain.ainvoke(question)
         assert orderer.requests == []
-        assert len(set(orderer.degraded)) == 1 and "around the outer retriever" in orderer.degraded[0]
+        assert len(set(orderer.degraded)) == 1 and "wrap the outer retriever" in orderer.degraded[0]
 
     @pytest.mark.parametrize("outer", OUTER)
     def test_d10_around_it_one_prompt_is_one_ordering_with_its_numbers(

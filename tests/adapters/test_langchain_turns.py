@@ -336,7 +336,7 @@ class TestMarks:
             assert given[-1] == {}
 
     def test_a_form_that_is_none_is_refused_at_once(self) -> None:
-        with pytest.raises(ValueError, match="marks must be"):
+        with pytest.raises(ValueError, match="marks is 'gemini'"):
             CacheOrderTurn(RunnableLambda(lambda _: AIMessage("")), Orderer(), marks="gemini")  # type: ignore[arg-type]
 
 

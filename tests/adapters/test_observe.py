@@ -544,7 +544,7 @@ class TestStatsCommand:
 
     def test_no_comparison(self, metrics: Metrics, url: str) -> None:
         ObservedOrderer(make_orderer(), [metrics], compare=False).order(DOCUMENTS[:5]).confirm()
-        assert "Nothing to compare with" in self.run(url).stdout
+        assert "Not compared" in self.run(url).stdout
 
     def test_a_server_without_our_metrics(self, metrics: Metrics, url: str) -> None:
         metrics.registry = prometheus_client.CollectorRegistry()

@@ -380,7 +380,7 @@ class TestRequest:
 
     @pytest.mark.parametrize("options", [{"n": 2}, {"extra_body": {"n": 2}}])
     def test_one_answer_is_given(self, connect: Connect, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="n must be 1"):
+        with pytest.raises(ValueError, match="n is not 1"):
             connect().generate(QUERY, DOCUMENTS, **options)
 
     def test_an_unknown_option_of_the_openai_client_discards(self, connect: Connect, orderer: WatchedOrderer) -> None:
@@ -1610,13 +1610,13 @@ class TestConversation:
 
     def test_what_cannot_be_a_conversation_is_refused(self, connect: Connect, tokenizers: dict[str, Any]) -> None:
         ids = connect(prompts="token_ids", builder=PromptBuilder(tokenizer=tokenizers["chatml"]))
-        with pytest.raises(ValueError, match="sent as messages"):
+        with pytest.raises(ValueError, match="needs messages"):
             ids.client.conversation()
         with pytest.raises(TypeError, match="history must hold messages"):
             connect().client.conversation(["hello"])
         with pytest.raises(TypeError, match="rebase must hold the documents"):
             connect().client.conversation(rebase=True)
-        with pytest.raises(ValueError, match="tools: answers of a conversation are texts"):
+        with pytest.raises(ValueError, match="tools: a conversation has text answers only"):
             connect().client.conversation().ask(QUERY, DOCUMENTS, tools=[{}])
 
 

@@ -420,7 +420,7 @@ class TestIdsThatAreRanks:
         first = served(range(count))
         assert (served(range(count - 1, -1, -1)) == first) == (count == 200)
 
-    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would leave them")])
+    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would not change them")])
     def test_the_option_is_advised_only_where_it_helps(
         self, ids: str, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
@@ -455,7 +455,7 @@ class TestIdsThatAreRanks:
         assert keys("one") != keys("two")
 
     def test_d7_a_template_without_an_id_has_none_to_number(self) -> None:
-        with pytest.raises(TemplateError, match=r"need \{id}"):
+        with pytest.raises(TemplateError, match=r"needs \{id}"):
             make_app(
                 Orderer(), upstream="http://far.end", template=DocumentTemplate("<d>{text}</d>"), number_by_place=True
             )

@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 
 from support.bodies import Bodies
 
-from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, turns
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, parsing
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
@@ -324,7 +324,7 @@ class TestEarlierTurns:
         assert len(proxy.parser._turns._orders) <= 2000
 
     def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(turns, "_REMEMBERED", 10)
+        monkeypatch.setattr(parsing, "_KEPT_TURNS", 10)
         proxy = Proxy()
         for number in range(50):
             proxy.sent(*chat(user(f"{written('abc')}\n{number}?")))
@@ -452,12 +452,12 @@ class TestRepeatedDocuments:
     @pytest.mark.parametrize(
         ("template", "reference", "message"),
         [
-            ("<d>{text}</d>", "[{id}]", "needs {id}"),
-            (TEMPLATE, "It is above.", "has {id}"),
-            (TEMPLATE, "[{id}] {text}", "has {id}"),
-            (TEMPLATE, "[{id", "has {id}"),
-            (TEMPLATE, "{id.real}", "has {id}"),
-            ("<d>{id}:{text}</d>", "<d>{id}:</d>", "look like one"),
+            ("<d>{text}</d>", "[{id}]", "template needs {id}"),
+            (TEMPLATE, "It is above.", "reference needs {id}"),
+            (TEMPLATE, "[{id}] {text}", "reference needs {id}"),
+            (TEMPLATE, "[{id", "reference needs {id}"),
+            (TEMPLATE, "{id.real}", "reference needs {id}"),
+            ("<d>{id}:{text}</d>", "<d>{id}:</d>", "looks like a document"),
         ],
     )
     def test_what_names_nothing_is_refused(self, template: str, reference: str, message: str) -> None:
@@ -466,7 +466,7 @@ class TestRepeatedDocuments:
 
     def test_numbers_by_place_name_nothing(self) -> None:
         template = DocumentTemplate(TEMPLATE)
-        with pytest.raises(TemplateError, match="number of a place"):
+        with pytest.raises(TemplateError, match="position number"):
             make_app(
                 Orderer(),
                 upstream="http://127.0.0.1:1",

@@ -189,7 +189,7 @@ class TestWorkers:
             launch(*options)
         said = str(caught.value)
         assert said.count("--shared-orders: not a URL") == 1
-        assert "Error: --workers: a worker has ended before it served" in said
+        assert "Error: --workers: a worker ended before it served" in said
 
     @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_end_their_streams_before_they_stop(

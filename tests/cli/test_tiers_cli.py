@@ -268,8 +268,8 @@ class TestServerStats:
         [
             (PLAIN, "without ragorder's tiers"),
             (IDLE, "no request yet"),
-            ("hello", "not that of a vLLM server"),
-            ("", "not that of a vLLM server"),
+            ("hello", "not from a vLLM server"),
+            ("", "not from a vLLM server"),
         ],
     )
     def test_servers_without_tiers_are_reported(self, serve: Serve, page: str, said: str) -> None:

@@ -67,7 +67,7 @@ def test_what_does_not_come_back_in_time_is_missing(serve: Any) -> None:
 
 
 def test_a_server_without_tiers_is_refused(serve: Any) -> None:
-    with FarServer() as far, pytest.raises(EngineError, match="not that of a vLLM server"):
+    with FarServer() as far, pytest.raises(EngineError, match="not from a vLLM server"):
         measure_loads(find_profiled(far.base_url), FREE)
 
 

@@ -1,6 +1,7 @@
-"""Rules on a log of requests: why nothing, or less than could be, was cached. One a file, found by this folder.
+"""Rules on a log of requests: why too little was cached.
 
-A rule is a module with `check(case) -> Finding`. A finding has counts and kinds, never text of a request.
+A rule is a module of this folder with `check(case) -> Finding`. A finding has counts and kinds, never text of a
+request.
 """
 
 from __future__ import annotations
@@ -20,6 +21,5 @@ class Rule(Protocol):
 
 
 def all_rules() -> list[Rule]:
-    """By their names."""
     names = sorted(each.name for each in iter_modules(__path__))
     return [cast(Rule, import_module(f"{__name__}.{name}")) for name in names]

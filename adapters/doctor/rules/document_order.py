@@ -1,4 +1,4 @@
-"""Documents that stand in another order than in an earlier request."""
+"""Documents in another order than in an earlier request."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ _CHECK = "order of documents"
 
 
 def check(case: Case) -> Finding:
-    """Requests that part from all earlier ones at a document that others have, too, and have more of these after it: a
-    cache could have reused more in another order."""
+    """Count requests that first differ from all earlier ones at a document that others have, with more such documents
+    after it: a cache could have reused more in another order."""
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
     if graded(reordered, len(case.beginnings)) == "good":
         return Finding(_CHECK, "good", found)
     plain, ordered = (100 * share for share in _reusable(case))
     advice = (
-        "order them: that is what ragorder is for. With each repeated line as a document and a cache without limit, "
-        f"about {ordered:.0f} % of the prompt tokens could be reused, {plain:.0f} % as they stand; `ragorder replay "
-        "LOG`, of a log with the ids of the documents, shows it by size of the cache"
+        "order them with ragorder. With each repeated line as a document and an unlimited cache, "
+        f"about {ordered:.0f} % of the prompt tokens could be reused, {plain:.0f} % in the log's order; "
+        "`ragorder replay LOG`, of a log with the ids of the documents, shows it by size of the cache"
     )
     return Finding(_CHECK, "warning", found, advice)
 
 
 def _reusable(case: Case) -> tuple[float, float]:
-    """Shares of the prompt tokens that an engine without a limit would reuse: as the lines stand, and ordered."""
     lengths: dict[str, Any] = {"key": itemgetter(0), "tokens": lambda part: case.tokens(part[1])}
     block_size = case.block_size or 16
     orderers = [

@@ -1,4 +1,4 @@
-"""Steps in which a cache resumes, above what requests have in common: large blocks, and hybrid models."""
+"""Cache steps larger than common prefixes: large blocks, hybrid models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _USUAL = 128
 _LEAST = 16
 _LARGE_STEPS = (
     "hybrid models (Mamba, linear attention, sliding windows) resume only at such steps: vLLM has finer ones with "
-    "--prefix-match-unit where the model allows it; otherwise put what requests have in common into one longer "
-    "beginning"
+    "--prefix-match-unit if the model allows it; otherwise move shared text into one longer common prefix"
 )
-_SMALL_STEPS = "start vLLM with a smaller --block-size, or put what requests have in common into one longer beginning"
+_SMALL_STEPS = "start vLLM with a smaller --block-size, or move shared text into one longer common prefix"
 
 
 def check(case: Case) -> Finding:

@@ -1,4 +1,4 @@
-"""Later turns of a conversation that do not begin with what the turn before sent."""
+"""Later turns not beginning with the turn before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["check"]
 
 _CHECK = "earlier turns"
 _ADVICE = (
-    "send earlier turns again as they were sent, byte for byte, with their documents; new documents belong into the "
-    "new message, or for all turns the same into the system message; drop old turns rarely and many at once"
+    "send earlier turns again byte for byte, with their documents; put new documents into the new message, or "
+    "documents for all turns into the system message; drop old turns rarely and many at once"
 )
 
 
@@ -29,7 +29,7 @@ def check(case: Case) -> Finding:
             kinds[_kind(turn, changed)] += 1
             lost += len(turn.before.text) - common_length(turn.before.text, turn.request.text)
     broken = sum(kinds.values())
-    found = f"{broken:,} of {len(turns):,} later turns do not begin with what the turn before sent"
+    found = f"{broken:,} of {len(turns):,} later turns do not begin with the turn before"
     verdict = graded(broken, len(turns), bad=0.2, warning=0.02)
     if verdict == "good":
         return Finding(_CHECK, "good", found)

@@ -1,4 +1,4 @@
-"""Prompts shorter than the least that a cloud keeps."""
+"""Prompts shorter than a cloud's minimum for caching."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["check"]
 
 _CHECK = "provider's minimum"
 _ADVICE = (
-    "a shorter prompt, or a mark before that length, is never kept, and nothing says so: send more or longer documents "
-    "in one request, set marks after the minimum, or take a model with a smaller one"
+    "a shorter prompt, or a cache breakpoint before that length, is silently not cached: send more or longer documents "
+    "in one request, set breakpoints after the minimum, or use a model with a smaller one"
 )
 
 
@@ -23,7 +23,7 @@ def check(case: Case) -> Finding:
     if not minima:
         return Finding(_CHECK, "good", "no model of the log is known to have one")
     concerned = [each for each in case.log.requests if each.model in minima]
-    # What has been read from a cache was long enough, however it was counted.
+    # A prompt read from a cache was long enough, however it was counted.
     short = [each for each in concerned if not each.cached_tokens and case.length(each) < minima[each.model]]
     few = [
         each

@@ -1,4 +1,4 @@
-"""Chat templates that render an earlier turn differently in the next one."""
+"""Chat templates with different renderings of an earlier turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check"]
 
 _CHECK = "chat template"
 _MOST = 4
-# Where two segments meet, tokens may merge.
+# Tokens may merge at the boundary of two segments.
 _MERGED = 2
 _ADVICE = (
     "the template drops or adds text in earlier turns, such as their reasoning (<think>): keep it with the model's "
@@ -25,8 +25,8 @@ _NEXT = ({"role": "assistant", "content": "Yes."}, {"role": "user", "content": "
 
 
 class _Comparison(NamedTuple):
-    """Of the `tokens` of a turn, those that the next one does not begin with; and whether it goes on as the model was
-    asked to begin its answer."""
+    """Comparison of a turn's `tokens` with the next turn: tokens after their common prefix, and whether the next turn
+    repeats the prompt of the answer."""
 
     lost_tokens: int
     tokens: int
@@ -34,8 +34,7 @@ class _Comparison(NamedTuple):
 
 
 def check(case: Case) -> Finding:
-    """Renders a turn, and the next one, and compares the tokens: those of the log if it has any, else a turn that is
-    made up."""
+    """Render a turn and the next one, and compare their tokens: turns of the log, or else a made-up one."""
     if case.template is None:
         return Finding(_CHECK, "unknown", "not checked", "give the URL of a vLLM server, or --tokenizer")
     pairs = _pairs(case)
@@ -55,10 +54,10 @@ def check(case: Case) -> Finding:
         found = f"{len(changed)} of {len(compared)} chats lose up to {worst.lost_tokens:,} of {worst.tokens:,} tokens"
         return Finding(_CHECK, "bad", f"{found} in the next turn, rendered twice", _ADVICE)
     if not all(each.answer_stays for each in compared):
-        found = "earlier turns keep their tokens, but the last answer begins otherwise than it was asked for"
+        found = "earlier turns keep their tokens, but the last answer's start differs from its generation prompt"
         return Finding(_CHECK, "warning", f"{found}: each turn computes it again", _ADVICE)
     if case.template.dated:
-        return Finding(_CHECK, "warning", "earlier turns keep their tokens, for a day", _DATED)
+        return Finding(_CHECK, "warning", "earlier turns keep their tokens until the date changes", _DATED)
     return Finding(_CHECK, "good", f"{len(compared)} chats keep their tokens in the next turn, rendered twice")
 
 

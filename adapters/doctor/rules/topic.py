@@ -1,4 +1,4 @@
-"""Balancers that send requests with the same topic to different replicas."""
+"""Balancers without one replica for each topic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _CHECK = "topic's replica"
 _NOT_CHECKED = "if one address has several replicas: give it as URL, and the header of topics as --topic-header"
 _IGNORED = (
     "have the balancer choose the replica by this header (docs/replicas.md has the settings, deploy/README.md the "
-    "traps), and see that nothing in between drops it"
+    "traps), and check that nothing in between drops it"
 )
 
 
 def check(case: Case) -> Finding:
-    """Sends the same random prompt several times with the same topic: every time but the first it must be cached."""
+    """Send one random prompt several times with the same topic: each repetition must be cached."""
     if case.probe is None:
         return Finding(_CHECK, "unknown", "not checked", _NOT_CHECKED)
     try:
@@ -30,7 +30,7 @@ def check(case: Case) -> Finding:
         return Finding(_CHECK, "unknown", "answers report no cached tokens", advice)
     hits = sum(1 for each in cached_tokens if each)
     if hits == times:
-        return Finding(_CHECK, "good", f"{times} requests with the same {header} found what the first had computed")
-    found = f"{hits} of {times} requests with the same {header} found what the first had computed"
+        return Finding(_CHECK, "good", f"{times} requests with the same {header} reused the first one's prefix")
+    found = f"{hits} of {times} requests with the same {header} reused the first one's prefix"
     also = "" if hits else "; if there is one replica alone, its prefix cache is off"
     return Finding(_CHECK, "bad", found, f"{_IGNORED}{also}")

@@ -1,4 +1,4 @@
-"""Text in front of the documents that differs from request to request."""
+"""Changing text before the documents."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["check"]
 _CHECK = "text before the documents"
 _NEARLY_ALL = 0.9
 _NEW_TEXT = "text that no other request has"
-_ADVICE = "put what all requests have in common first, the same to the letter, then the documents, then what varies"
+_ADVICE = "put shared text first, byte for byte the same in all requests, then the documents, then varying text"
 
 
 def check(case: Case) -> Finding:
-    """Of requests that repeat long lines of others, those that part from all earlier ones before these lines, in a line
-    that is not repeated itself. If it is, only the order of the documents differs: another rule."""
+    """Count requests that first differ from all earlier ones in an unrepeated line, before long lines that others
+    repeat. In a repeated line only the order of documents differs: another rule."""
     kinds: Counter[str] = Counter()
     remedies: Counter[str] = Counter()
     in_system = 0
@@ -33,13 +33,13 @@ def check(case: Case) -> Finding:
         in_system += each.at < each.request.system_end
     repeating = len(case.partings)
     if not repeating:
-        return Finding(_CHECK, "good", "no request repeats text of another one after the place where they part")
+        return Finding(_CHECK, "good", "no request repeats text of another one after their first difference")
     if kinds[_NEW_TEXT] < _NEARLY_ALL * repeating:
-        # A document that only one request has is new text, too; but then not all have one in front.
+        # A document that only one request has is new text, too; but then some requests have none before the difference.
         kinds.pop(_NEW_TEXT, None)
         remedies.pop(_ADVICE, None)
     parted = kinds.total()
-    found = f"of {repeating:,} requests that repeat text of others, {parted:,} part from them before it"
+    found = f"of {repeating:,} requests that repeat text of others, {parted:,} differ from them before it"
     verdict = graded(parted, repeating)
     if verdict == "good":
         return Finding(_CHECK, "good", found)

@@ -1,4 +1,4 @@
-"""Tokens that are written into a cloud's cache and never read."""
+"""Tokens written into a cloud's cache and never read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["check"]
 _CHECK = "writes and reads"
 _WRITE, _READ = 1.25, 0.1
 _ADVICE = (
-    "set a mark only after text that is sent again within the mark's TTL, never after the question; "
+    "set a cache breakpoint only after text that is sent again within its TTL, never after the question; "
     "requests sent at the same time all write: let the first one begin to answer before the others"
 )
 
 
 def check(case: Case) -> Finding:
-    """Whether what was read saved more than the writes cost on top, at the models' prices."""
+    """Compare the savings of reads with the extra cost of writes, at the models' prices."""
     written = read = 0
     on_top = saved = 0.0
     for request in case.log.requests:

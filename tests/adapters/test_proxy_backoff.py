@@ -1,4 +1,4 @@
-"""Replicas that refuse, fail again and again, or say nothing: rests, and the one deadline of all tries."""
+"""Replicas that refuse, fail again and again, or say nothing: backoff, and the one deadline of all tries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.serving_app import serving
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
-from ragorder.adapters.proxy.fleet import Rests, rest_asked
+from ragorder.adapters.proxy.fleet import ReplicaBackoff, requested_backoff_s
 from ragorder.adapters.proxy.held_answer import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
@@ -92,7 +92,7 @@ class Engine:
 
 
 class Front:
-    """A proxy in front of these engines, with a clock of its own for their rests."""
+    """A proxy in front of these engines, with a clock of its own for their backoff."""
 
     def __init__(self, url: str, fleet: Fleet, clock: Clock) -> None:
         self.url = url
@@ -136,7 +136,7 @@ def front(serve: Callable[[Any], str]) -> Iterator[Callable[..., Front]]:
         url = serve(make_app(Orderer(strict=True), upstream=fleet, **options))
         clock = Clock()
         for replica in fleet.replicas:
-            replica.rests = Rests(clock)
+            replica.backoff = ReplicaBackoff(clock)
         return Front(url, fleet, clock)
 
     yield front
@@ -153,78 +153,78 @@ def plain(content: str = "?", **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
 
 
-class TestRests:
+class TestReplicaBackoff:
     @pytest.fixture
     def clock(self) -> Clock:
         return Clock()
 
     @pytest.fixture
-    def rests(self, clock: Clock) -> Rests:
-        return Rests(clock)
+    def backoff(self, clock: Clock) -> ReplicaBackoff:
+        return ReplicaBackoff(clock)
 
-    def test_last_as_long_as_the_server_asks(self, rests: Rests, clock: Clock) -> None:
-        assert rests.left_s == 0
-        rests.ask(7)
-        rests.ask(3)
-        assert rests.left_s == 7
+    def test_last_as_long_as_the_server_asks(self, backoff: ReplicaBackoff, clock: Clock) -> None:
+        assert backoff.left_s == 0
+        backoff.ask(7)
+        backoff.ask(3)
+        assert backoff.left_s == 7
         # Other requests that end well meanwhile change nothing.
-        rests.succeeded()
+        backoff.succeeded()
         clock.now += 6
-        assert rests.left_s == 1
+        assert backoff.left_s == 1
         clock.now += 1
-        assert rests.left_s == 0
+        assert backoff.left_s == 0
 
-    def test_last_ten_minutes_at_most(self, rests: Rests) -> None:
-        rests.ask(86_400)
-        assert rests.left_s == 600
+    def test_last_ten_minutes_at_most(self, backoff: ReplicaBackoff) -> None:
+        backoff.ask(86_400)
+        assert backoff.left_s == 600
 
-    def test_begin_with_the_fifth_failure_in_a_row(self, rests: Rests) -> None:
+    def test_begin_with_the_fifth_failure_in_a_row(self, backoff: ReplicaBackoff) -> None:
         for _ in range(4):
-            rests.failed()
-        rests.succeeded()
+            backoff.failed()
+        backoff.succeeded()
         for _ in range(4):
-            rests.failed()
-        assert rests.left_s == 0
-        rests.failed()
-        assert rests.left_s == 1
+            backoff.failed()
+        assert backoff.left_s == 0
+        backoff.failed()
+        assert backoff.left_s == 1
 
-    def test_of_requests_sent_before_do_not_make_them_longer(self, rests: Rests) -> None:
+    def test_of_requests_sent_before_do_not_make_them_longer(self, backoff: ReplicaBackoff) -> None:
         for _ in range(40):
-            rests.failed()
-        assert rests.left_s == 1
+            backoff.failed()
+        assert backoff.left_s == 1
 
-    def test_are_ended_by_one_request_that_tries(self, rests: Rests, clock: Clock) -> None:
+    def test_are_ended_by_one_request_that_tries(self, backoff: ReplicaBackoff, clock: Clock) -> None:
         for _ in range(5):
-            rests.failed()
+            backoff.failed()
         clock.now += 1
-        assert rests.left_s == 0
-        rests.taken()
+        assert backoff.left_s == 0
+        backoff.taken()
         # The others wait for its answer.
-        assert rests.left_s == 1
-        rests.succeeded()
-        assert rests.left_s == 0
-        rests.taken()
-        rests.failed()
-        assert rests.left_s == 0
+        assert backoff.left_s == 1
+        backoff.succeeded()
+        assert backoff.left_s == 0
+        backoff.taken()
+        backoff.failed()
+        assert backoff.left_s == 0
 
-    def test_become_twice_as_long_up_to_a_minute(self, rests: Rests, clock: Clock) -> None:
+    def test_become_twice_as_long_up_to_a_minute(self, backoff: ReplicaBackoff, clock: Clock) -> None:
         for _ in range(5):
-            rests.failed()
+            backoff.failed()
         lengths = []
         for _ in range(8):
-            clock.now += rests.left_s
-            rests.taken()
-            rests.failed()
-            lengths.append(rests.left_s)
+            clock.now += backoff.left_s
+            backoff.taken()
+            backoff.failed()
+            lengths.append(backoff.left_s)
         assert lengths == [2, 4, 8, 16, 32, 60, 60, 60]
 
-    def test_a_trial_whose_client_left_is_followed_by_another(self, rests: Rests, clock: Clock) -> None:
+    def test_a_trial_whose_client_left_is_followed_by_another(self, backoff: ReplicaBackoff, clock: Clock) -> None:
         for _ in range(5):
-            rests.failed()
+            backoff.failed()
         clock.now += 1
-        rests.taken()
+        backoff.taken()
         clock.now += 1
-        assert rests.left_s == 0
+        assert backoff.left_s == 0
 
 
 class TestWhatIsAsked:
@@ -248,12 +248,12 @@ class TestWhatIsAsked:
         ids=repr,
     )
     def test_is_read(self, status: int, retry_after: str, seconds: float | None) -> None:
-        assert rest_asked(status, retry_after) == seconds
+        assert requested_backoff_s(status, retry_after) == seconds
 
     @pytest.mark.parametrize("zone", ["GMT", "-0000", "+0000"])
     def test_may_be_a_date(self, zone: str) -> None:
         until = format_datetime(datetime.now(UTC) + timedelta(hours=1)).replace("+0000", zone)
-        found = rest_asked(429, until)
+        found = requested_backoff_s(429, until)
         assert found is not None and 3000 < found <= 3600
 
 
@@ -281,7 +281,7 @@ class TestAReplicaThatAsksForARest:
         assert (answer.status_code, answer.text) == (429, "its own words")
         assert answer.headers["retry-after"] in ("20", "30")
         assert [engine.posts for engine in engines] == [1, 1]
-        # From now on one replica is asked, the one that rests for the shortest time.
+        # From now on one replica is asked, the one that backs off for the shortest time.
         assert fleet.post().headers["retry-after"] == "20"
         assert [engine.posts for engine in engines] == [1, 2]
         engines[1].status = 200
