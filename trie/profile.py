@@ -25,17 +25,19 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill `new_tokens` behind `cached_tokens`, on an ascending grid: a row for each of `cached_tokens`.
+    """Seconds to prefill `new_tokens` after `cached_tokens`, measured on an ascending grid with a row for each of
+    `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid (Algorithm 1), linear outside, never falling nor negative: above it with the steepest last
-    slope so far, below the first new tokens with the flattest first slope, below the first cached tokens constant.
+    Interpolation is bilinear inside the grid (Algorithm 1) and linear outside; times never fall and are never negative.
+    Above the grid the steepest last slope up to that row or column applies, below the first new tokens the flattest
+    first slope, and below the first cached tokens times are constant.
 
-    `loads`: seconds in which a cached token comes to the device, by tier ("host", "disk"); a disk without a time costs
-    what the host does, a host without one nothing. `facts` are JSON values. Raises ValueError for an invalid grid,
-    falling times, or invalid loads.
+    `loads` has the seconds to load a cached token to the device, by tier ("host", "disk"). A disk without a time costs
+    the host's time; a host without a time costs nothing. `facts` are JSON values. Raises ValueError for an invalid
+    grid, falling times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]
@@ -69,7 +71,7 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: float) -> float:
-        """Negative counts are taken as 0."""
+        """Return the seconds. Negative counts become 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -86,12 +88,12 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Seconds to prefill if some of the cached tokens must be loaded first, from host memory and from disk."""
+        """Return the seconds to prefill if some cached tokens must be loaded from host memory and from disk first."""
         host_s = self.loads.get("host", 0.0)
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds per new token (at least 1), as in formula 4."""
+        """Return the seconds per new token (at least 1), as in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
         return self(cached_tokens, new) / new
 
@@ -104,7 +106,8 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """A profile of measured times, pooled where they fall for noise (isotonic regression, rows then columns).
+        """Return a profile of measured times. Times that fall because of noise are pooled (isotonic regression, rows
+        then columns).
 
         The fact "pooled" has the number of changed `cells` and the largest change. Raises ValueError for an invalid
         grid.
@@ -141,12 +144,12 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """Raises ValueError for values that are not a profile."""
+        """Return the profile. Raise ValueError if the value is not a profile."""
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ValueError(f"this is not a prefill profile ({_FORMAT}): {_MEASURE}")
         if value.get("version") != _VERSION:
             raise ValueError(
-                f"the profile is of version {value.get('version')!r}, and this ragorder reads {_VERSION}: {_MEASURE}"
+                f"the profile has version {value.get('version')!r}, but this ragorder reads {_VERSION}: {_MEASURE}"
             )
         cached, new, seconds = (value.get(name) for name in ("cached_tokens", "new_tokens", "seconds"))
         rows = seconds if isinstance(seconds, list) else [seconds]
@@ -165,7 +168,7 @@ class PrefillProfile:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Raises ValueError, naming the file."""
+        """Return the profile. Raise ValueError, naming the file, if it cannot be read."""
         try:
             value = decode(Path(path).read_bytes())
         except OSError as error:
@@ -182,7 +185,7 @@ class PrefillProfile:
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Index of the last entry not above the value, and the share of the way to the next."""
+    """Return the index of the last entry not above the value, and the share of the way to the next entry."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0
@@ -202,7 +205,7 @@ def _slopes(axis: Sequence[int], values: Sequence[float]) -> list[float]:
 
 
 def _pool(values: Sequence[float]) -> list[float]:
-    # The nearest ascending values, by least squares.
+    # Returns the nearest ascending values, by least squares.
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1
@@ -235,5 +238,8 @@ def _check_loads(loads: Mapping[str, float]) -> None:
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""Default for an engine without a profile: 50 µs for each new token wherever it stands,
-no fixed costs, no price of longer contexts. PGDSF with it is GDSF, but for rounding."""
+"""Default for an engine without a profile: 50 µs for each new token at any position, no fixed costs, no price of longer
+contexts.
+
+PGDSF with this profile equals GDSF, except for rounding.
+"""

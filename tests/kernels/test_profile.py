@@ -203,7 +203,7 @@ class TestAFile:
             (b"[" * 100_000, "this is not JSON"),
             (b"[]", "not a prefill profile"),
             (changed(format="other"), "not a prefill profile"),
-            (changed(version=2), "of version 2, and this ragorder reads 1"),
+            (changed(version=2), "has version 2, but this ragorder reads 1"),
             (changed(seconds=None), "a list of rows"),
             (changed(seconds=[1.0, 2.0]), "a list of rows"),
             (changed(cached_tokens="0,64"), "lists of token counts"),

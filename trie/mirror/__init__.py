@@ -1,4 +1,4 @@
-"""Mirror of an engine's tiers: what device, host memory and disk hold of the documents of an orderer."""
+"""Mirror of the documents in an engine's device, host memory and disk."""
 
 from ragorder.trie.mirror.pool import TieredPool
 from ragorder.trie.mirror.residency import TieredResidency

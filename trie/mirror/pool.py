@@ -1,4 +1,4 @@
-"""Room of all scopes in an engine's tiers."""
+"""Pool of all scopes' nodes in an engine's tiers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["TieredHolder", "TieredPool"]
 
 
 class TieredHolder(Holder, Protocol):
-    """A residency whose nodes the tiers hold."""
+    """A residency whose nodes are in the tiers."""
 
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
 
 class TieredPool(Pool):
-    """A pool whose nodes stay until no tier of `mirror` has them; `nodes_by_key` are those of all scopes' trees.
+    """A pool whose nodes stay until no tier of `mirror` holds them.
 
-    In a dry run (`copy`) the tiers' room of `held_tokens` is one, and evicts the least recently used first.
+    `nodes_by_key` has the nodes of all scopes' trees. A dry run (`copy`) treats the tiers as one of `held_tokens`
+    tokens, and evicts the least recently used first.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TieredPool(Pool):
         return pool
 
     def refresh(self, current: TieredHolder) -> None:
-        """After an interrupt between two changes of the tiers nothing is held."""
+        """Drop all nodes if an exception interrupted a change of the tiers."""
         if self._whole:
             return
         self.mirror.clear()
@@ -89,8 +90,10 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Others have displaced what goes before nodes of these ranks, but for what is `kept` (of `only` these keys),
-        and have its room; returns the remaining blocks."""
+        """Evict all nodes with lower priority than `ranks`, except `kept`, and charge their tokens to other clients.
+
+        With `only`, evict only nodes with these keys. Returns the remaining blocks.
+        """
         self._whole = False
         self._drop(self.mirror.displace(ranks, kept, only), current)
         self._whole = True
@@ -104,7 +107,7 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """No tier has this node, and no request in flight uses it."""
+        """Remove a node that no tier holds and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks
@@ -114,7 +117,7 @@ class TieredPool(Pool):
     def _drop(self, keys: Iterable[Hashable], current: Holder) -> None:
         for key in keys:
             if key not in self.nodes_by_key:
-                # A suffix, others' room, or below a node that went before.
+                # A suffix, other clients' blocks, or a descendant of a dropped node.
                 continue
             holder, node = self.nodes_by_key[key]
             if holder.closed:

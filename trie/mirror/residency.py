@@ -1,4 +1,4 @@
-"""Residency in an engine's tiers."""
+"""Residency of one scope in an engine's tiers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree that a tier of the engine holds, by the tiers' own policy.
+    """The nodes of one scope's tree that a tier of the engine holds, under the tiers' own policy.
 
-    In the tiers a node's key is a digest of its path: it outlives a tree's objects, as KV does. Scopes of equal names
-    share keys.
+    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
+    names share keys.
     """
 
     pool: TieredPool
@@ -28,7 +28,7 @@ class TieredResidency(LRUResidency):
         super().__init__(tree, pool)
         self._scope = hash((scope,))
         self._keys: dict[Node, int] = {}
-        # Of the last node that each request in flight should find, before that used it.
+        # For each request in flight: the ranks of its last cached node before the request used it.
         self._ranks: dict[Lease, Sequence[Rank]] = {}
 
     def refresh(self, requested: object = None) -> None:
@@ -45,7 +45,7 @@ class TieredResidency(LRUResidency):
             key = hash((key, node.key))
             keys[node] = key
             pool.nodes_by_key[key] = self, node
-            # Without a size documents could be without number.
+            # A size of at least 1 bounds the number of documents.
             arrivals.append(Arrival(key, max(1, node.end - start), parent))
             parent, start = key, node.end
         in_order = [arrival.key for arrival in arrivals]
@@ -77,10 +77,11 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers know what follows the documents as room alone: an answer counts as recomputed."""
+        """Keep nothing: the tiers record only the size of what follows the documents, so an answer counts as
+        recomputed."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Everything that the tiers evict before the last node that should have been there is gone, too."""
+        """Evict everything that the tiers evict before the last node that the request should have found."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
         return self.pool.displace(self._ranks.get(lease, ()), self, kept, only)
@@ -111,7 +112,7 @@ class TieredResidency(LRUResidency):
             self._drop_absent(path)
 
     def _drop_absent(self, path: Sequence[Node]) -> None:
-        """The nodes that left the tiers while a request used them, or for which these were too small."""
+        """Drop nodes that were evicted while a request used them, or that did not fit into the tiers."""
         mirror = self.pool.mirror
         for node in path:
             if node.stamp and not node.leases and self._key(node) not in mirror:

@@ -1,4 +1,4 @@
-"""Mirror of an engine's tiers, by their replacement policy."""
+"""Mirror of an engine's tiers, with their replacement policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arrival(NamedTuple):
 
 
 class MirroredTier:
-    """One of an engine's tiers, metadata only; `tier` counts in tokens."""
+    """Metadata of one of an engine's tiers. `tier` counts in tokens."""
 
     def __init__(self, place: Place, capacity_tokens: int, tier: Tier) -> None:
         self.place = place
@@ -37,8 +37,10 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert as many as fit, and return what is evicted for them, children first; awaited nodes only if there is no
-        other room."""
+        """Insert the arrivals that fit, and return the evicted ones, children first.
+
+        Awaited nodes are evicted only if nothing else can be.
+        """
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -59,7 +61,7 @@ class MirroredTier:
         return [held.pop(key) for key in keys]
 
     def next_to_go(self, tokens: int) -> list[Hashable]:
-        """The first evictions that free so many tokens."""
+        """Return the next evictions that free this number of tokens."""
         going: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
             going.append(key)
@@ -69,7 +71,7 @@ class MirroredTier:
         return going
 
     def going_before(self, priority: float) -> list[Hashable]:
-        """The first evictions, up to this priority."""
+        """Return the next evictions, up to this priority."""
         going: list[Hashable] = []
         for key in self.tier.victims():
             node = self.tier.get(key)
@@ -79,7 +81,7 @@ class MirroredTier:
         return going
 
     def remove(self, key: Hashable) -> int:
-        """Returns its tokens."""
+        """Remove a node and return its tokens."""
         self.tier.remove(key)
         return self._held.pop(key).tokens
 
@@ -89,7 +91,7 @@ class MirroredTier:
 
 
 class Rank(NamedTuple):
-    """The priority that a node has in a tier."""
+    """A node's priority in a tier."""
 
     tier: MirroredTier
     priority: float
@@ -98,9 +100,9 @@ class Rank(NamedTuple):
 class TierMirror:
     """Serves an orderer's requests on `tiers`, the device first, as its engine does.
 
-    `write_through`: each tier takes all that is computed, as in vLLM with ragorder's tiers; otherwise what the tier
-    above it evicts, as in the paper (RAGCache 5.1) and the embedded engine. What requests in flight use leaves host
-    memory last, as in both.
+    With `write_through` each tier stores everything that is computed, as vLLM does with ragorder's tiers. Otherwise it
+    stores what the tier above it evicts, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts
+    nodes of requests in flight last, as both engines do.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -108,7 +110,7 @@ class TierMirror:
         self._write_through = write_through
         self._profile = profile
         self._numbers = count()
-        # Of the last request: seconds per new token.
+        # Seconds per new token of the last request.
         self._cost = 0.0
         self._forget_requests()
 
@@ -116,14 +118,14 @@ class TierMirror:
         return any(key in tier for tier in self.tiers)
 
     def place(self, key: Hashable) -> Place:
-        """Of a node that no tier has: the slowest one's."""
+        """Return the node's fastest tier, or the slowest tier if none holds it."""
         for tier in self.tiers:
             if key in tier:
                 return tier.place
         return self.tiers[-1].place
 
     def ranks(self, key: Hashable) -> tuple[Rank, ...]:
-        """In each tier that holds the node."""
+        """Return the node's rank in each tier that holds it."""
         found = ((tier, tier.tier.get(key)) for tier in self.tiers)
         return tuple(Rank(tier, node.priority) for tier, node in found if node is not None)
 
@@ -138,8 +140,11 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """A request, `settle`d later, brings its path to the device, and a suffix that nothing else will use. Returns
-        the nodes that no tier has any more. `expected`: forecast uses of nodes."""
+        """Put the path of a request on the device, and a suffix that no other request will use. `settle` ends the
+        request.
+
+        `expected`: forecast uses of nodes. Returns the nodes that no tier holds any more.
+        """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
         arrivals = [*path, Arrival(self._number(), suffix_tokens, keys[-1])] if suffix_tokens else [*path]
@@ -161,11 +166,11 @@ class TierMirror:
         return self._lost(gone)
 
     def settle(self, request: Hashable) -> None:
-        """The request is in flight no longer."""
+        """End a request in flight."""
         self._awaited.remove(self._requests.pop(request, ()))
 
     def remove(self, key: Hashable) -> None:
-        """From all tiers."""
+        """Remove a node from all tiers."""
         for tier in self.tiers:
             if key in tier:
                 tier.remove(key)
@@ -173,8 +178,10 @@ class TierMirror:
     def displace(
         self, ranks: Iterable[Rank], kept: Container[Hashable] = (), only: Container[Hashable] | None = None
     ) -> list[Hashable]:
-        """Others have displaced what goes before nodes of these ranks, but for what is `kept` (of `only` these keys),
-        and have its room. Returns the nodes that no tier has any more."""
+        """Evict all nodes with lower priority than `ranks`, except `kept`, and charge their tokens to other clients.
+
+        With `only`, evict only nodes with these keys. Returns the nodes that no tier holds any more.
+        """
         gone: dict[Hashable, None] = {}
         for tier, priority in ranks:
             going = [key for key in tier.going_before(priority) if key not in kept and (only is None or key in only)]
@@ -183,8 +190,8 @@ class TierMirror:
         return self._lost(gone)
 
     def give_up(self, tokens: int) -> list[Hashable]:
-        """Others have the room of so many tokens, of the slowest tier first. Returns the nodes that no tier has any
-        more."""
+        """Charge this number of tokens to other clients, from the slowest tier first. Return the nodes that no tier
+        holds any more."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             going = tier.next_to_go(tokens)
@@ -198,15 +205,15 @@ class TierMirror:
         self._forget_requests()
 
     def _number(self) -> Hashable:
-        """The key of what no later request finds."""
+        """Return a key that no later request finds."""
         return (next(self._numbers),)
 
     def _lost(self, gone: Iterable[Hashable]) -> list[Hashable]:
         return [key for key in gone if key not in self]
 
     def _give_away(self, tier: MirroredTier, keys: Sequence[Hashable]) -> int:
-        """Returns their tokens."""
-        # As young as what the last request computed.
+        """Charge the nodes' tokens to other clients and return their number."""
+        # The other clients' nodes are as recent as those of the last request.
         others = [Arrival(self._number(), tier.remove(key), None) for key in keys]
         tier.admit(others, ())
         numbers = [each.key for each in others]
@@ -215,6 +222,6 @@ class TierMirror:
 
     def _forget_requests(self) -> None:
         host = next((tier for tier in self.tiers if tier.place is Place.HOST), None)
-        # As in the engines: half of the host memory for what requests in flight use.
+        # As in the engines: half of the host memory for nodes of requests in flight.
         self._awaited = AwaitedNodes(0 if host is None else host.capacity_tokens // 2)
         self._requests: dict[Hashable, tuple[Hashable, ...]] = {}

@@ -37,7 +37,7 @@ POLICIES = tuple(policies.names)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
-    """For one tier. Raises ValueError naming the choices."""
+    """Return a policy for one tier. Raise ValueError, naming the choices, for an unknown name."""
     if name not in POLICIES:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
     return policies[name]()

@@ -1,4 +1,4 @@
-"""Protocol of replacement policies, and their registry."""
+"""Replacement policies of a tier."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 
 @dataclass(slots=True, eq=False, repr=False)
 class TierNode:
-    """A tier's record of a node, written by the tier only.
+    """A tier's record of a node, which only the tier writes.
 
-    `frequency` counts uses, `misses` computations; `cost` is their mean seconds per new token (formula 4's Cost/Size),
-    or an estimate. `expected` uses are forecast by the last request that did so; 0: none. `priority` is of the last
-    use, number `order`. `place`: in a heap, or -1.
+    `frequency` counts uses, `misses` computations. `cost` is the mean seconds per new token of these computations
+    (formula 4's Cost/Size), or an estimate. `expected` has the uses that the last forecast gave, or 0. `priority` is
+    that of the last use, whose number is `order`. `place` is the index in a heap, or -1.
     """
 
     key: Key
@@ -48,17 +48,17 @@ class TierNode:
 
 
 class ReplacementPolicy(Protocol):
-    """Priorities for one tier: the lowest leaf is evicted first, among equals the least recently used."""
+    """Priorities for one tier: the leaf with the lowest is evicted first, ties the least recently used."""
 
     def priority(self, node: TierNode) -> float:
-        """Of a node used or inserted now."""
+        """Return the priority of a node that is used or inserted now."""
 
     def evicted(self, node: TierNode, used: int) -> None:
-        """A node is evicted from a tier whose nodes have `used` in all."""
+        """Record the eviction of a node from a tier whose nodes have `used` in total."""
 
 
 class Clocked:
-    """A clock at the highest evicted priority (formula 3): recent uses outrank frequent old ones."""
+    """A clock that is the highest evicted priority (formula 3), so recent uses outrank frequent old ones."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -71,18 +71,18 @@ class Clocked:
 policies: Registry[ReplacementPolicy] = Registry("replacement policy")
 
 
-# By simulation: at 0.3 bursts are lost, at 1 what is popular (docs/tiers.md).
+# By simulation: 0.3 evicts bursts too early, 1 evicts popular nodes (docs/tiers.md).
 _FORGETTING = 0.5
 _LEAST_COST = 1e-12
 
 
 @policies.register("forecast", "as often as the orderer expects them to be used, else as often as they were")
 class Forecast:
-    """log(Uses x Cost / Size) + 0.5 x Turnovers: uses count less by a constant factor for each time that the tier has
-    been replaced since.
+    """log(Uses x Cost / Size) + 0.5 x Turnovers: uses lose weight by a constant factor with each replacement of the
+    tier's contents.
 
-    Uses are those that the last request forecast, otherwise the frequency. Turnovers are measured in evicted sizes by
-    the used one, so tiers of any size and speed forget alike.
+    Uses are the last forecast's, or the frequency without a forecast. Turnovers are evicted size divided by used size,
+    so the rate does not depend on the tier's size and speed.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class LFU:
 
 @policies.register("lru", "least recently used first")
 class LRU:
-    """Order of last use; entering the tier counts as one."""
+    """Order of last use; insertion counts as a use."""
 
     def __init__(self) -> None:
         self._uses = 0
@@ -133,13 +133,13 @@ class PGDSF(Clocked):
     """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formulas 2 and 4)."""
 
     def priority(self, node: TierNode) -> float:
-        # At every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where
+        # Set at every use, as the paper's text says; Algorithm 1 has line 9 in the branch for uncached nodes, where
         # no hit would ever count.
         return self.clock + node.frequency * node.cost
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, present or not, of `room` in all: those of the requests that came first.
+    """Nodes on the paths of waiting requests, present or not, up to `room` in total. Earlier requests have precedence.
 
     awaited = AwaitedNodes(room=100)
     added = awaited.add([("system prompt", 4), ("document", 9)])
@@ -159,12 +159,12 @@ class AwaitedNodes:
         return len(self._requests)
 
     def resize(self, room: int) -> None:
-        """What is awaited already stays, beyond a smaller room too."""
+        """Change the room. Nodes already awaited stay, even beyond a smaller room."""
         self._room += room - self._total
         self._total = room
 
     def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
-        """The nodes (key, size) of a request, root first, as far as there is room. Remove what is returned, once."""
+        """Add the nodes (key, size) of a request, root first, while there is room. Return the keys to `remove` once."""
         added = []
         for key, size in path:
             if key not in self._requests:
@@ -177,7 +177,7 @@ class AwaitedNodes:
         return tuple(added)
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Raises KeyError for a node that is not awaited."""
+        """Remove these nodes. Raise KeyError for a node that is not awaited."""
         for key in keys:
             self._requests[key] -= 1
             if not self._requests[key]:

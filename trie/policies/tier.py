@@ -1,4 +1,4 @@
-"""Nodes of one tier and their order of eviction (RAGCache Algorithm 1)."""
+"""Nodes of one tier in their eviction order (RAGCache Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Entry = tuple[float, int, TierNode]
 
 
 class _NodeHeap:
-    """A binary heap whose nodes store their place: no stale entries."""
+    """A binary heap whose nodes store their index, so it has no stale entries."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -42,7 +42,7 @@ class _NodeHeap:
             self._sift(last, place)
 
     def replace(self, node: TierNode, other: TierNode) -> None:
-        """`remove` and `add` in one step: cheaper for nodes of similar priority."""
+        """Do `remove` and `add` in one step, which is faster for nodes of similar priority."""
         place, node.place = node.place, -1
         self._sift((other.priority, other.order, other), place)
 
@@ -86,7 +86,8 @@ class _NodeHeap:
 
 
 class History:
-    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", in uses.
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", counted in
+    uses.
 
     About 0.4 KB a node. Raises ValueError if `max_nodes` is negative.
     """
@@ -106,7 +107,7 @@ class History:
         return key in self._nodes
 
     def keep(self, node: TierNode) -> None:
-        # Equal priorities: the heap keeps the order of use.
+        # With equal priorities the heap keeps the order of use.
         node.priority = 0.0
         self._nodes[node.key] = node
         self._by_use.add(node)
@@ -130,15 +131,15 @@ NO_FORECAST: Mapping[Any, float] = MappingProxyType({})
 
 
 class Tier:
-    """Metadata of one tier's nodes; `used` is the sum of their sizes. Not thread-safe.
+    """Metadata of one tier's nodes. `used` is the sum of their sizes. Not thread-safe.
 
         tier = Tier(make_policy("pgdsf"), History(65536))
         tier.insert("system prompt", size=4)
         tier.insert("document", size=9, parent="system prompt")
         tier.evict(5)  # ["document"]
 
-    The leaf with the lowest priority goes first. Keys are hashable, not None; parents may be absent. Without a history,
-    insert a request's nodes before `use`. Calls take O(log n) a node.
+    The leaf with the lowest priority is evicted first. Keys are hashable and not None; parents may be absent. Without a
+    history, insert a request's nodes before `use`. Calls take O(log n) per node.
 
     Raises ValueError for another tier's history.
     """
@@ -175,10 +176,10 @@ class Tier:
         computed: Container[Key] = (),
         expected: Mapping[Any, float] = NO_FORECAST,
     ) -> None:
-        """Count a request along this path, root first, in the history where nodes are absent.
+        """Count a request along this path, root first; absent nodes are counted in the history.
 
-        It computed those in `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
-        computed. `expected`: uses of nodes, as the request forecasts them. Raises ValueError for a negative or infinite
+        The request computed the nodes in `computed` at `cost` seconds per new token (formula 4); nodes never computed
+        get `cost` as an estimate. `expected`: forecast uses of nodes. Raises ValueError for a negative or infinite
         cost.
         """
         if cost is not None and not 0 <= cost < math.inf:
@@ -195,8 +196,10 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """`known` is another tier's record, used if it has seen more. Raises ValueError for a present node, its own
-        parent, or a negative size."""
+        """Insert a node. `known` is another tier's record, which is used if it has more uses.
+
+        Raises ValueError if the node is present or its own parent, or if the size is negative.
+        """
         if key in self._nodes:
             raise ValueError("the tier holds this node already")
         if key == parent:
@@ -224,17 +227,17 @@ class Tier:
         self._change_candidates(holder, node)
 
     def remove(self, key: Key) -> None:
-        """Pinned or not; its children stay. Raises KeyError if absent."""
+        """Remove a node, even if pinned; its children stay. Raise KeyError if it is absent."""
         self._take_out(self._nodes[key])
 
     def pin(self, key: Key) -> None:
-        """Protect a node until unpinned as often. Raises KeyError if absent."""
+        """Protect a node until each pin is undone by `unpin`. Raise KeyError if it is absent."""
         node = self._nodes[key]
         node.pins += 1
         self._change_candidates(node, None)
 
     def unpin(self, key: Key) -> None:
-        """Raises KeyError if absent, ValueError if not pinned."""
+        """Undo one pin. Raise KeyError if the node is absent, ValueError if it is not pinned."""
         node = self._nodes[key]
         if not node.pins:
             raise ValueError("the node is not pinned")
@@ -242,7 +245,8 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Free `size`; returns the evicted keys, children first; None, evicting nothing, if that cannot be."""
+        """Free `size` and return the evicted keys, children first. Evict nothing and return None if that is
+        impossible."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:
@@ -259,7 +263,7 @@ class Tier:
         return [node.key for node in evicted]
 
     def victims(self) -> Iterator[Key]:
-        """In the order of eviction: O(k log k) for the first k. Invalid once the tier changes."""
+        """Return the keys in eviction order; the first k take O(k log k). Invalid once the tier changes."""
         return (node.key for node in self._in_order())
 
     def clear(self) -> None:
@@ -279,7 +283,7 @@ class Tier:
             return
         node.misses += computed
         if node.misses == computed:
-            # Not computed by any request before.
+            # No earlier request computed it.
             node.cost = cost
         elif computed:
             node.cost += (cost - node.cost) / node.misses
@@ -320,16 +324,16 @@ class Tier:
             self._history.keep(node)
 
     def _in_order(self, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> Iterator[TierNode]:
-        # Nodes in the order of eviction. Looks no further into the heap than needed.
+        # Yields nodes in eviction order and reads only the part of the heap that it needs.
         entries = self._candidates.entries
         frontier: list[tuple[Entry, int]] = [(entries[0], 0)] if entries else []
         children: dict[Key, int] = {}
         while frontier:
             (_, _, node), place = heappop(frontier)
             if place >= 0:
-                for behind in (2 * place + 1, 2 * place + 2):
-                    if behind < len(entries):
-                        heappush(frontier, (entries[behind], behind))
+                for child in (2 * place + 1, 2 * place + 2):
+                    if child < len(entries):
+                        heappush(frontier, (entries[child], child))
             if node.key in protected or node.key in also_protected:
                 continue
             yield node
