@@ -1,4 +1,4 @@
-"""Documents that a fused request computes exactly although it could take them over, for the requests to come."""
+"""Documents recomputed exactly to extend the shared prefix."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ragorder.trie.tree import Node, RequestedDocuments
 
 __all__ = ["Invested", "Investment"]
 
-# Of the tokens that requests recompute, how many may be spent before they have come back.
+# Share of recomputed tokens that may be spent before later requests save them.
 _CREDIT = 0.01
-# Uses that forecasts have promised and kept before there were any, and the share of later ones that a request forgets.
+# Forecast and observed uses at the start, and the share by which each request decays later ones.
 _PRIOR = 50.0
 _FORGOTTEN = 0.001
 
 
 class Invested(NamedTuple):
-    """The place of a document that is computed exactly although it could be taken over, and its expected uses."""
+    """The place of a document that is computed although it has a copy, and its expected uses."""
 
     place: int
     uses: float
@@ -34,30 +34,30 @@ class _Promise(NamedTuple):
 
 
 class Investment:
-    """Documents computed exactly, directly behind the exact prefix, although all can be taken over.
+    """Choice of documents to compute exactly after the exact prefix, although all have copies.
 
-    Such a request computes all tokens of the document instead of the share `recompute`; each later one with this
-    prefix, as `tail` forecasts them, computes none instead of that share. A forecast counts as far as former ones have
-    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests recompute is
-    spent before it comes back: at worst that many tokens more are computed.
+    Such a request computes all tokens of the document instead of the share `recompute`. Each later request with this
+    prefix, as `tail` forecasts them, computes no token instead of that share. Forecasts are scaled by the rate at which
+    earlier ones came true: paths are evicted, and a request uses only one of two fitting paths. At most 1 % of the
+    recomputed tokens is spent in advance: in the worst case, 1 % more tokens are computed.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
-        # While documents without a copy are computed, these make the prefix longer.
+        # With copies "served", documents without a copy extend the prefix already.
         self._invests = settings.invest and settings.copies == "all"
         self._recompute = settings.recompute
         self._min_gain = settings.min_gain
         self._tail = tail
         self._tokens_left = 0.0
         self._promised = self._kept = _PRIOR
-        # Of the last `HORIZON` requests, with the sum of their uses a request.
+        # Those of the last `HORIZON` requests; `_due` is the sum of their uses per request.
         self._promises: dict[Node, _Promise] = {}
         self._made: deque[tuple[int, Node, _Promise]] = deque()
         self._due = 0.0
         self._requests = 0
 
     def copy(self, tail: Tail) -> Self:
-        """With the same means, for a tree of its own."""
+        """Return a copy with the same budget for another tree."""
         copy = shallow_copy(self)
         copy._tail = tail
         copy._promises, copy._made, copy._due = {}, deque(), 0.0
@@ -66,9 +66,9 @@ class Investment:
     def choose(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> list[int]:
-        """Of the documents `ranks` those to compute behind `prefix`, next first. `tokens`: lengths by rank.
+        """Return the documents of `ranks` to compute after `prefix`, next first. `tokens`: lengths by rank.
 
-        Next comes the document that spares most tokens, if they pay for the places that it moves (`min_gain`).
+        The next document is the one that saves most tokens, if they pay for the places that it moves (`min_gain`).
         """
         placed, left, spent = list(prefix), list(ranks), 0.0
         while left:
@@ -90,18 +90,19 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Expected uses of a document behind those `placed`, if they pay and can be afforded after `spent` tokens."""
+        """Return the expected uses of a document after those `placed`, or None if it does not pay or exceeds the budget
+        after `spent` tokens."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
         return None
 
     def cost(self, tokens: int) -> float:
-        """Tokens of a document that are computed now beyond those of its copy."""
+        """Return the tokens of a document that must be computed now in addition to those for its copy."""
         return (1 - self._recompute) * tokens
 
     def begin(self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], taken_over: int) -> None:
-        """A request begins whose documents' nodes are in `path`, from the root; it takes over so many tokens."""
+        """Start a request whose documents' nodes are in `path`, from the root. It reuses `reused_tokens` of copies."""
         if not self._invests:
             return
         self._requests += 1
@@ -123,7 +124,7 @@ class Investment:
             self._tokens_left -= self.cost(promise.tokens)
 
     def cancel(self, path: Sequence[Node], invested: Iterable[Invested]) -> None:
-        """The request was never served."""
+        """Undo the investments of a request that was never served."""
         for place, _ in invested:
             node = path[1 + place]
             if (promise := self._promises.get(node)) is not None:
@@ -134,7 +135,7 @@ class Investment:
         return self._tail.coming_uses(request, placed, ranks) if self._invests else ()
 
     def _gain(self, tokens: int, uses: float) -> float:
-        """Tokens that are spared in all."""
+        """Return the tokens that are saved in total."""
         return min(1.0, self._kept / self._promised) * uses * self._recompute * tokens - self.cost(tokens)
 
     def _end(self, node: Node, promise: _Promise) -> None:

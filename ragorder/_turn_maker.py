@@ -42,7 +42,7 @@ def make_turn(
     rebase: Iterable[Document] | None = None,
     **options: Any,
 ) -> Turn:
-    """As `PromptBuilder.turn`; `options` are those of the orderer."""
+    """Make a turn as `PromptBuilder.turn` does. `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
@@ -77,8 +77,10 @@ class _TurnMaker:
     messages: list[dict[str, Any]]
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
-        """`text` is the question, `given` the turn's documents, `earlier` those of former turns, if these may be laid
-        out again."""
+        """Make the turn from `text`, the question, and `given`, its documents.
+
+        `earlier` has the documents of former turns, or None if the conversation must not be rebased.
+        """
         form = self.form
         named: list[Document] = self._standing(given) if names and self.messages else []
         held = set(map(id, named))
@@ -87,7 +89,7 @@ class _TurnMaker:
         if new:
             question = Segment(digest_of(asked), self._length(asked))
         else:
-            # As in a conversation that was laid out again.
+            # The key that the question has in a rebased conversation.
             (question,) = segments_of([self._message(form.escape(asked))], form)
         place = _Place(new, History(segments_of(self.messages, form), question))
         if earlier is not None and self.orderer.has_lost(place.history, scope=self.options.get("scope")):
@@ -106,7 +108,7 @@ class _TurnMaker:
             raise
 
     def _lay_out_anew(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
-        """None if less has to be computed as it is."""
+        """Return the rebased turn, or None unless it has fewer tokens to compute."""
         form = self.form
         openings = openings_behind(form, self.reference)
         asked, before = (list(map(self._as_standing, documents)) for documents in (given, earlier))
@@ -134,12 +136,12 @@ class _TurnMaker:
 
     @property
     def _system(self) -> str:
-        """What stands in the first message for a system prompt that has none of its own."""
+        """Text that opens the first message if the system prompt has no message of its own."""
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 
     def _content(self, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
-        """As parts where a cache resumes behind one of them."""
+        """Return the content, in parts if a cache resumes after one of them."""
         form, texts = self.form, list(map(self.form.document_text, ordering.documents))
         if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
             return form.escape("".join(texts) + asked)

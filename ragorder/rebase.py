@@ -1,5 +1,4 @@
-"""Conversations laid out again: all their documents in front of the first question, the words of all turns as they
-were."""
+"""Rebased conversations: all documents before the first question, other words unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _BEARERS = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A document as it stands in a message: its whole `text`, which begins with its `header`, and the line by which it
-    is `named` instead."""
+    """A document in a message: its whole `text`, which begins with its `header`, and the line that names it,
+    `named`."""
 
     document: Document
     text: str
@@ -27,14 +26,17 @@ class Standing:
 
     @property
     def movable(self) -> bool:
-        """Whether it can be told from a part of another one."""
+        """Whether it can be distinguished from a part of another document."""
         return bool(self.text.strip() and self.header.strip()) and self.text.startswith(self.header)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Messages from which the `documents` have been taken, each named where it stood, but for those of the first
-    message: they are to stand in front of its content, behind the `system` prompt where that has no message."""
+    """A rebased conversation.
+
+    In `messages` the `documents` are removed, and named where they were, except in the first message. They belong
+    before that message's content, after the `system` prompt if it has no message of its own.
+    """
 
     documents: list[Document]
     system: str
@@ -42,7 +44,7 @@ class Layout:
 
 
 def read_earlier(documents: Iterable[Document]) -> list[Document]:
-    """Raises TypeError for anything but documents."""
+    """Return the documents as a list. Raise TypeError for any other objects."""
     wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
     if isinstance(documents, bool) or not isinstance(documents, Iterable):
         raise TypeError(f"{wanted}, got {documents!r}")
@@ -61,11 +63,11 @@ def lay_out_anew(
     system: str,
     openings: tuple[str, ...],
 ) -> Layout | None:
-    """All documents `asked` for now, and those of `earlier` turns that stand in the messages, taken together.
+    """Return all documents `asked` for now and the `earlier` turns' documents that the messages contain, together.
 
-    `system` opens the first message where the system prompt has none of its own. Directly behind a document stands one
-    of `openings` (none: anything). A document stays where it is if another version of it does. None if there is nothing
-    to move, or if one that is asked for would have to stay.
+    `system` opens the first message if the system prompt has no message of its own. A document is directly followed by
+    one of `openings` (empty: by any text). A document stays in place if another version of it does. Returns None if
+    there is nothing to move, or if a document asked for would have to stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
@@ -105,7 +107,7 @@ def lay_out_anew(
 
 
 class _Run:
-    """The documents with which a message begins, and what stands behind them."""
+    """The documents at the beginning of a message, and the text after them."""
 
     def __init__(self, content: str, known: Sequence[Standing], openings: tuple[str, ...]) -> None:
         self.documents: list[Standing] = []
@@ -123,7 +125,7 @@ class _Run:
 
 
 def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str, ...]) -> Standing | None:
-    """The longest document there: another one may be its beginning."""
+    """Return the longest document at this place; a shorter one may be its beginning."""
     found: Standing | None = None
     for each in known:
         end = place + len(each.text)
@@ -134,7 +136,7 @@ def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str
 
 
 def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None]) -> Iterator[str]:
-    """Texts in which no document is looked for."""
+    """Yield texts that are not searched for documents."""
     for message, content in zip(messages, contents, strict=True):
         parts = message.get("content") if content is None and message.get("role") != "assistant" else None
         if isinstance(parts, str):
@@ -144,7 +146,7 @@ def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None
 
 
 def _opens(standing: Standing, text: str) -> bool:
-    """Whether the text has the document's header, other than in its name."""
+    """Return whether the text has the document's header, except in the line that names it."""
     place = text.find(standing.header)
     while place >= 0:
         if not text.startswith(standing.named, place):

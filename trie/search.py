@@ -10,6 +10,7 @@ from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = [
+    "SEARCH_BUDGET",
     "BestPathSearch",
     "GreedySearch",
     "Permits",
@@ -21,6 +22,9 @@ __all__ = [
     "ranks_on_path",
     "searches",
 ]
+
+SEARCH_BUDGET = 1024
+"""Nodes that one search of an orderer examines."""
 
 Permits = Callable[[Sequence[int]], bool]
 """Return whether an order may begin with these ranks."""
@@ -57,7 +61,7 @@ class BestPathSearch(PrefixSearch):
     Ties go to the most recently used path. A partly cached node counts with its cached part and ends its path.
     """
 
-    def __init__(self, budget: int = 1024) -> None:
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
         self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
@@ -97,7 +101,7 @@ class GreedySearch(PrefixSearch):
     uses retrieval order, as Algorithm 1 says.
     """
 
-    def __init__(self, budget: int = 1024) -> None:
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
         self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:

@@ -82,7 +82,7 @@ class Tail(ABC):
 tails: Registry[Tail] = Registry("tail")
 
 
-@tails.register("prefix", "only the cached prefix moves, all other documents stay as ranked (RAGCache++)")
+@tails.register("prefix", "only the cached prefix moves; other documents keep retrieval order (RAGCache++)")
 class RankTail(Tail):
     """Keeps retrieval order."""
 
@@ -92,7 +92,7 @@ class RankTail(Tail):
         return rest
 
 
-@tails.register("queue", "for the waiting requests, and without any as ranked")
+@tails.register("queue", "documents of waiting requests first, else retrieval order")
 class QueueTail(Tail):
     """Places next the document of most waiting requests that can still share the prefix.
 
@@ -232,7 +232,7 @@ class CohortTail(Tail):
         return [*arranged, *left, *rest[_CHOICES:]]
 
 
-@tails.register("free", "documents move for the waiting requests, and without any for those expected, as cohort")
+@tails.register("free", "queue for waiting requests, cohort without any")
 class FreeTail(QueueTail):
     """Uses `QueueTail` while requests wait, else `CohortTail`."""
 
@@ -253,7 +253,7 @@ class FreeTail(QueueTail):
         return super().arrange(request, prefix, rest, waiting)
 
 
-@tails.register("earned", "as free, but without waiting requests only while that has paid, else as prefix")
+@tails.register("earned", "as free, but cohort only while it saves tokens, else prefix")
 class EarnedTail(FreeTail):
     """Uses `FreeTail` for waiting requests and while `pays`, else rank order.
 

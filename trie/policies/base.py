@@ -76,7 +76,7 @@ _FORGETTING = 0.5
 _LEAST_COST = 1e-12
 
 
-@policies.register("forecast", "as often as the orderer expects them to be used, else as often as they were")
+@policies.register("forecast", "evicts nodes with fewest expected uses first; without a forecast by past uses")
 class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers: uses lose weight by a constant factor with each replacement of the
     tier's contents.
