@@ -92,10 +92,10 @@ class NextTurn(Generic[D]):
             self.begun = True
             self.ordering.readable()
 
-    def remember_as(self, message: Message, answer: Message | None = None) -> None:
+    def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
         """How later histories have the message and its answer, in plain form. Before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
-        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
         """The request was served."""
@@ -244,7 +244,7 @@ class FrameworkTurns(Generic[M, D]):
         """The message of a turn was sent, and answered."""
         # What cannot be read is not found again; it was served all the same.
         with suppress(Exception):
-            turn.remember_as(self.read(message), None if answer is None else self.read(answer))
+            turn.set_history_keys(self.read(message), None if answer is None else self.read(answer))
         turn.confirm(usage, written_tokens)
 
     def _read_document(self, item: D) -> Document:

@@ -19,7 +19,7 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None: as `order` returns it)."""
+    """A request of the batch and the permutation of its ranks (None means that of `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -103,7 +103,6 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
 
 
 def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
-    """Serve next the allowed request with most cached tokens, arranged for the others."""
     coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
         (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
     )
@@ -123,7 +122,7 @@ def _with_best(
     cached: Sequence[CachedPath],
     tokens: Mapping[Key, int],
 ) -> Sequence[Planned]:
-    """Return a batch's plan with the best documents at their place. `requests` are in retrieval order."""
+    """Move the best documents of a planned batch to their place. `requests` are in retrieval order."""
     if best.end == "any":
         return planned
     improved: list[Planned] = []
@@ -141,6 +140,6 @@ def _with_best(
 def _saved(
     order: Sequence[Key], before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> int:
-    """Return the tokens that this order shares with an earlier one, plus those that later orders share with it."""
+    """Return the tokens shared with an earlier order, plus those that later orders share."""
     found = max(shared_tokens(order, other, tokens) for other in before)
     return found + sum(shared_tokens(order, other, tokens) for other in after)

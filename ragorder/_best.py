@@ -16,9 +16,8 @@ __all__ = ["BestPlace"]
 class BestPlace:
     """Position at which the model reads the most relevant document best: "first", or "last" (next to the question).
 
-    The most relevant document gets that position unless this costs more than `best_tokens` cached tokens; then "last"
-    is the most relevant document after the cached prefix. Other documents keep retrieval order. With "any" no position
-    is preferred.
+    A request loses at most `best_tokens` cached tokens for it; otherwise "last" is the most relevant document after the
+    cached prefix. Other documents keep retrieval order. "any" prefers no position.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -44,20 +43,17 @@ class BestPlace:
         return other if tree.cached_tokens(longest) - tree.cached_tokens(other) <= self.price else longest
 
     def _permits(self, count: int, others: Permits | None, ranks: Sequence[int]) -> bool:
-        """Return whether the best document has its position, or can still get it, in an order that begins with
-        `ranks`."""
         permitted = ranks[:1] in ([], [0]) if self.end == "first" else 0 not in ranks[: count - 1]
         return permitted and (others is None or others(ranks))
 
     def split(self, prefix: Sequence[int], rest: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Split the ranks in `rest`, which follow `prefix`, into the first ones, those for a tail to arrange, and the
-        last ones."""
+        """Split the ranks in `rest`, which follow `prefix`: first ones, those for a tail to arrange, last ones."""
         if self.end == "last":
             return [], rest[1:], rest[:1]
         held = 1 if self.end == "first" and not prefix else 0
         return rest[:held], rest[held:], []
 
     def order(self, count: int) -> list[int]:
-        """Return the order of all documents if none is cached and none moves."""
+        """Return the order if no document is cached and none moves."""
         first, middle, last = self.split((), [*range(count)])
         return first + middle + last

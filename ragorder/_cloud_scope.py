@@ -46,7 +46,7 @@ class CloudCache:
         prices: Prices | str | PathLike[str] | None,
         clock: Callable[[], float],
     ) -> CloudCache:
-        """Return the cache of a model. Raise OSError or ValueError for wrong arguments."""
+        """Return the cache of a model. Raise OSError or ValueError."""
         if rules is None:
             if provider is None or model is None:
                 raise ValueError("give provider and model, or rules=CacheRules(…)")

@@ -55,7 +55,7 @@ class EarnedMoves:
     def _serve(
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
-        """Serve a request in a shadow tree. Return (tokens found, whether a document moves)."""
+        """Return (tokens found, whether a document moves)."""
         if shadow.oldest < held_since:
             shadow.forget(held_since)
         keys, ranks = request.keys, request.ranks

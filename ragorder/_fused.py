@@ -59,8 +59,7 @@ class FusedReuse:
     def split(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Split the documents `ranks`, which follow `prefix`, into copied ones to compute (next first), new ones, and
-        reused ones."""
+        """Split the documents `ranks` into copied ones to compute (next first), new ones, and reused ones."""
         copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
         invested = self.investment.choose(request, tokens, prefix, copied)
         known = set(copied)
@@ -68,7 +67,6 @@ class FusedReuse:
         return invested, new, [rank for rank in copied if rank not in invested]
 
     def places(self, request: RequestedDocuments, tokens: Sequence[int], permutation: Sequence[int]) -> FusedPlaces:
-        """Return the places of the documents in this order, from any policy."""
         keys = request.keys
         node: Node | None = self._tree.root
         invested: list[Invested] = []

@@ -15,20 +15,20 @@ from ragorder.trie.tree import Node, RequestedDocuments
 __all__ = ["Invested", "Investment"]
 
 # Share of recomputed tokens that may be spent before later requests save them.
-_CREDIT = 0.01
+_BUDGET = 0.01
 # Forecast and observed uses at the start, and the share by which each request decays later ones.
 _PRIOR = 50.0
-_FORGOTTEN = 0.001
+_DECAY = 0.001
 
 
 class Invested(NamedTuple):
-    """The place of a document that is computed although it has a copy, and its expected uses."""
+    """Place of a document that is computed although it has a copy, and its expected uses."""
 
     place: int
     uses: float
 
 
-class _Promise(NamedTuple):
+class _Expectation(NamedTuple):
     tokens: int
     uses_per_request: float
 
@@ -36,10 +36,10 @@ class _Promise(NamedTuple):
 class Investment:
     """Choice of documents to compute exactly after the exact prefix, although all have copies.
 
-    Such a request computes all tokens of the document instead of the share `recompute`. Each later request with this
-    prefix, as `tail` forecasts them, computes no token instead of that share. Forecasts are scaled by the rate at which
+    The request computes all tokens of such a document instead of the share `recompute`; later requests with this
+    prefix, as `tail` forecasts them, compute none instead of that share. Forecasts are scaled by the rate at which
     earlier ones came true: paths are evicted, and a request uses only one of two fitting paths. At most 1 % of the
-    recomputed tokens is spent in advance: in the worst case, 1 % more tokens are computed.
+    recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
@@ -49,18 +49,17 @@ class Investment:
         self._min_gain = settings.min_gain
         self._tail = tail
         self._tokens_left = 0.0
-        self._promised = self._kept = _PRIOR
+        self._forecast_uses = self._observed_uses = _PRIOR
         # Those of the last `HORIZON` requests; `_due` is the sum of their uses per request.
-        self._promises: dict[Node, _Promise] = {}
-        self._made: deque[tuple[int, Node, _Promise]] = deque()
+        self._expectations: dict[Node, _Expectation] = {}
+        self._made: deque[tuple[int, Node, _Expectation]] = deque()
         self._due = 0.0
         self._requests = 0
 
     def copy(self, tail: Tail) -> Self:
-        """Return a copy with the same budget for another tree."""
         copy = shallow_copy(self)
         copy._tail = tail
-        copy._promises, copy._made, copy._due = {}, deque(), 0.0
+        copy._expectations, copy._made, copy._due = {}, deque(), 0.0
         return copy
 
     def choose(
@@ -98,47 +97,48 @@ class Investment:
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return the tokens of a document that must be computed now in addition to those for its copy."""
+        """Return the tokens that computing a document costs beyond reusing its copy."""
         return (1 - self._recompute) * tokens
 
-    def begin(self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], taken_over: int) -> None:
+    def begin(
+        self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], reused_tokens: int
+    ) -> None:
         """Start a request whose documents' nodes are in `path`, from the root. It reuses `reused_tokens` of copies."""
         if not self._invests:
             return
         self._requests += 1
         while self._made and self._requests - self._made[0][0] > HORIZON:
-            _, node, promise = self._made.popleft()
-            self._end(node, promise)
-        self._promised += self._due - _FORGOTTEN * (self._promised - _PRIOR)
-        self._kept -= _FORGOTTEN * (self._kept - _PRIOR)
-        self._tokens_left += _CREDIT * self._recompute * taken_over
+            _, node, expectation = self._made.popleft()
+            self._end(node, expectation)
+        self._forecast_uses += self._due - _DECAY * (self._forecast_uses - _PRIOR)
+        self._observed_uses -= _DECAY * (self._observed_uses - _PRIOR)
+        self._tokens_left += _BUDGET * self._recompute * reused_tokens
         for node in path[1 : 1 + cached_documents]:
-            if (known := self._promises.get(node)) is not None:
-                self._kept += 1
+            if (known := self._expectations.get(node)) is not None:
+                self._observed_uses += 1
                 self._tokens_left += self._recompute * known.tokens
         for place, uses in invested:
             node = path[1 + place]
-            promise = self._promises[node] = _Promise(node.end - path[place].end, uses / HORIZON)
-            self._made.append((self._requests, node, promise))
-            self._due += promise.uses_per_request
-            self._tokens_left -= self.cost(promise.tokens)
+            expectation = self._expectations[node] = _Expectation(node.end - path[place].end, uses / HORIZON)
+            self._made.append((self._requests, node, expectation))
+            self._due += expectation.uses_per_request
+            self._tokens_left -= self.cost(expectation.tokens)
 
     def cancel(self, path: Sequence[Node], invested: Iterable[Invested]) -> None:
         """Undo the investments of a request that was never served."""
         for place, _ in invested:
             node = path[1 + place]
-            if (promise := self._promises.get(node)) is not None:
-                self._end(node, promise)
-                self._tokens_left += self.cost(promise.tokens)
+            if (expectation := self._expectations.get(node)) is not None:
+                self._end(node, expectation)
+                self._tokens_left += self.cost(expectation.tokens)
 
     def _uses(self, request: RequestedDocuments, placed: Sequence[int], ranks: Sequence[int]) -> Sequence[float]:
         return self._tail.coming_uses(request, placed, ranks) if self._invests else ()
 
     def _gain(self, tokens: int, uses: float) -> float:
-        """Return the tokens that are saved in total."""
-        return min(1.0, self._kept / self._promised) * uses * self._recompute * tokens - self.cost(tokens)
+        return min(1.0, self._observed_uses / self._forecast_uses) * uses * self._recompute * tokens - self.cost(tokens)
 
-    def _end(self, node: Node, promise: _Promise) -> None:
-        if self._promises.get(node) is promise:
-            del self._promises[node]
-            self._due -= promise.uses_per_request
+    def _end(self, node: Node, expectation: _Expectation) -> None:
+        if self._expectations.get(node) is expectation:
+            del self._expectations[node]
+            self._due -= expectation.uses_per_request

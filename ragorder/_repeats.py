@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ragorder.document import Document
 
-__all__ = ["ShownDocuments", "check_reference", "name_in", "openings_behind", "stands_in"]
+__all__ = ["ShownDocuments", "appears_in", "check_reference", "name_in", "openings_after"]
 
 
 class ShownDocuments(Protocol):
@@ -28,7 +28,7 @@ class ShownDocuments(Protocol):
     def openings(self) -> tuple[str, ...]: ...
 
 
-def stands_in(
+def appears_in(
     form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
     """Return whether the texts contain the document, and its last version there is this one, complete."""
@@ -49,7 +49,7 @@ def stands_in(
     return False
 
 
-def openings_behind(form: ShownDocuments, reference: str) -> tuple[str, ...]:
+def openings_after(form: ShownDocuments, reference: str) -> tuple[str, ...]:
     """Return the texts that may directly follow a document; empty if any text may."""
     openings = (*form.openings, _opening(reference))
     return openings if all(openings) else ()

@@ -101,14 +101,14 @@ class RequestReader:
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
 
     def read_keys(self, given: Iterable[Any]) -> list[Hashable]:
-        """Of each document, repeated ones as often."""
+        """Return each document's key, including those of repeated documents."""
         return list(map(self._key, given))
 
     def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the objects are no documents."""
+        """Raise TypeError if the objects are not documents."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 

@@ -121,7 +121,7 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
     def copy(self) -> Scope:
-        """Return an independent scope in the present state. Reports do not correct its mirror."""
+        """Return an independent scope. Reports do not correct its mirror."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner)
@@ -180,7 +180,6 @@ class Scope:
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None = None) -> Ordering[D]:
-        """Order a request of a batch as planned."""
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
@@ -387,7 +386,7 @@ class Scope:
         return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], history: History) -> Sequence[int]:
-        """Return the tokens of a history's segments, of its question, and of the segments after the question."""
+        """Return the tokens of a history's segments, its question, and the segments after it."""
         asked = [] if history.question is None else [history.question]
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
@@ -424,7 +423,6 @@ class Route(NamedTuple):
 
 
 def _after(history: History | None) -> bool:
-    """Return whether a request's documents come after other messages."""
     return history is not None and bool(history.segments)
 
 

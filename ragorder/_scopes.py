@@ -42,7 +42,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         self.pool = self.make_pool()
 
     def make_pool(self) -> Pool:
-        """Return an empty pool."""
         settings = self._settings
         if settings.residency == "none":
             return Pool(None, settings.block_size, MAX_NODES)
@@ -78,7 +77,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         super().clear()
 
     def stop_following(self) -> None:
-        """Start again without events."""
         self.clear()
         self.blocks = None
         evicted_blocks, self.pool = self.pool.evicted_blocks, self.make_pool()

@@ -32,12 +32,10 @@ class EngineTiers:
 
     @property
     def unpriced(self) -> bool:
-        """Whether there are several tiers and a profile, but no load times."""
         return self._several and self._profile is not None and not self._profile.loads
 
     def make_pool(self, max_nodes: int) -> Pool:
-        """Return an empty pool for all scopes. It evicts by the tiers' policy, or least recently used first with one
-        tier."""
+        """Return an empty pool for all scopes. It evicts by the tiers' policy, or with one tier in LRU order."""
         settings = self._settings
         held_tokens = settings.held_tokens
         options = held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first
@@ -59,7 +57,6 @@ class EngineTiers:
         return TieredPool(mirror, held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first)
 
     def residency(self, name: Hashable, tree: KnowledgeTree, pool: Pool) -> LRUResidency:
-        """Return the residency of a scope in the pool."""
         if self._several:
             from ragorder.trie.mirror import TieredPool, TieredResidency
 
@@ -68,7 +65,6 @@ class EngineTiers:
         return LRUResidency(tree, pool)
 
     def places(self, residency: LRUResidency) -> Places | None:
-        """Return the residency, or None for an engine with one tier."""
         several = self._several or self._price is not None
         return residency if several and isinstance(residency, Places) else None
 

@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def bearer(self) -> dict[str, Any]:
-        """The message that contains the documents `new`."""
+        """Message that contains the documents `new`."""
         return self.messages[self._bearer]
 
     @property
@@ -151,7 +151,7 @@ class Turn:
         """
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         keys = message_key(self.bearer), message_key(said)
-        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
         return [*self.messages, said]
 
     def confirm(
@@ -173,7 +173,7 @@ class Turn:
         return messages
 
     def discard(self) -> None:
-        """Discard a request that failed or was never sent. The history stays unchanged."""
+        """Discard a request that failed or was never sent."""
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
@@ -211,7 +211,6 @@ def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[
 
 
 def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segment]:
-    """Return the segments of a `History`."""
     segments = []
     for message in messages:
         key = message_key(message)

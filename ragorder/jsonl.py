@@ -87,7 +87,6 @@ class JSONLines:
             yield from self._lines(file)
 
     def read(self, model: type[M]) -> Iterator[tuple[int, M]]:
-        """Yield each line as an instance of the model."""
         for number, line in self:
             yield number, self.validate(model, number, line)
 
@@ -128,7 +127,6 @@ class JSONLines:
         return f"{problem}: {self._example}" if self._example else problem
 
     def error(self, number: int, problem: str) -> Exception:
-        """Return the exception for a problem of a line."""
         return self._error(f"{self.name}:{number}: {problem}")
 
     def _lines(self, source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -184,7 +182,6 @@ class JSONLines:
 
 
 def name_of(source: IO[bytes]) -> str:
-    """Return the path of an open file, as it was given."""
     name = getattr(source, "name", "-")
     return name if isinstance(name, str) and name not in ("-", "<stdin>") else "<stdin>"
 
@@ -226,7 +223,6 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with escaped control characters."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -270,7 +266,6 @@ def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing
 
 
 def _missing_fields(error: ValidationError) -> bool:
-    """Return whether the object itself lacks a field."""
     return any(each["type"] == "missing" and len(each["loc"]) == 1 for each in error.errors(include_url=False))
 
 

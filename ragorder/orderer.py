@@ -37,7 +37,7 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 _UNSALTED = (
-    "with KV events a scope must be the cache_salt of its requests (a string) or None: other scopes use an LRU mirror"
+    "with KV events a scope must be the cache_salt of its requests (a string) or None; other scopes use an LRU mirror"
 )
 _FUSED_HISTORY = (
     "reuse='fused' does not follow conversations: documents after a history count as recomputed. Give reuse='exact'"
@@ -426,8 +426,8 @@ class Orderer:
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late (None:
-        no bound). Each is in flight once it is accessed. Predicted hits are at least those of `order` for each request
+        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late (None
+        means no bound). Each is in flight once it is accessed. Predicted hits are at least those of `order` for each request
         in turn. Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
@@ -609,7 +609,7 @@ def _checked(history: H) -> H:
 
 
 def _read_lengths(lengths: Lengths) -> Lengths:
-    """Return valid lengths. Raise TypeError or ValueError for invalid ones."""
+    """Raise TypeError or ValueError for invalid lengths."""
     return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
 
 

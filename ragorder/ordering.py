@@ -52,7 +52,6 @@ class RequestOutcome(NamedTuple):
 
     @property
     def cost(self) -> Cost | None:
-        """The cost of a request to a cloud, else None."""
         return None
 
 
@@ -186,7 +185,7 @@ class Ordering(Generic[D]):
 
     @property
     def cost(self) -> Cost | None:
-        """The prompt's cost at a cloud, else None: predicted, and after `confirm` as reported."""
+        """The prompt's cost at a cloud, else None. Predicted, and after `confirm` as reported."""
         return self.cloud.cost if self.cloud is not None else None
 
     @property
@@ -233,13 +232,13 @@ class Ordering(Generic[D]):
         """Record that the request failed or was never sent."""
         self._end(RequestOutcome(False))
 
-    def remember_as(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
+    def set_history_keys(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
         """Set the keys (`Segment.key`) of this request's message and answer in later histories.
 
         Later turns then find their KV. `closing_tokens`: template text after the answer. Call it before `confirm`.
         """
         for twin in self.twins:
-            twin.remember_as(message, answer, closing_tokens=closing_tokens)
+            twin.set_history_keys(message, answer, closing_tokens=closing_tokens)
         turn = self._lease.turn if isinstance(self._lease, Lease) else None
         if turn is not None:
             turn.message, turn.answer, turn.closing_tokens = message, answer, closing_tokens

@@ -297,7 +297,7 @@ class PromptBuilder:
         )
 
     def _header(self, document: Document) -> str:
-        """Return the beginning of a document in the prompt, up to its text."""
+        """Return the document's beginning, up to its text."""
         header = []
         for literal, name, *_ in Formatter().parse(self._document_template):
             header.append(literal)
@@ -320,7 +320,7 @@ class PromptBuilder:
         return text if self._align_to is None else text + "\n" * self._segment(document).padding
 
     def user_message(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """Return the user's message. `ranking`: the documents' retrieval ranks."""
+        """`ranking`: the documents' retrieval ranks."""
         texts = map(self.document_text, documents)
         # Escaped again as a whole, because two adjacent documents must not form a special token.
         return self._escape("".join(texts) + self._question(query, documents, ranking))

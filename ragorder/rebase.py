@@ -9,13 +9,13 @@ from typing import Any
 
 from ragorder.document import Document
 
-__all__ = ["Layout", "Standing", "lay_out_anew", "read_earlier"]
+__all__ = ["DocumentInMessage", "Layout", "read_earlier", "rebase_messages"]
 
 _BEARERS = ("user", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DocumentInMessage:
     """A document in a message: its whole `text`, which begins with its `header`, and the line that names it,
     `named`."""
 
@@ -44,7 +44,7 @@ class Layout:
 
 
 def read_earlier(documents: Iterable[Document]) -> list[Document]:
-    """Return the documents as a list. Raise TypeError for any other objects."""
+    """Raise TypeError for objects that are not documents."""
     wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
     if isinstance(documents, bool) or not isinstance(documents, Iterable):
         raise TypeError(f"{wanted}, got {documents!r}")
@@ -55,10 +55,10 @@ def read_earlier(documents: Iterable[Document]) -> list[Document]:
     return earlier
 
 
-def lay_out_anew(
+def rebase_messages(
     messages: Sequence[Mapping[str, Any]],
-    asked: Sequence[Standing],
-    earlier: Sequence[Standing],
+    asked: Sequence[DocumentInMessage],
+    earlier: Sequence[DocumentInMessage],
     *,
     system: str,
     openings: tuple[str, ...],
@@ -72,7 +72,7 @@ def lay_out_anew(
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
         return None
-    known: dict[str, Standing] = {}
+    known: dict[str, DocumentInMessage] = {}
     for each in (*asked, *earlier):
         if each.movable:
             known.setdefault(each.text, each)
@@ -97,20 +97,18 @@ def lay_out_anew(
         moved -= kept
     if not moved & standing or not all(each.movable and each.text in moved for each in asked):
         return None
-    anew = []
+    rebased = []
     for message, run in zip(messages, runs, strict=True):
         content = message.get("content")
         if run is not None:
             content = run.without(moved) if message is messages[0] else run.named(moved) + run.without(moved)
-        anew.append({**message, "content": content} if "content" in message else dict(message))
-    return Layout([each.document for each in known.values() if each.text in moved], system, anew)
+        rebased.append({**message, "content": content} if "content" in message else dict(message))
+    return Layout([each.document for each in known.values() if each.text in moved], system, rebased)
 
 
 class _Run:
-    """The documents at the beginning of a message, and the text after them."""
-
-    def __init__(self, content: str, known: Sequence[Standing], openings: tuple[str, ...]) -> None:
-        self.documents: list[Standing] = []
+    def __init__(self, content: str, known: Sequence[DocumentInMessage], openings: tuple[str, ...]) -> None:
+        self.documents: list[DocumentInMessage] = []
         end = 0
         while (found := _at(content, end, known, openings)) is not None:
             self.documents.append(found)
@@ -124,9 +122,11 @@ class _Run:
         return "".join(each.named for each in self.documents if each.text in moved)
 
 
-def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str, ...]) -> Standing | None:
+def _at(
+    content: str, place: int, known: Sequence[DocumentInMessage], openings: tuple[str, ...]
+) -> DocumentInMessage | None:
     """Return the longest document at this place; a shorter one may be its beginning."""
-    found: Standing | None = None
+    found: DocumentInMessage | None = None
     for each in known:
         end = place + len(each.text)
         whole = end == len(content) or not openings or content.startswith(openings, end)
@@ -136,7 +136,6 @@ def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str
 
 
 def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None]) -> Iterator[str]:
-    """Yield texts that are not searched for documents."""
     for message, content in zip(messages, contents, strict=True):
         parts = message.get("content") if content is None and message.get("role") != "assistant" else None
         if isinstance(parts, str):
@@ -145,7 +144,7 @@ def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None
             yield from (str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
 
 
-def _opens(standing: Standing, text: str) -> bool:
+def _opens(standing: DocumentInMessage, text: str) -> bool:
     """Return whether the text has the document's header, except in the line that names it."""
     place = text.find(standing.header)
     while place >= 0:

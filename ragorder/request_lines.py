@@ -137,7 +137,6 @@ class RequestLine(BaseModel):
 
     @property
     def names(self) -> list[Hashable]:
-        """The identities of its documents."""
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:

@@ -123,7 +123,7 @@ def repair_unicode(text: str) -> str:
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
     """Return a function that escapes special tokens in a text by a space after the first character, or removes them.
 
-    `special_tokens` are the served model's (None: those of common chat templates).
+    `special_tokens` are the served model's (None means those of common chat templates).
     """
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:

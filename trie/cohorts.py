@@ -18,8 +18,8 @@ class Cohorts:
         cohorts.add(["a", "b"])
         (cohorts.masks["a"] & cohorts.masks["b"]).bit_count()  # 1 request with both
 
-    A request keeps its bit until it is dropped. Fewer requests are kept while they have more than `max_documents`
-    different documents; a document takes about 0.3 KB.
+    Fewer requests are kept while they have more than `max_documents` different documents; a document takes about 0.3
+    KB.
     """
 
     def __init__(self, size: int = 2048, max_documents: int = 16_384) -> None:
@@ -35,7 +35,7 @@ class Cohorts:
         return self.added - self._first
 
     def add(self, keys: Sequence[Key]) -> list[int]:
-        """Add a request with these documents, all different. Return the previous mask of each document."""
+        """Add a request with distinct documents. Return their previous masks."""
         if len(self) == self.size:
             self._forget_first()
         masks = self.masks
@@ -58,7 +58,6 @@ class Cohorts:
         return (mask | mask >> self.size) & self.all
 
     def before(self, count: int) -> int:
-        """Return the mask of all requests except the last `count`."""
         return self.all ^ self.latest(count)
 
     def newest(self, mask: int) -> Sequence[Key]:

@@ -30,8 +30,8 @@ class ExpectedUses:
         uses.observe(["a", "b"])
         uses.along(["b", "a"])  # with b; with b and a
 
-    The forecast is the number of recorded requests with these documents, times the rate at which such counts came true
-    so far, plus the rest of the present burst. A request counts from the next one on.
+    The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
+    of the present burst. A request counts from the next one on.
     """
 
     def __init__(self, remembered: int = 2048) -> None:
@@ -60,7 +60,6 @@ class ExpectedUses:
         self._pending = keys
 
     def learn(self) -> None:
-        """Count the request observed last."""
         keys, self._pending = self._pending, ()
         if not keys:
             return
@@ -105,8 +104,7 @@ class ExpectedUses:
         """Return the expected uses of the first document, the first two, …, over the number of recorded requests, plus
         one for the request observed last.
 
-        Past frequencies are used without calibration: calibration compares documents of one request, but here paths of
-        different requests are compared.
+        Without calibration, which only compares documents of one request.
         """
         cohorts, kept = self.cohorts, self.kept
         masks, votes, burst = cohorts.masks, cohorts.latest(len(cohorts)), _BURST_LENGTH * self._bursts.excess
@@ -231,7 +229,7 @@ class _Bursts:
                 self._shares = None
 
     def _estimate(self) -> list[float]:
-        """Return the shares by rank; a share equals the mean unless it differs from it significantly."""
+        """Return the shares by rank; only significant differences from the mean count."""
         mean = (sum(self._kept) + 1) / (sum(self._seen) + 2)
         shares = []
         for kept, seen in zip(self._kept, self._seen, strict=True):

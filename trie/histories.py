@@ -236,7 +236,7 @@ class Histories:
         return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
     def end(self, history: History) -> Node | None:
-        """Return the last node of a history, or None if the tree does not have it."""
+        """Return the last node of a history, or None if the tree lacks it."""
         wanted = self._path(history).keys
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None

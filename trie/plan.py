@@ -117,7 +117,6 @@ class _Trie:
         return parent
 
     def dissolve(self, node: int) -> int:
-        """Replace the node by its only child and return the child."""
         (child,) = self.children[node]
         self.detach(child)
         self.attach(child, self.detach(node))
@@ -155,7 +154,7 @@ class _Trie:
         self.attach(node, place)
 
     def improve(self) -> None:
-        """Move every subtree, leaves first, to the place where it shares most tokens."""
+        """Move every subtree, leaves first, to where it shares most tokens."""
         waiting = deque(range(len(self.documents)))
         while waiting:
             node = waiting.popleft()

@@ -71,7 +71,7 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: float) -> float:
-        """Return the seconds. Negative counts become 0."""
+        """Negative counts become 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)

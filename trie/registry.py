@@ -34,7 +34,6 @@ class Registry(Generic[P]):
         return add
 
     def load(self, package: str, path: Iterable[str]) -> None:
-        """Import all modules of a package, so that they register their policies."""
         for module in iter_modules(path):
             import_module(f"{package}.{module.name}")
 
@@ -53,7 +52,7 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
-        """Return the name. Raise ValueError if it is unknown."""
+        """Raise ValueError for an unknown name."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

@@ -132,8 +132,7 @@ class Price(Protocol):
     """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus the loads before it."""
 
     def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Return the seconds. `host_tokens` and `disk_tokens` are the cached tokens loaded from host memory and from
-        disk."""
+        """Return the seconds. Some cached tokens are loaded from host memory and from disk."""
 
 
 class Rest(NamedTuple):

@@ -56,16 +56,15 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by tenant, then by the document whose requests should share most tokens. Groups that are too
-    large for a shard are split by the next such document, up to eight times. Groups are packed, in the order of their
-    paths, into shards of about equal tokens. Requests of a large group that have no further frequent document are
-    spread by their next document, so requests that share it stay together.
+    Requests are grouped by tenant, then by the document whose requests should share most tokens; groups too large for a
+    shard are split by the next such document, up to eight times. Groups are packed in path order into shards of about
+    equal tokens. Requests of a large group without a further frequent document are spread by their next document, so
+    requests that share it stay together.
 
-    The tokens that a request should share with the best other request of a document are estimated from the mean and the
-    deviation of the tokens that consecutive requests share. So a document of one topic ranks above a more frequent
-    document of all topics.
+    The tokens shared with the best other request of a document are estimated from mean and deviation of those that
+    consecutive requests share. So a document of one topic ranks above a more frequent one of all topics.
 
-    A shard depends on the request alone, and requests that were not counted have one too: counts of a sample suffice.
+    A shard depends on the request alone, so counts of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -118,7 +117,6 @@ class ShardPaths:
         return group, _cell(number, len(group.cells)) if group.cells else 0
 
     def _grow(self, requests: Iterable[ShardRequest], frequent: set[int], limit: int) -> None:
-        """Split groups level by level, with one pass over the requests for each level."""
         large = [self._root]
         for depth in range(_DEEPEST + 1):
             for group in large:
@@ -185,7 +183,6 @@ class _Group:
         self.cells, self.shards = [0] * cells, [0] * cells
 
     def walk(self) -> Iterator[_Group]:
-        """Yield this group and all groups below it, depth first."""
         yield self
         for branch in sorted(self.children):
             yield from self.children[branch].walk()

@@ -37,7 +37,7 @@ class DecayedSketch:
 
     @property
     def steps(self) -> float:
-        """The number of steps, decayed like the counts."""
+        """Number of steps, decayed like the counts."""
         return self._steps
 
     def step(self) -> None:

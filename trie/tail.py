@@ -84,8 +84,6 @@ tails: Registry[Tail] = Registry("tail")
 
 @tails.register("prefix", "only the cached prefix moves; other documents keep retrieval order (RAGCache++)")
 class RankTail(Tail):
-    """Keeps retrieval order."""
-
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:

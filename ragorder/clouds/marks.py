@@ -108,7 +108,6 @@ class WriteBudget:
         self.balance = min(self.balance + (1 + _SHARE) * plain - cost, _PROMPTS * plain)
 
     def correct(self, excess: float) -> None:
-        """Record that a prompt costs `excess` more than predicted."""
         self.balance -= excess
 
     def copy(self) -> Self:
@@ -137,18 +136,15 @@ class MarkSamples:
         self._sampled = float("-inf")
 
     def copy(self, rates: MarkRates) -> MarkSamples:
-        """Return a copy that updates other rates."""
         copy = MarkSamples(rates)
         copy._samples, copy._sampled = self._samples.copy(), self._sampled
         return copy
 
     def close(self, now: float) -> None:
-        """End all samples of a dropped scope."""
         while self._samples:
             self._end_first(now)
 
     def observe(self, asked: Set[Key], now: float) -> None:
-        """Record a request for these documents."""
         samples, rates = self._samples, self._rates
         while samples and samples[0].started <= now - rates.life_s:
             self._end_first(now)
@@ -222,7 +218,6 @@ class MarkChoice:
         return copy
 
     def close(self, now: float) -> None:
-        """End the samples of a dropped scope."""
         self._samples.close(now)
         self._turns.close(now)
 
@@ -362,7 +357,6 @@ class MarkChoice:
     def _observe(
         self, keys: Sequence[Key], asked: frozenset[Key], counts: Sequence[int], held: int, now: float
     ) -> None:
-        """Record a request for `asked` documents; other requests may share its documents `keys`."""
         self._samples.observe(asked, now)
         cached = max(held, 0)
         if cached < len(keys):
@@ -402,7 +396,6 @@ def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots
 
 
 def _gain(ends: Sequence[int], gains: Mapping[int, float], base: int, marks: Sequence[int]) -> float:
-    """Return the gain of these breakpoints as `best_marks` counts it."""
     found = 0.0
     for mark in marks:
         found += (ends[mark] - base) * gains[mark]

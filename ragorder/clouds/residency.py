@@ -20,7 +20,7 @@ __all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "M
 
 
 class CacheReport(NamedTuple):
-    """A provider's report of a request; None: not reported."""
+    """A provider's report of a request. None means not reported."""
 
     cached_tokens: float | None = None
     written_tokens: float | None = None
@@ -83,14 +83,12 @@ class MarkPlan:
     def of_intervals(
         cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, started_s: float
     ) -> MarkPlan:
-        """Return the plan for a cache without breakpoints: the request resumes in a node and leaves entries at all
-        nodes."""
+        """Return the plan for a cache without breakpoints: the request leaves entries at all nodes."""
         plan = cls((), (), (), 1, prompt_tokens, started_s)
         plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, resumed, depths
         return plan
 
     def set(self, breakpoints: Sequence[int]) -> None:
-        """Set exactly these breakpoints."""
         self.breakpoints = tuple(breakpoints)
         within = self._lookback_parts
         found = (place for place in self._live if any(place <= mark < place + within for mark in self.breakpoints))
@@ -102,7 +100,6 @@ class MarkPlan:
             self.written_tokens = max(0, self._ends[self.breakpoints[-1]] - self.cached_tokens)
 
     def keep(self, breakpoints: Collection[int]) -> None:
-        """Keep only these breakpoints."""
         self.set([mark for mark in self.breakpoints if mark in breakpoints])
 
     @property
@@ -148,10 +145,9 @@ class MarksResidency(LRUResidency):
         self.choice = choice
         self.plans: dict[Lease, MarkPlan] = {}
         self._clock = clock
-        self._behind_s = 0.0
+        self._offset_s = 0.0
 
     def copy(self) -> MarksResidency:
-        """Return an independent residency at the time of the last `refresh`."""
         tree, copies = self.marked.copy()
         now = tree.now
         mirror = type(self)(tree, self.pool, self.choice.copy(), lambda: now)
@@ -180,11 +176,9 @@ class MarksResidency(LRUResidency):
         return self._begin(path, suffix_tokens, None)
 
     def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int) -> Lease:
-        """Start a request in a conversation, whose next turn resumes at the end of this one."""
         return self._begin(path, suffix_tokens, turn)
 
     def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
-        """Keep only these breakpoints of the request."""
         plan = self.plans.get(lease)
         if plan is None or plan.readable or self.rules.resume != "marks":
             return
@@ -305,11 +299,11 @@ class MarksResidency(LRUResidency):
         return MarkPlan(marks, live, ends, 1, prompt_tokens, now)
 
     def _read_clock(self) -> float:
-        now, last = self._clock() + self._behind_s, self.marked.now
+        now, last = self._clock() + self._offset_s, self.marked.now
         if not isfinite(now):
             return last
         if now < last:
-            self._behind_s += last - now
+            self._offset_s += last - now
         return max(now, last)
 
     def _surcharge(self, tokens: RequestTokens) -> float:
@@ -333,7 +327,6 @@ class MarksResidency(LRUResidency):
                 pending.pop(node, None)
 
     def _prune(self, node: Node) -> None:
-        """Remove nodes that lead to no entry."""
         marks = self.marked.marks
         while node.parent is not None and node.stamp and not (node.children or node.leases or node in marks):
             parent = node.parent

@@ -335,7 +335,7 @@ class RebasingServer(ToldServer):
         self.reported.append(done.cached_tokens)
         answered = [*answer, *self.tokens(CLOSING)]
         opening = f"m{hash((*shown, *said[0][1]))}"
-        ordering.remember_as(opening, f"a{hash(tuple(answered))}", closing_tokens=CLOSING)
+        ordering.set_history_keys(opening, f"a{hash(tuple(answered))}", closing_tokens=CLOSING)
         ordering.confirm(done.cached_tokens, len(prompt) + len(answer), prompt_tokens=len(prompt))
         said = [*said, (f"a{hash(tuple(answered))}", answered)]
         first = Segment(opening, len(shown) + len(said[0][1]))

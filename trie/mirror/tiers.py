@@ -61,7 +61,7 @@ class MirroredTier:
         return [held.pop(key) for key in keys]
 
     def next_to_go(self, tokens: int) -> list[Hashable]:
-        """Return the next evictions that free this number of tokens."""
+        """Return the next evictions that free `tokens`."""
         going: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
             going.append(key)
@@ -81,7 +81,6 @@ class MirroredTier:
         return going
 
     def remove(self, key: Hashable) -> int:
-        """Remove a node and return its tokens."""
         self.tier.remove(key)
         return self._held.pop(key).tokens
 
@@ -91,8 +90,6 @@ class MirroredTier:
 
 
 class Rank(NamedTuple):
-    """A node's priority in a tier."""
-
     tier: MirroredTier
     priority: float
 
@@ -125,7 +122,6 @@ class TierMirror:
         return self.tiers[-1].place
 
     def ranks(self, key: Hashable) -> tuple[Rank, ...]:
-        """Return the node's rank in each tier that holds it."""
         found = ((tier, tier.tier.get(key)) for tier in self.tiers)
         return tuple(Rank(tier, node.priority) for tier, node in found if node is not None)
 
@@ -166,11 +162,9 @@ class TierMirror:
         return self._lost(gone)
 
     def settle(self, request: Hashable) -> None:
-        """End a request in flight."""
         self._awaited.remove(self._requests.pop(request, ()))
 
     def remove(self, key: Hashable) -> None:
-        """Remove a node from all tiers."""
         for tier in self.tiers:
             if key in tier:
                 tier.remove(key)
@@ -205,7 +199,6 @@ class TierMirror:
         self._forget_requests()
 
     def _number(self) -> Hashable:
-        """Return a key that no later request finds."""
         return (next(self._numbers),)
 
     def _lost(self, gone: Iterable[Hashable]) -> list[Hashable]:

@@ -42,7 +42,7 @@ class _NodeHeap:
             self._sift(last, place)
 
     def replace(self, node: TierNode, other: TierNode) -> None:
-        """Do `remove` and `add` in one step, which is faster for nodes of similar priority."""
+        """Do `remove` and `add` in one step, which is faster."""
         place, node.place = node.place, -1
         self._sift((other.priority, other.order, other), place)
 
@@ -245,8 +245,7 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Free `size` and return the evicted keys, children first. Evict nothing and return None if that is
-        impossible."""
+        """Free `size` and return the evicted keys, children first, or evict nothing and return None if impossible."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:

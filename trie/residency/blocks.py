@@ -36,7 +36,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
-    """Return the content of the block with these tokens after `parent`. Raise the errors of `pack_tokens`."""
+    """Return the content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
     return _digest(parent, pack_tokens(token_ids))
 
 
@@ -132,7 +132,7 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """Record consecutive blocks after the block `parent` (None: at the start of a prompt).
+        """Record consecutive blocks after the block `parent` (None means at the start of a prompt).
 
         `extra_keys`: for each block the inputs of its hash besides tokens. A block is held while any `medium` (tier)
         holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid

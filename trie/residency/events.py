@@ -254,7 +254,7 @@ class EventsResidency(LRUResidency):
                 self.pool.append(UseEntry(self, node, node.stamp, 0))
 
     def _evict(self, node: Node) -> None:
-        """Evict a node in the mirror. Events confirm the engine's decision once it has begun the request."""
+        """Evict a node in the mirror; events confirm it once the engine has begun the request."""
         pool = self.pool
         nodes = pool.nodes - self.counted_nodes + self.tree.size
         if nodes <= pool.max_nodes and (node.children or (node in self._contents and self._held_blocks(node))):

@@ -33,7 +33,7 @@ class Follower(Holder, Protocol):
 
 
 class _Pending(NamedTuple):
-    """Expected evictions for a request in flight. `marker` is the content of a block that it will fill."""
+    """Expected evictions for a request in flight, which will fill a block of content `marker`."""
 
     lease: Lease
     marker: Content | None
@@ -107,7 +107,6 @@ class FollowedPool(Pool):
         self._generation = generation
 
     def end(self) -> None:
-        """Record the end of a request."""
         self._ended = True
         self.changed |= self._unsettled
         self._unsettled.clear()

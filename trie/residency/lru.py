@@ -31,7 +31,6 @@ class LRUResidency:
         self.closed = False
 
     def copy(self) -> LRUResidency:
-        """Return an independent residency. Other scopes keep their part of its pool."""
         tree, copies = self.tree.copy()
         mirror = LRUResidency(tree, self.pool)
         mirror.used_blocks = self.used_blocks
@@ -39,7 +38,6 @@ class LRUResidency:
         return mirror
 
     def close(self) -> None:
-        """Release the blocks of a dropped scope."""
         self.pool.forget(self)
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
@@ -123,7 +121,6 @@ class LRUResidency:
         lease.suffix_blocks, lease.partial_blocks = suffix_blocks, partial_blocks
 
     def _end_turn(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> Sequence[Node]:
-        """Return the path, with a node for an answer that later requests may continue."""
         path, lease.turn = lease.path, None
         node = self._keep_answer(lease, turn, total_tokens) if turn.answer_key is not None else None
         turn.keep(path, node)
@@ -248,11 +245,9 @@ class LRUResidency:
         return True
 
     def _remove(self, node: Node) -> None:
-        """Remove a node without held blocks from the tree."""
         self.tree.remove(node)
 
     def _evict(self, node: Node) -> None:
-        """Remove a node that the pool evicts from the tree."""
         self._remove(node)
 
     def _evict_root(self, root: Node) -> None:

@@ -69,7 +69,7 @@ class UseEntry:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that nothing has used since."""
+        """Blocks that nothing has used since."""
         blocks = self.suffix_blocks
         node: Node | None = self.skip_evicted()
         while node is not None and node.stamp == self.stamp and not node.leases:
@@ -84,7 +84,7 @@ class Pool:
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens` is the engine's capacity (None: unlimited). `max_nodes` bounds the nodes of all trees together.
+    `capacity_tokens` is the engine's capacity (None means unlimited). `max_nodes` bounds the nodes of all trees together.
     Blocks of requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are
     evicted first.
 
@@ -117,8 +117,7 @@ class Pool:
         self._log_limit = 1024
 
     def copy(self, holder: Holder, copy: Holder, copies: Mapping[Node, Node]) -> Pool:
-        """Return a pool for the copy of a holder; `copies` maps its nodes to their copies. Other holders keep their
-        blocks."""
+        """Return a pool for the copy of a holder; `copies` maps its nodes to their copies."""
         pool = Pool(None, 1, self.max_nodes, self.partial_blocks_first)
         pool.clock = self.clock
         for use in self.log:
@@ -167,7 +166,6 @@ class Pool:
             self._log_limit = 2 * len(self.log) + 1024
 
     def count(self, holder: Holder) -> None:
-        """Add a holder's changes to the totals."""
         if holder.closed:
             return
         blocks, nodes = holder.used_blocks, holder.tree.size
