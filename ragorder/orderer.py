@@ -426,9 +426,9 @@ class Orderer:
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late (None
-        means no bound). Each is in flight once it is accessed. Predicted hits are at least those of `order` for each request
-        in turn. Raises ValueError for a negative `max_wait`.
+        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
+        (default: no bound). Each is in flight once it is accessed. Predicted hits are at least those of `order` for
+        each request in turn. Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:

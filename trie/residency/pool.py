@@ -84,9 +84,8 @@ class Pool:
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens` is the engine's capacity (None means unlimited). `max_nodes` bounds the nodes of all trees together.
-    Blocks of requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are
-    evicted first.
+    `capacity_tokens` is the engine's capacity; None means unlimited. `max_nodes` bounds all trees together. Blocks of
+    requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
 
     The order of use is a log with an entry for each served request; entries older than their node's stamp are skipped.
     Stamps are unique over all trees.
