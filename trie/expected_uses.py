@@ -86,8 +86,7 @@ class ExpectedUses:
         return expected
 
     def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
-        """Return the expected uses of the documents `placed` together with each of `candidates`, all given by rank in
-        `keys`.
+        """Return the expected uses of the documents `placed` with each of `candidates`, by rank in `keys`.
 
         The request observed last does not count.
         """
@@ -133,7 +132,7 @@ class _Sample(NamedTuple):
 class _Recurrence:
     """Rate at which recorded requests recur: the slope of later over earlier counts of a request's documents.
 
-    Counts are compared within a request: between requests they differ for reasons that no order can use.
+    Between requests counts differ for reasons that no order can use.
     """
 
     # Requests after which a sample is compared, requests between two samples, and weights of the regression.
@@ -190,7 +189,7 @@ class _Bursts:
 
     @property
     def excess(self) -> float:
-        """Recent related requests per request, minus earlier related ones in an equal number: the size of its burst."""
+        """Recent minus earlier related requests of a request: the size of its burst."""
         return max(0, self._excess) / max(1, self._compared)
 
     @property
@@ -202,8 +201,8 @@ class _Bursts:
     def learn(
         self, keys: Sequence[Key], masks: Sequence[int], recent: int, earlier: int | None, cohorts: Cohorts
     ) -> None:
-        """Learn from the request added last: its documents' masks before it was added, and equal numbers of recent and
-        earlier requests."""
+        """Learn from the request added last: its documents' masks before it, and equal numbers of recent and earlier
+        requests."""
         among = recent | (earlier or 0)
         # The requests that share one document with it, and those that share two or more.
         sharing = twice = 0

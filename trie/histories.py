@@ -60,10 +60,9 @@ class History:
 
     - `segments` come before the documents; a first turn has none
     - `question` comes after them: one segment, or several of a rebased conversation, the question last
-    - `sent`: the ranks in the order in which an earlier request sent these documents, to send them in that order again
+    - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
 
-    `chains` has a digest for each segment, which covers it and all segments before it. Raises TypeError for other
-    objects.
+    `chains` has a digest for each segment, covering it and all before it. Raises TypeError for other objects.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -103,10 +102,9 @@ class AnswerKey(bytes):
 class TurnEnd:
     """Record of a conversation's request in the tree.
 
-    In its lease's path `history_nodes` come before the documents, and node `documents` is the last document; the
-    question and later segments follow. `sizes` counts the nodes of each segment of the history. `message` (the one with
-    the documents) and `answer` are the keys that later histories use for the turn; `closing_tokens` is the template
-    text after the answer.
+    Its path has `history_nodes`, documents up to number `documents`, then the question and later segments. `sizes`
+    counts the nodes of each segment of the history. Later histories use the keys `message` (the one with the documents)
+    and `answer`; `closing_tokens` is template text after the answer.
     """
 
     __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")
@@ -191,8 +189,8 @@ class KnownSegments:
 class Histories:
     """Served segments of histories as nodes of a tree.
 
-    A message is stored as the nodes of its documents and its question. So it shares nodes with other requests, and
-    partly cached messages are predicted. An unknown segment (dropped, or of another process) is one opaque node.
+    A message is stored as the nodes of its documents and its question, which other requests share. An unknown segment
+    (dropped, or of another process) is one opaque node.
     """
 
     _numbers = count()

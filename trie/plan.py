@@ -1,7 +1,7 @@
 """Order of a batch's requests and of their documents.
 
-If a batch is served depth first along a trie, every node is prefilled once. So the best plan is the cheapest trie in
-which each request, as a set of documents, is a path.
+Served depth first along a trie, a batch prefills every node once. So the best plan is the cheapest trie in which each
+request, as a set of documents, is a path.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ _MOST_CANDIDATES = 1024
 def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[Planned]:
     """Return (index of the request, its documents in order) in serving order.
 
-    Requests that share documents are adjacent and start with the shared ones, so an LRU cache of little more than one
-    prompt suffices. The plan is never worse than the given orders and the same in every process. Time is near-linear in
-    the number of documents.
+    Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
+    suffices. Never worse than the given orders, and near-linear in the number of documents.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -71,10 +70,10 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents: one leaf for each distinct request, the root, and inner nodes.
+    """A trie over sets of documents. Leaves are the distinct requests.
 
-    A node holds *all* documents of its path, which never change. Siblings share only their parent's documents, so at
-    most one child continues with a given document (`branch`).
+    A node holds *all* documents of its path. Siblings share only their parent's documents, so at most one child
+    continues with a given document (`branch`).
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -223,8 +222,8 @@ class _Clusters:
     """Clusters of the members of `base`, merged pairwise. A cluster has the documents that its members share beyond the
     base.
 
-    A merge saves the tokens of the intersection. It costs the other documents of both parts: each might have been
-    shared, with a probability that grows with its popularity.
+    A merge saves the tokens of the intersection, and costs the other documents by their popularity: they might have
+    been shared.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -329,10 +328,10 @@ class CachedPath(NamedTuple):
 def plan_backlog(
     requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
 ) -> list[Planned]:
-    """Plan as `plan` does, for a cache that holds a path for each request.
+    """Plan for a cache that holds a path for each request.
 
-    Requests that gain more from their cached path than from a plan from scratch are served first, before the path is
-    evicted. Least recently used paths come first; requests of one path stay together.
+    Requests that gain more from their path than from a plan from scratch are served before it is evicted: least
+    recently used paths first.
     """
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}

@@ -25,19 +25,19 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill `new_tokens` after `cached_tokens`, measured on an ascending grid with a row for each of
+    """Seconds to prefill `new_tokens` after `cached_tokens`, on an ascending grid with a row for each of
     `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Interpolation is bilinear inside the grid (Algorithm 1) and linear outside; times never fall and are never negative.
-    Above the grid the steepest last slope up to that row or column applies, below the first new tokens the flattest
-    first slope, and below the first cached tokens times are constant.
+    Bilinear inside the grid (Algorithm 1), linear outside, never falling or negative. Above the grid the steepest last
+    slope so far applies, below the first new tokens the flattest first slope; below the first cached tokens times are
+    constant.
 
-    `loads` has the seconds to load a cached token to the device, by tier ("host", "disk"). A disk without a time costs
-    the host's time; a host without a time costs nothing. `facts` are JSON values. Raises ValueError for an invalid
-    grid, falling times, or invalid loads.
+    `loads`: seconds to load a cached token, by tier ("host", "disk"). A disk without a time costs the host's, a host
+    without one nothing. `facts` are JSON values. Raises ValueError for an invalid grid, falling times, or invalid
+    loads.
     """
 
     cached_tokens: tuple[int, ...]
@@ -88,7 +88,7 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Return the seconds to prefill if some cached tokens must be loaded from host memory and from disk first."""
+        """Return the seconds to prefill after loading cached tokens from host memory and disk."""
         host_s = self.loads.get("host", 0.0)
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
@@ -106,11 +106,10 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """Return a profile of measured times. Times that fall because of noise are pooled (isotonic regression, rows
-        then columns).
+        """Return a profile of measured times, pooled where noise makes them fall (isotonic regression, rows then
+        columns).
 
-        The fact "pooled" has the number of changed `cells` and the largest change. Raises ValueError for an invalid
-        grid.
+        The fact "pooled" has the changed `cells` and the largest change. Raises ValueError for an invalid grid.
         """
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
@@ -238,8 +237,4 @@ def _check_loads(loads: Mapping[str, float]) -> None:
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""Default for an engine without a profile: 50 µs for each new token at any position, no fixed costs, no price of longer
-contexts.
-
-PGDSF with this profile equals GDSF, except for rounding.
-"""
+"""Default for an engine without a profile: 50 µs for each new token, so that PGDSF equals GDSF, except for rounding."""

@@ -31,14 +31,14 @@ Permits = Callable[[Sequence[int]], bool]
 
 
 class PrefixSearch(Protocol):
-    """Finds a cached path of the request's documents and examines at most `budget` nodes."""
+    """Finds a cached path of the request's documents."""
 
     def __init__(self, budget: int) -> None: ...
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         """Return the last node of the path, or the root if no document is cached.
 
-        `ranks` maps document keys to retrieval ranks, in rank order. `permits` restricts the allowed orders.
+        `ranks` maps keys to retrieval ranks, in rank order.
         """
 
 
@@ -56,9 +56,9 @@ searches: Registry[PrefixSearch] = Registry("search")
 
 @searches.register("best", "the longest cached path in tokens")
 class BestPathSearch(PrefixSearch):
-    """Depth-first search for the longest cached prefix in tokens, over at most `budget` nodes.
+    """Depth-first search for the longest cached prefix in tokens; ties go to the most recently used.
 
-    Ties go to the most recently used path. A partly cached node counts with its cached part and ends its path.
+    At most `budget` nodes are examined. A partly cached node counts with its cached part and ends its path.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:
@@ -95,10 +95,9 @@ class BestPathSearch(PrefixSearch):
 
 @searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
 class GreedySearch(PrefixSearch):
-    """Takes the cached child with the best rank at each node.
+    """Takes the cached child with the best rank at each node, in retrieval order as Algorithm 1 says.
 
-    Under guards at most `budget` orders are checked. The paper's code iterates over a `set` in hash order; this class
-    uses retrieval order, as Algorithm 1 says.
+    The paper's code iterates over a `set` in hash order. Under guards at most `budget` orders are checked.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:
@@ -129,17 +128,17 @@ class GreedySearch(PrefixSearch):
 
 
 class Price(Protocol):
-    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus the loads before it."""
+    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus loads."""
 
     def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Return the seconds. Some cached tokens are loaded from host memory and from disk."""
+        """Some cached tokens are loaded from host memory and from disk."""
 
 
 class Rest(NamedTuple):
     """What a request computes and loads besides its cached path.
 
-    `new_tokens` returns the tokens to compute after a given number of cached tokens. `loads` maps each reused document
-    to the tokens loaded from host memory and from disk if the document is not on the path.
+    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads` has the tokens of reused
+    documents to load from host memory and disk, if not on the path.
     """
 
     new_tokens: Callable[[int], float]
@@ -147,10 +146,9 @@ class Rest(NamedTuple):
 
 
 class PricedPaths:
-    """Search for the cached path that saves most seconds; ties go to the longest, then to the most recently used.
+    """Search for the cached path that saves most seconds; ties go to the longest, then the most recently used.
 
-    `loads` returns the blocks of a node that the engine loads from host memory and from disk. At most `budget` nodes
-    are examined.
+    `loads` returns the blocks of a node to load from host memory and from disk.
     """
 
     def __init__(self, budget: int, price: Price, loads: Callable[[Node], tuple[int, int]]) -> None:
@@ -166,11 +164,7 @@ class PricedPaths:
         rest: Rest,
         permits: Permits | None = None,
     ) -> Node:
-        """Return the last node of the best path.
-
-        If the device holds the whole `longest` path, no other path saves more. `ranks` and `permits` are those of a
-        search.
-        """
+        """Return the last node of the best path. No path is better than a `longest` one that is all on the device."""
         if self._on_device(longest):
             return longest
         price, loads, size = self._price, self._loads, tree.block_size

@@ -20,7 +20,7 @@ class Shadow:
         shadow.serve(found, keys, tokens, order, stamp=2)  # the rest of the order, after that path
         shadow.forget(before=2)
 
-    A path is kept while the engine holds entries last used at the same time. At most the last 4,096 paths are kept.
+    At most the last 4,096 paths are kept.
     """
 
     def __init__(self, prefix_tokens: int = 0) -> None:
@@ -29,10 +29,8 @@ class Shadow:
         self._uses: deque[tuple[int, Node]] = deque()
 
     def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
-        """Serve documents `keys[i]` of `tokens[i]` tokens after the path to `found`, for each i in `rest`.
-
-        Stamps must increase.
-        """
+        """Serve documents `keys[i]` of `tokens[i]` tokens after the path to `found`, for i in `rest`. Stamps must
+        increase."""
         node: Node | None = found
         while node is not None:
             node.stamp = stamp

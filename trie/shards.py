@@ -26,8 +26,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class ShardRequest(NamedTuple):
-    """A request for `ShardPaths`: numbers of its distinct documents (not negative), their lengths in tokens, and its
-    tenant's number."""
+    """A request for `ShardPaths`: numbers of its distinct documents (not negative), their lengths, and its tenant's
+    number."""
 
     documents: Sequence[int]
     tokens: Sequence[int]
@@ -35,10 +35,10 @@ class ShardRequest(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
-        """Return a request from the names of its documents and of its tenant.
+        """Return a request from the names of its documents and its tenant.
 
-        The numbers have 63 bits and are the same in every process. Repeated documents get numbers of their own, and
-        tenants never share numbers.
+        Numbers have 63 bits and are the same in every process; repeated documents and different tenants have different
+        ones.
         """
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}
@@ -56,15 +56,13 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by tenant, then by the document whose requests should share most tokens; groups too large for a
-    shard are split by the next such document, up to eight times. Groups are packed in path order into shards of about
-    equal tokens. Requests of a large group without a further frequent document are spread by their next document, so
-    requests that share it stay together.
+    Requests are grouped by tenant, then by the document whose requests should share most tokens; large groups are split
+    by the next such document, up to eight times, and finally by any next document. Groups are packed in path order into
+    shards of about equal tokens.
 
-    The tokens shared with the best other request of a document are estimated from mean and deviation of those that
-    consecutive requests share. So a document of one topic ranks above a more frequent one of all topics.
-
-    A shard depends on the request alone, so counts of a sample suffice.
+    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share, so a
+    document of one topic ranks above a more frequent one of all topics. A shard depends on the request alone, so counts
+    of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -76,8 +74,8 @@ class ShardPaths:
     def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
         """Return the paths of these requests, which are iterated up to ten times.
 
-        Up to `most_documents` distinct documents are counted. Beyond that the rarest are dropped while counting (Manku
-        and Motwani 2002) and rank equally. Raises ValueError for less than one shard.
+        Beyond `most_documents` distinct documents the rarest are dropped while counting (Manku and Motwani 2002).
+        Raises ValueError for less than one shard.
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -94,7 +92,7 @@ class ShardPaths:
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:
-        """Return the request's path: its tenant, as a negative number, then its documents, best first."""
+        """Return the tenant, as a negative number, then the documents, best first."""
         worth = self._worth.get
         ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
         path = [document for _, document in ranked]
@@ -165,8 +163,8 @@ class ShardPaths:
 class _Group:
     """Requests of one path.
 
-    A large group has a child for each frequent next document, and cells for the requests without one. The group counts
-    requests while it is open.
+    A large group has a child for each frequent next document, and cells for requests without one. An open group counts
+    requests.
     """
 
     __slots__ = ("cells", "children", "open", "requests", "shards", "size")
@@ -196,7 +194,7 @@ class _Counted(NamedTuple):
 
 
 class _Facts:
-    """Statistics of a document: its requests, the tokens that consecutive requests share, and the last request."""
+    """Statistics of a document's requests."""
 
     __slots__ = ("last", "requests", "shared", "squares")
 
@@ -260,10 +258,10 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """Return the `plan` of each shard: (index of the request, its documents in order) in serving order.
+    """Return the `plan` of each shard, which may be empty.
 
-    Shards suit engines that share nothing, and batches too large for one plan: time and memory are those of the largest
-    shard. A shard may be empty. Raises ValueError for less than one shard.
+    For engines that share nothing, and batches too large for one plan: time and memory are those of the largest shard.
+    Raises ValueError for less than one shard.
     """
     number: dict[Key, int] = {}
     counted = [
@@ -281,8 +279,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 
 
 class PlannedRequest(NamedTuple):
-    """A planned request: the ranks of its documents in prompt order, and the prefix shared with the request before
-    it."""
+    """A request with the ranks of its documents in prompt order, and the prefix shared with the request before it."""
 
     number: int
     permutation: list[int]
@@ -291,8 +288,7 @@ class PlannedRequest(NamedTuple):
 
 
 def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
-    """Yield the `plan` of one shard, one tenant after another. If a document has different lengths, the last one
-    counts."""
+    """Yield the `plan` of one shard, tenant by tenant. If a document has different lengths, the last one counts."""
     by_scope: dict[int | None, list[int]] = {}
     for index, request in enumerate(requests):
         by_scope.setdefault(request.scope, []).append(index)
@@ -311,7 +307,7 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
 
 
 def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    """Return the number of leading documents that two orders share."""
+    """Return the number of leading documents in common."""
     shared = 0
     for document, other in zip(order, before, strict=False):
         if document != other:

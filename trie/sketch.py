@@ -20,9 +20,9 @@ class DecayedSketch:
         counts.step()
         counts.add(digest)
 
-    A count-min sketch with conservative updates (Estan and Varghese 2002): a count is never too small. It is too large
-    only if the digest shares a cell with a more frequent one in each of four rows of `width` (a power of two). Digests
-    have 16 bytes. Concurrent threads may lose counts and steps, but never corrupt others.
+    A count-min sketch with conservative updates (Estan and Varghese 2002). A count is too large only if a more frequent
+    digest shares its cell in each of four rows of `width` (a power of two). Digests have 16 bytes. Concurrent threads
+    may lose counts.
     """
 
     def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:

@@ -38,7 +38,7 @@ class Tail(ABC):
             def arrange(self, request, prefix, rest, waiting):
                 return rest[::-1]
 
-    The defaults suit a policy without memory; other policies override `observe`, `observing` and `copy`.
+    The defaults suit a policy without memory.
     """
 
     @classmethod
@@ -57,15 +57,14 @@ class Tail(ABC):
         """Record a request's path, from the root, that the engine has computed."""
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
-        """Return the expected requests that will contain the first document, the first two, …, or nothing without a
-        forecast."""
+        """Return the expected requests with the first document, the first two, …, or nothing without a forecast."""
         return ()
 
     def coming_uses(
         self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
     ) -> Sequence[float]:
-        """Return for each of `candidates` how many of the next `expected_uses.HORIZON` requests will contain it and all
-        documents `placed`, or nothing without a forecast. All documents are given by rank."""
+        """Return for each of `candidates` how many of the next `expected_uses.HORIZON` requests will contain it and
+        `placed`, or nothing."""
         return ()
 
     def copy(self) -> Self:
@@ -76,7 +75,7 @@ class Tail(ABC):
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:
-        """Return the ranks in `rest` (given in rank order) in the order in which they follow `prefix`."""
+        """Return the ranks in `rest`, given in rank order, in the order after `prefix`."""
 
 
 tails: Registry[Tail] = Registry("tail")
@@ -94,7 +93,7 @@ class RankTail(Tail):
 class QueueTail(Tail):
     """Places next the document of most waiting requests that can still share the prefix.
 
-    Once none can share it, the fallback policy (by default rank order) arranges the rest.
+    Then the fallback policy (by default rank order) arranges the rest.
     """
 
     def __init__(self, fallback: Tail | None = None) -> None:
@@ -154,7 +153,7 @@ _CHOICES = 64
 class CohortTail(Tail):
     """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    A document moves forward only if that is expected to save `min_gain` tokens for each place, in the next
+    A document moves forward only if that should save `min_gain` tokens for each place, in the next
     `expected_uses.HORIZON` requests: 0 moves for any gain, infinity keeps rank order.
     """
 
@@ -255,7 +254,7 @@ class FreeTail(QueueTail):
 class EarnedTail(FreeTail):
     """Uses `FreeTail` for waiting requests and while `pays`, else rank order.
 
-    `pays` is False at first; `ragorder._earned.EarnedMoves` sets it from measurements.
+    `ragorder._earned.EarnedMoves` sets `pays`, at first False, from measurements.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:

@@ -27,10 +27,9 @@ class RequestedDocuments(Protocol):
 class Node:
     """One document after a particular sequence of documents.
 
-    `end` is the prompt position, in tokens, where the document ends. A KV block belongs to the node that contains its
-    last token. The engine does not hold the last `missing` of the node's `blocks`; it holds `provisional` blocks only
-    for requests in flight. `stamp` is the time of the last use, `leases` the number of requests in flight. A residency
-    maintains these four.
+    `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
+    lacks the last `missing` of its `blocks`; it holds `provisional` blocks only for requests in flight. `stamp` is the
+    time of the last use, `leases` the requests in flight.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -58,12 +57,12 @@ class Node:
 
 
 class KnowledgeTree:
-    """A trie over document keys. The root is the system prompt of `prefix_tokens` tokens.
+    """A trie over document keys. The root is the system prompt.
 
         tree = KnowledgeTree(block_size=16)
         path = tree.insert(["a", "b"], [48, 32], order=[1, 0])
 
-    A residency records which blocks the engine holds. With `indexed`, `nodes_of` lists all nodes of each document.
+    With `indexed`, `nodes_of` lists the nodes of each document.
     """
 
     def __init__(self, block_size: int, prefix_tokens: int = 0, *, indexed: bool = False) -> None:
@@ -73,10 +72,7 @@ class KnowledgeTree:
         self.nodes_of: dict[Key, list[Node]] | None = {} if indexed else None
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
-        """Insert documents `keys[i]` of `tokens[i]` tokens, for each i in `order`, and return their path from the root.
-
-        New nodes have no cached blocks.
-        """
+        """Insert documents `keys[i]` of `tokens[i]` tokens, for i in `order`. Return their path from the root."""
         block_size = self.block_size
         node = self.root
         path = [node]
@@ -115,7 +111,7 @@ class KnowledgeTree:
                     del self.nodes_of[node.key]
 
     def cached_tokens(self, node: Node) -> int:
-        """Return the cached prompt tokens up to the node, provided that all its ancestors are cached completely."""
+        """Return the cached prompt tokens up to the node, if its ancestors are cached completely."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:

@@ -22,8 +22,7 @@ class TieredHolder(Holder, Protocol):
 class TieredPool(Pool):
     """A pool whose nodes stay until no tier of `mirror` holds them.
 
-    `nodes_by_key` has the nodes of all scopes' trees. A dry run (`copy`) treats the tiers as one of `held_tokens`
-    tokens, and evicts the least recently used first.
+    `nodes_by_key` has all scopes' nodes. A dry run (`copy`) treats the tiers as one LRU pool of `held_tokens` tokens.
     """
 
     def __init__(
@@ -90,9 +89,9 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Evict all nodes with lower priority than `ranks`, except `kept`, and charge their tokens to other clients.
+        """Evict nodes with lower priority than `ranks`, except `kept` (only `only`), and charge them to other clients.
 
-        With `only`, evict only nodes with these keys. Returns the remaining blocks.
+        Returns the remaining blocks.
         """
         self._whole = False
         self._drop(self.mirror.displace(ranks, kept, only), current)
@@ -107,7 +106,6 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """Remove a node that no tier holds and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks

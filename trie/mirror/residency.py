@@ -16,10 +16,10 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree that a tier of the engine holds, under the tiers' own policy.
+    """The nodes of one scope's tree that a tier of the engine holds.
 
-    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
-    names share keys.
+    A node's key in the tiers is a digest of its path, so it outlives the tree's objects. Scopes of equal names share
+    keys.
     """
 
     pool: TieredPool
@@ -77,8 +77,7 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """Keep nothing: the tiers record only the size of what follows the documents, so an answer counts as
-        recomputed."""
+        """Keep nothing: tiers record only the size of what follows the documents."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         """Evict everything that the tiers evict before the last node that the request should have found."""

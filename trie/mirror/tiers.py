@@ -37,10 +37,7 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit, and return the evicted ones, children first.
-
-        Awaited nodes are evicted only if nothing else can be.
-        """
+        """Insert the arrivals that fit. Return the evicted ones, children first; awaited nodes are evicted last."""
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -97,9 +94,8 @@ class Rank(NamedTuple):
 class TierMirror:
     """Serves an orderer's requests on `tiers`, the device first, as its engine does.
 
-    With `write_through` each tier stores everything that is computed, as vLLM does with ragorder's tiers. Otherwise it
-    stores what the tier above it evicts, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts
-    nodes of requests in flight last, as both engines do.
+    With `write_through` each tier stores everything computed, like vLLM with ragorder's tiers. Otherwise it stores what
+    the tier above evicts (RAGCache 5.1, the embedded engine). Host memory evicts nodes of requests in flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -136,10 +132,9 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """Put the path of a request on the device, and a suffix that no other request will use. `settle` ends the
-        request.
+        """Put the path of a request on the device, and a suffix that no other request will use.
 
-        `expected`: forecast uses of nodes. Returns the nodes that no tier holds any more.
+        `settle` ends the request. `expected`: forecast uses. Returns the nodes that no tier holds any more.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
@@ -172,9 +167,9 @@ class TierMirror:
     def displace(
         self, ranks: Iterable[Rank], kept: Container[Hashable] = (), only: Container[Hashable] | None = None
     ) -> list[Hashable]:
-        """Evict all nodes with lower priority than `ranks`, except `kept`, and charge their tokens to other clients.
+        """Evict nodes with lower priority than `ranks`, except `kept` (only `only`), and charge them to other clients.
 
-        With `only`, evict only nodes with these keys. Returns the nodes that no tier holds any more.
+        Returns the nodes that no tier holds any more.
         """
         gone: dict[Hashable, None] = {}
         for tier, priority in ranks:
@@ -184,8 +179,8 @@ class TierMirror:
         return self._lost(gone)
 
     def give_up(self, tokens: int) -> list[Hashable]:
-        """Charge this number of tokens to other clients, from the slowest tier first. Return the nodes that no tier
-        holds any more."""
+        """Charge this number of tokens to other clients, slowest tier first. Return the nodes that no tier holds any
+        more."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             going = tier.next_to_go(tokens)

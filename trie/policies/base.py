@@ -28,9 +28,9 @@ __all__ = [
 class TierNode:
     """A tier's record of a node, which only the tier writes.
 
-    `frequency` counts uses, `misses` computations. `cost` is the mean seconds per new token of these computations
-    (formula 4's Cost/Size), or an estimate. `expected` has the uses that the last forecast gave, or 0. `priority` is
-    that of the last use, whose number is `order`. `place` is the index in a heap, or -1.
+    `frequency` counts uses, `misses` computations; `cost` is their mean seconds per new token (formula 4's Cost/Size),
+    or an estimate. `expected`: uses by the last forecast, or 0. `order` numbers the last use. `place` is the index in a
+    heap, or -1.
     """
 
     key: Key
@@ -78,11 +78,10 @@ _LEAST_COST = 1e-12
 
 @policies.register("forecast", "evicts nodes with fewest expected uses first; without a forecast by past uses")
 class Forecast:
-    """log(Uses x Cost / Size) + 0.5 x Turnovers: uses lose weight by a constant factor with each replacement of the
-    tier's contents.
+    """log(Uses x Cost / Size) + 0.5 x Turnovers, so uses lose weight with each replacement of the tier's contents.
 
-    Uses are the last forecast's, or the frequency without a forecast. Turnovers are evicted size divided by used size,
-    so the rate does not depend on the tier's size and speed.
+    Uses are the last forecast's, else the frequency. Turnovers are evicted size by used size, which suits any size and
+    speed.
     """
 
     def __init__(self) -> None:
@@ -139,7 +138,7 @@ class PGDSF(Clocked):
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, present or not, up to `room` in total. Earlier requests have precedence.
+    """Nodes on the paths of waiting requests, present or not, up to `room` in total, earlier requests first.
 
     awaited = AwaitedNodes(room=100)
     added = awaited.add([("system prompt", 4), ("document", 9)])
@@ -164,7 +163,7 @@ class AwaitedNodes:
         self._total = room
 
     def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
-        """Add the nodes (key, size) of a request, root first, while there is room. Return the keys to `remove` once."""
+        """Add the nodes (key, size) of a request, root first, while there is room. Return the keys to `remove`."""
         added = []
         for key, size in path:
             if key not in self._requests:

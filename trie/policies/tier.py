@@ -86,8 +86,7 @@ class _NodeHeap:
 
 
 class History:
-    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", counted in
-    uses.
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", in uses.
 
     About 0.4 KB a node. Raises ValueError if `max_nodes` is negative.
     """
@@ -138,10 +137,8 @@ class Tier:
         tier.insert("document", size=9, parent="system prompt")
         tier.evict(5)  # ["document"]
 
-    The leaf with the lowest priority is evicted first. Keys are hashable and not None; parents may be absent. Without a
-    history, insert a request's nodes before `use`. Calls take O(log n) per node.
-
-    Raises ValueError for another tier's history.
+    The leaf with the lowest priority is evicted first. Keys are not None; parents may be absent. Without a history,
+    insert nodes before `use`. Calls take O(log n) per node. Raises ValueError for another tier's history.
     """
 
     def __init__(self, policy: ReplacementPolicy, history: History | None = None) -> None:
@@ -178,9 +175,8 @@ class Tier:
     ) -> None:
         """Count a request along this path, root first; absent nodes are counted in the history.
 
-        The request computed the nodes in `computed` at `cost` seconds per new token (formula 4); nodes never computed
-        get `cost` as an estimate. `expected`: forecast uses of nodes. Raises ValueError for a negative or infinite
-        cost.
+        The request computed `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
+        computed. `expected`: forecast uses. Raises ValueError for a negative or infinite cost.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -196,9 +192,9 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Insert a node. `known` is another tier's record, which is used if it has more uses.
+        """Insert a node. `known` is another tier's record, used if it has more uses.
 
-        Raises ValueError if the node is present or its own parent, or if the size is negative.
+        Raises ValueError for a present node, one that is its own parent, or a negative size.
         """
         if key in self._nodes:
             raise ValueError("the tier holds this node already")

@@ -16,9 +16,8 @@ class Lease:
     """A request in flight since `stamp`.
 
     At its start the engine held `cached_documents` and `cached_tokens` (including the system prompt) of its `path`.
-    After the documents it fills `suffix_blocks` blocks completely and `partial_blocks` (0 or 1) in part.
-    `previous_stamp` is the last use of the last cached node, or 0 if the node was in use. `turn` is set for a request
-    in a conversation.
+    After the documents it fills `suffix_blocks` blocks and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
+    use of the last cached node (0: in use).
     """
 
     __slots__ = (
@@ -66,10 +65,9 @@ class Lease:
 
 
 class Residency(Protocol):
-    """Tracks which nodes the engine holds, and removes evicted ones.
+    """Tracks which nodes the engine holds. The caller serialises all calls.
 
-    The caller serialises all calls. Every lease ends with one `release` or `cancel`; a lost one counts as served when
-    its room is needed.
+    Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
     """
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
@@ -86,8 +84,7 @@ class Residency(Protocol):
         total_tokens: float | None = None,
         prompt_tokens: float | None = None,
     ) -> None:
-        """End a served request. The engine reported `cached_tokens` as reused, `total_tokens` of prompt and answer, and
-        `prompt_tokens`."""
+        """End a served request, with the token counts that the engine reported."""
 
     def cancel(self, lease: Lease) -> None:
         """End a failed request: blocks that only it would have computed are not held."""
@@ -110,14 +107,10 @@ class Loads(NamedTuple):
 
 @runtime_checkable
 class Places(Protocol):
-    """A residency of an engine with several tiers, which knows the tier of each block."""
+    """A residency that knows the tier of each block."""
 
     def loads(self, node: Node) -> Loads:
         """Return the loads of the node's held blocks."""
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
-        """Put the path of a new lease's request on the device.
-
-        If there is no room, the lease has ended already. `expected_uses` returns the forecast uses of the documents'
-        nodes, or nothing.
-        """
+        """Put the path of a new lease's request on the device. Without room the lease has ended already."""

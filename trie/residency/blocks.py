@@ -49,8 +49,8 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 
 class PathContents:
-    """Block contents at the end of a path: the `blocks` that its last part fills, the `last` complete block, and the
-    packed tokens after it, `rest`."""
+    """Contents of the `blocks` that a path's last part fills, of the `last` complete block, and packed tokens after it,
+    `rest`."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -60,8 +60,7 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """Return the content of the first block that these tokens complete after the path, or None if they complete
-        none."""
+        """Return the content of the first block that these tokens complete after the path, or None."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -86,9 +85,8 @@ class EngineBlocks:
         blocks = EngineBlocks(block_size=16)
         blocks.store(["hash"], None, range(16))
 
-    `generation` changes when blocks may have been evicted without events, `epoch` changes with the engine. At most
-    `max_blocks` are recorded, held or not, and the oldest are dropped first: choose a multiple of the engine's
-    capacity. `orphans` counts blocks with unknown parents.
+    `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
+    are recorded, held or not: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -132,11 +130,10 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """Record consecutive blocks after the block `parent` (None means at the start of a prompt).
+        """Record consecutive blocks after the block `parent` (None means the start of a prompt).
 
-        `extra_keys`: for each block the inputs of its hash besides tokens. A block is held while any `medium` (tier)
-        holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid
-        token id.
+        `extra_keys`: each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
+        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid token id.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -201,7 +198,7 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """Return an empty object for `replace`. It keeps the known hashes of the same engine."""
+        """Return an empty object for `replace`, with the known hashes of the same engine."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:

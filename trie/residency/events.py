@@ -33,9 +33,9 @@ def discover(
 ) -> Iterator[ServedPath]:
     """Yield paths of the request's documents that the engine holds but the tree does not.
 
-    `known` has the contents of the tree's nodes, `taken` their blocks. The first block of each document after a path is
-    looked up in the engine's table: at most `_BUDGET` times, depth first, in rank order. Only the request's documents
-    and the scope's own prefix and salt are tried, so another tenant's blocks cannot be found.
+    `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
+    looked up, at most `_BUDGET` times, depth first in rank order. With the scope's own prefix and salt, another
+    tenant's blocks cannot be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -82,8 +82,8 @@ def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
 class EventsResidency(LRUResidency):
     """The nodes of one scope's tree that the engine holds, identified by the contents of its blocks.
 
-    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents with unknown tokens
-    are tracked by the mirror alone.
+    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Without tokens a document
+    uses the mirror alone.
     """
 
     pool: FollowedPool
@@ -234,7 +234,7 @@ class EventsResidency(LRUResidency):
         return count
 
     def _follows_held(self, node: Node) -> bool:
-        """Return whether nothing before the node is missing. A doomed parent without own blocks is not evidence."""
+        """Return whether nothing before the node is missing. A doomed parent without own blocks does not count."""
         parent = node.parent
         return parent is None or not (parent.missing or parent in self.pool.doomed)
 

@@ -19,9 +19,9 @@ _MAX_TOKENS = 1 << 32
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    Engines evict in order of use: if a block was evicted, so was everything used before it. Differences of less than a
-    block are ignored, and with estimated lengths also larger ones that are not clear. Residencies of different orders
-    of the same requests may share `lengths`.
+    Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
+    are ignored, and with estimated lengths all but clear ones. Residencies of different orders of the same requests may
+    share `lengths`.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -118,7 +118,7 @@ class FeedbackResidency:
 
 
 def _ends_in_documents(lease: Lease) -> bool:
-    """Return whether the cached prefix ends with a document, except the last one, and without a history before it."""
+    """Return whether the cached prefix ends with a document, except the last one, without a history before it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents

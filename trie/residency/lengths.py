@@ -1,11 +1,10 @@
 """Prompt lengths learned from the engine's reports.
 
-- Prefix: if `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
-  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals differ
-  among themselves, so the prefix lies where more than half of the latest intervals meet. With estimated lengths only `x
-  = 0` counts.
+- Prefix: with `x` tokens of documents held whole, and nothing of the next document, the engine reuses `cached =
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where
+  more than half of the latest intervals meet. With estimated lengths only `x = 0` counts.
 - Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x`, or the least-squares slope of
-  prompt tokens over estimated document tokens. The estimate with the smaller standard error is used.
+  prompt tokens over estimated document tokens, with the smaller standard error.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _RATIOS = (0.2, 8.0)
 class LearnedLengths:
     """Learned lengths of one engine's prompts.
 
-    `ratio`: tokens per estimated token. `losses` counts evictions caused by other clients; after the last one
-    `kept_blocks` of the engine's pool were left.
+    `ratio`: tokens per estimated token. `losses` counts evictions by other clients; the last left `kept_blocks` of the
+    pool.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class LearnedLengths:
 class ScopeLengths:
     """Learned lengths of one scope's prompts.
 
-    `prefix_tokens` is None while the reports agree with the settings. `version` changes with it and with the `engine`'s
+    `prefix_tokens` is None while reports agree with the settings. `version` changes with it and with the `engine`'s
     lengths.
     """
 
@@ -123,8 +122,7 @@ class ScopeLengths:
             self.engine.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """Set the prefix to the middle of the interval where more than half of the latest reports agree, unless it lies
-        in the interval already."""
+        """Set the prefix to the middle of the interval on which more than half of the latest reports agree."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):

@@ -17,7 +17,7 @@ _MAX_TOKENS = 1 << 32
 class LRUResidency:
     """The nodes of one scope's tree that the engine holds. `pool` evicts them in order of use.
 
-    `knows_tokens`: the tokens of documents and prefix are known, so their lengths are not learned from reports.
+    `knows_tokens`: lengths are known, so reports do not teach them.
     """
 
     knows_tokens = False
@@ -169,15 +169,14 @@ class LRUResidency:
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         """Evict everything used before the missing blocks of a request that found less than predicted.
 
-        Other clients must use the engine: their blocks, as recent as new ones, get the room. With `alone` only this
-        scope's blocks are evicted. Returns the remaining blocks.
+        Other clients get the room (with `alone` only this scope's). Returns the remaining blocks.
         """
         return self.pool.lose(lease.previous_stamp, self, alone=alone)
 
     def resize(self, prefix_tokens: int, ratio: float) -> None:
         """Set the prefix to `prefix_tokens` and multiply the length of every document by `ratio`.
 
-        Completely held nodes stay completely held, others keep their held blocks.
+        Nodes held completely stay so, others keep their held blocks.
         """
         size, root = self.tree.block_size, self.tree.root
         ends = {node: node.end for node in self.tree.walk()}
@@ -226,7 +225,7 @@ class LRUResidency:
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as missing. Remove a leaf without held blocks from the tree."""
+        """Mark a node's last blocks as missing. Remove a leaf without held blocks."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:

@@ -22,8 +22,8 @@ _MAX_IN_FLIGHT = 1024
 class Holder(Protocol):
     """A residency in a pool: the blocks of one scope.
 
-    `counted_nodes` and `counted_blocks` are its shares of the pool's totals. `whole` is False during a change, and
-    after an error or an interrupt in a change. `closed` is True once its scope is dropped.
+    `counted_nodes` and `counted_blocks` are its shares of the totals. `whole` is False during a change, and after an
+    error or interrupt in one. `closed`: its scope is dropped.
     """
 
     tree: KnowledgeTree
@@ -42,9 +42,9 @@ class Holder(Protocol):
 
 
 class UseEntry:
-    """A served request in the log: its deepest node, and its blocks after that node that are still held.
+    """A served request in the log: its deepest node, and its held blocks after that.
 
-    Without `holder` these are blocks of other clients or of dropped scopes.
+    Without `holder` the blocks are other clients' or dropped scopes'.
     """
 
     __slots__ = ("holder", "node", "stamp", "suffix_blocks")
@@ -84,11 +84,11 @@ class Pool:
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens` is the engine's capacity; None means unlimited. `max_nodes` bounds all trees together. Blocks of
-    requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
+    `capacity_tokens`: None means unlimited. `max_nodes` bounds all trees together. Requests in flight keep their
+    blocks. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
 
-    The order of use is a log with an entry for each served request; entries older than their node's stamp are skipped.
-    Stamps are unique over all trees.
+    The order of use is a log of served requests; entries older than their node's stamp are skipped. Stamps are unique
+    over all trees.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Pool:
         holder.counted_blocks, holder.counted_nodes = blocks, nodes
 
     def make_room(self, current: Holder, lease: Lease | None = None) -> None:
-        """Evict until the bounds hold. `current` is being changed for its request `lease`, and so is not whole."""
+        """Evict until the bounds hold. `current`, which is being changed for `lease`, is not whole."""
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.nodes > self.max_nodes:
             if self.log:
                 self._evict_oldest(excess if excess > 0 else maxsize, current)
@@ -183,8 +183,7 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served, without the rest of its answer. Return False if there is
-        none."""
+        """Count the oldest request in flight as served, without the rest of its answer. Return False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
@@ -201,8 +200,7 @@ class Pool:
     ) -> T | None:
         """Do work on a holder, and count its changes.
 
-        A holder damaged by an earlier change is dropped first, unless it is the `current` one. Returns None for a
-        closed holder.
+        A damaged holder is dropped first, unless it is `current`. Returns None for a closed one.
         """
         if not holder.whole and not holder.closed and holder is not current:
             self.forget(holder)
