@@ -15,7 +15,7 @@ from ragorder.trie.tree import Key
 __all__ = ["Step", "plan_batch"]
 
 _MOST_CANDIDATES = 64
-"""Number of requests from which the next one is chosen, and for which each request's documents are arranged."""
+"""Number of requests from which the next one is chosen."""
 
 
 class Step(NamedTuple):
@@ -37,8 +37,8 @@ def plan_batch(
 ) -> list[Step]:
     """Return the steps of the plan with most cached tokens, in serving order, none more than `max_wait` places late.
 
-    Each plan is dry-run on a copy of `scope`, which is itself a copy of the batch's scope. Time is near-linear in the
-    number of requests, and proportional to `max_wait` up to 64.
+    Each plan is dry-run on a copy of `scope`. Time is near-linear in the number of requests, and proportional to
+    `max_wait` up to 64.
     """
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:

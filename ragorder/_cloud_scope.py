@@ -58,7 +58,7 @@ class CloudCache:
 
 
 def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    """Return the settings of an orderer for a cloud: unlimited capacity unless one is given, and blocks of one token.
+    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given.
 
     Raises ValueError for settings of other engines.
     """
@@ -80,7 +80,7 @@ def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_to
 
 
 class CloudScopes:
-    """Makes the scopes of one orderer, which share learned read rates and the budget for writes."""
+    """Makes one orderer's scopes, which share learned read rates and the budget for writes."""
 
     def __init__(self, cache: CloudCache) -> None:
         self.cache = cache

@@ -24,12 +24,10 @@ _PRIOR_PROMPTS = 3
 
 
 class EarnedMoves:
-    """Compares two policies in shadow trees of one scope: one moves documents on the tail's forecast, the other only
-    into the cached prefix.
+    """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
 
-    This is set dueling, as in hardware caches (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a
-    prompt's tokens more for each prompt that only it moves, over about the last 200 requests. The served orders do not
-    affect either tree.
+    This is set dueling (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a prompt's tokens more for
+    each prompt that only it moves, over about the last 200 requests. The served orders do not affect either tree.
     """
 
     def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:
@@ -43,8 +41,7 @@ class EarnedMoves:
         self._prompts = 0.0
 
     def observe(self, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int) -> None:
-        """Measure a request of documents with these lengths that starts at `stamp`. The engine holds entries used since
-        `held_since`."""
+        """Measure a request with documents of these lengths. The engine holds entries used since `held_since`."""
         saved, moves = self._serve(self._moved, request, tokens, stamp, held_since)
         otherwise_saved, otherwise_moves = self._serve(self._ranked, request, tokens, stamp, held_since)
         gain = (saved - otherwise_saved) / max(1, self._prefix_tokens + sum(tokens)) if saved != otherwise_saved else 0

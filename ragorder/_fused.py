@@ -19,8 +19,8 @@ __all__ = ["FusedPlaces", "FusedReuse"]
 class FusedPlaces(NamedTuple):
     """Places of documents by their reuse.
 
-    `exact` is the number of leading documents that are exact, cached or computed. `invested` are those among them that
-    are computed although they have a copy. `reused` are the places of reused copies.
+    `exact`: number of leading documents that are cached or computed. `invested`: those computed although they have a
+    copy. `reused`: places of reused copies.
     """
 
     exact: int
@@ -36,9 +36,8 @@ class FusedPlaces(NamedTuple):
 class FusedReuse:
     """A scope's documents that have KV outside the cached prefix.
 
-    Only documents computed directly after the cached prefix are exact and extend it for later requests. So documents
-    for which an `Investment` pays come first, then documents without KV. Reused copies come last, in retrieval order,
-    because their order costs nothing.
+    Only documents computed directly after the cached prefix are exact and extend it. So documents for which an
+    `Investment` pays come first, then those without KV, then reused copies in retrieval order.
     """
 
     def __init__(self, settings: Settings, tree: KnowledgeTree, tail: Tail | None = None) -> None:
@@ -86,8 +85,8 @@ class FusedReuse:
         return FusedPlaces(len(permutation), invested, [])
 
     def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
-        """Return the tokens to compute and load: a share of reused documents is computed, and each is loaded from its
-        fastest tier."""
+        """Return the tokens to compute (a share of reused documents) and to load, each document from its fastest
+        tier."""
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):

@@ -89,8 +89,8 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Return the expected uses of a document after those `placed`, or None if it does not pay or exceeds the budget
-        after `spent` tokens."""
+        """Return the expected uses of a document after those `placed`, or None if it does not pay after `spent`
+        tokens."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
@@ -103,7 +103,7 @@ class Investment:
     def begin(
         self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], reused_tokens: int
     ) -> None:
-        """Start a request whose documents' nodes are in `path`, from the root. It reuses `reused_tokens` of copies."""
+        """Start a request whose documents' nodes are in `path`, from the root."""
         if not self._invests:
             return
         self._requests += 1

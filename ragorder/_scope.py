@@ -61,10 +61,9 @@ class Scope:
     """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
 
     Documents after a history are shared with no other request, so they keep retrieval order, except for the best one
-    and those that the engine holds in another order. All other requests are ordered alike, with or without a question.
+    and those that the engine holds in another order.
 
-    `follows_histories`: the engine can resume a prompt anywhere, so it reuses a growing history. `rebases`: an evicted
-    conversation may be rebased.
+    `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be rebased.
     """
 
     follows_histories = True
@@ -142,8 +141,8 @@ class Scope:
             return self._arrange(request, waiting, history)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
-        """Return the cached tokens of the request in the order of `preview`, and its tokens up to the end of the
-        question, or of the documents if there is no question."""
+        """Return the cached tokens in the order of `preview`, and the tokens up to the end of the question or the
+        documents."""
         end = self.tree.root.end + sum(self._tokens(request))
         if history is None:
             self.residency.refresh(request)
@@ -201,7 +200,7 @@ class Scope:
     ) -> None:
         """End a lease. Any thread may call this at any time; it never waits.
 
-        `documents_end`: end of the documents in tokens, if it differs from the path's.
+        `documents_end`: end of the documents, if it differs from the path's.
         """
         served, *reported = outcome
         self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
@@ -409,8 +408,8 @@ class Scope:
 class Route(NamedTuple):
     """A request's path through the tree.
 
-    `path` has its nodes from the root. `end` is the number of prompt tokens up to the end of its documents.
-    `suffix_tokens` is to be added to the caller's suffix. `plain`: outside a conversation.
+    `path` has its nodes from the root, `end` is the end of its documents in tokens, `suffix_tokens` adds to the
+    caller's suffix. `plain`: outside a conversation.
     """
 
     path: list[Node]

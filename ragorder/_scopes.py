@@ -53,7 +53,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return FollowedPool(*options, blocks=self.blocks)
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope in place of a damaged one of the same name, or of the least recently used one if there are too
+        """Add a scope in place of a damaged one of its name, or of the least recently used one if there are too
         many."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)

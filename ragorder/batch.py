@@ -18,8 +18,7 @@ class Batch(Sequence[Ordering[D]], Generic[D]):
         for ordering in orderer.order_batch(requests):
             serve(requests[ordering.index], ordering.documents)
 
-    Access to an ordering puts it in flight, so serve while iterating. `indices` is the serving order; reading it starts
-    nothing.
+    Access puts an ordering in flight, so serve while iterating. `indices` is the serving order.
     """
 
     def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:

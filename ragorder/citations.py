@@ -23,9 +23,8 @@ def number_label(document: Document | str, *, digits: int = 4) -> str:
 
         number_label(Document("faq-7", "Orders are shipped on the next working day."))
 
-    The number depends on the text alone: it is the same in every request and process, at any position and for any id.
-    With 4 digits, two of ten documents share a label in one request of 200; with 6 digits in one of 20,000. Raises
-    ValueError for digits below 1 or above 15.
+    It depends on the text alone, so it is the same in every request and process. Two of ten documents share a label of
+    4 digits in one request of 200, of 6 digits in one of 20,000. Raises ValueError for digits below 1 or above 15.
     """
     if not 1 <= digits <= 15:
         raise ValueError(f"a label cannot have {digits} digits: give 1 to 15 digits")

@@ -69,9 +69,8 @@ class OrdersTurns(Protocol):
 class MessageFormat:
     """How a prompt builder writes messages.
 
-    `document_text` returns a document as the prompt shows it. `header` returns its beginning, up to the text, which
-    identifies later versions of the document. A document is directly followed by one of `openings` (empty: by any
-    text). `count` returns the tokens of a text. Templates add `turn_tokens` after a user's message and `closing_tokens`
+    `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
+    one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
     after an answer. `estimated`: tokens are estimated from characters.
     """
 
@@ -98,13 +97,12 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: the messages to send, with the history's unchanged. For a cloud that resumes at breakpoints the new
-      message has one part per document; `anthropic()`, `openai()` and `bedrock()` return arguments for its client, with
-      the breakpoints
+    - `messages`: the messages to send, the history's unchanged; for a cloud that resumes at breakpoints the new one has
+      one part per document
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
-    - `rebased`: the engine had evicted the conversation, so it was rebased: `new` are documents of all its turns,
-      placed before the first question, and all documents of this turn are `repeated`
+    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, before the first
+      question, and this turn's are `repeated`
     """
 
     messages: list[dict[str, Any]]
@@ -131,7 +129,7 @@ class Turn:
     def anthropic(self) -> dict[str, Any]:
         """Return arguments for `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`.
 
-        Raises ValueError for messages of tools, which Anthropic's API formats differently.
+        Raises ValueError for messages of tools, which need another format.
         """
         return self._parts().anthropic()
 
@@ -163,10 +161,8 @@ class Turn:
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Record the engine's answer and return the messages with it: the next turn's history.
-
-        Token counts are those of `Ordering.confirm`.
-        """
+        """Record the engine's answer and return the next turn's history. Token counts are those of
+        `Ordering.confirm`."""
         messages = self.answered(answer)
         counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)

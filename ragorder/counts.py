@@ -35,10 +35,10 @@ def estimate_tokens(text: str) -> Estimate:
 
 
 def reported_count(value: Any) -> int | None:
-    """Return a token count that an engine reported, or None for None and for an invalid count.
+    """Return a token count that an engine reported, or None if it is negative, not whole, not finite, 2**32 or more, or
+    not a number.
 
-    A count is invalid if it is negative, not whole, not finite, 2**32 or more, or not a number. The first one in a
-    process is logged. Never raises.
+    The first invalid count of a process is logged. Never raises.
     """
     if value is None or (type(value) is int and 0 <= value < _MOST):
         return value

@@ -18,10 +18,10 @@ _ROUNDING = 1e-12
 class Guards:
     """Limits on the order of the documents. The default limits nothing.
 
-    `keep_first` or `keep_last` top-ranked documents come first in rank order, or last with rank 1 next to the question.
-    For the other documents `max_displacement` limits the distance between rank and position, `keep_groups` keeps the
-    relative order of each group, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen
-    2002; a document gains 1 / rank) that an order may lose.
+    `keep_first` or `keep_last` top-ranked documents come first, or last with rank 1 next to the question. For the
+    others `max_displacement` limits the distance between rank and position, `keep_groups` keeps the order within
+    groups, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen 2002; a document gains
+    1 / rank) that an order may lose.
     """
 
     keep_first: int = 0
@@ -101,9 +101,8 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Return the discount of a place in the middle.
+        """Return the discount of a place, numbered from the middle's first rank.
 
-        These places are numbered from the middle's first rank, so that a place minus a rank is the displacement.
         Documents kept last are among these ranks, but do not come before the middle.
         """
         return 1 / log2(place - len(self._last) + 2)

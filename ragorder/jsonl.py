@@ -55,8 +55,8 @@ class JSONLines:
         for number, request in JSONLines("requests.jsonl").read(Request):
             ...
 
-    Lines are numbered from 1; empty lines are skipped. Anything unreadable raises `error` with one message; `example`
-    shows a valid line in it.
+    Lines are numbered from 1; empty ones are skipped. Anything unreadable raises `error` with one message, with
+    `example` as a valid line.
     """
 
     def __init__(
@@ -95,8 +95,7 @@ class JSONLines:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each line that is an object, from a file whose writer may have been interrupted.
 
-        Lines without the bytes `containing` are not decoded. `skip` receives the error of any other line; it is not
-        raised.
+        Lines without the bytes `containing` are not decoded. `skip` receives the error of any other line.
         """
         for number, line in self:
             if containing not in line:

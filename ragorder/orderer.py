@@ -110,17 +110,17 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`. Give `capacity_tokens`, the size of the engine's KV cache; the default is
-    262,144 tokens. Documents are `Document`s, or any objects with the callables `key` (content identity, hashable),
-    `tokens` (length in the prompt) and `group` (for `keep_groups`; default: the metadata's "source").
+    The options are the fields of `Settings`. Give `capacity_tokens`, the size of the engine's KV cache. Documents are
+    `Document`s, or any objects with the callables `key` (content identity, hashable), `tokens` (length in the prompt)
+    and `group` (for `keep_groups`; default: the metadata's "source").
 
-    `Orderer.for_vllm` connects to a live server. To connect by hand, `token_ids` (a document's tokens) and `prefix_ids`
-    (the tokens before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`);
-    a scope is then the `cache_salt` of its requests, or None. `topics` are used by `topic`.
+    `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
+    tokens before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a
+    scope is then the requests' `cache_salt`, or None.
 
     Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are not
     documents. After an internal error the documents stay in retrieval order and `fallbacks` counts it; `strict=True`
-    raises it. A copy (copy, pickle, process pool) starts with an empty tree and without events.
+    raises it. A copy (copy, pickle, process pool) starts empty, without events.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """Return an orderer for the vLLM server at `base_url`. Block size and capacity are read from its `/metrics`,
-        unless given.
+        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics` unless
+        given.
 
-        With `events_endpoint`, and better also `replay_endpoint`, its KV events (`events` is the subscriber) keep the
-        residency exact, including blocks of other processes; this needs `builder` with the model's tokenizer. A hybrid
-        model (Mamba, GDN) is detected and uses `hybrid_rules`. Each missing server feature is a `DegradedWarning`.
-        Close the orderer, or use it in a `with` block.
+        With `events_endpoint`, better also `replay_endpoint`, KV events (`events` is the subscriber) keep the residency
+        exact, across processes; this needs `builder` with the model's tokenizer. A hybrid model (Mamba, GDN) uses
+        `hybrid_rules`. Each missing feature of the server is a `DegradedWarning`. Close the orderer, or use a `with`
+        block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -212,10 +212,10 @@ class Orderer:
     ) -> Self:
         """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
-        `ordering.breakpoints` has the breakpoints to set (`ragorder.clouds`, docs/clouds.md). `provider`, `model` and
-        `ttl` ("5m", "1h") select a table of rules; `rules` replace it. `builder` has the lengths of documents and
-        system prompt. `prices` are in money, or the path of a file of prices. Raises ValueError for an unknown table
-        and for settings of other engines, OSError for an unreadable file of prices.
+        `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
+        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt. `prices` may be
+        the path of a file. Raises ValueError for an unknown table and settings of other engines, OSError for an
+        unreadable file of prices.
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -294,7 +294,7 @@ class Orderer:
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
-        - `waiting`: documents of each waiting request, next first; documents that are not cached are ordered for them
+        - `waiting`: documents of each waiting request, next first, to order for
         - `scope` separates requests that share no prefix: model, prompt template, tenant
         - `lengths`: tokens before and after the documents
         - `history`: the messages of a conversation (docs/conversations.md); `History()` is its first turn
@@ -348,7 +348,7 @@ class Orderer:
         history: History | None = None,
     ) -> tuple[int, int]:
         """Return the cached tokens that `order` would predict, without recording anything, and the tokens up to the end
-        of the question of `history`, or of the documents if there is no question."""
+        of the question of `history`, or else of the documents."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -427,8 +427,8 @@ class Orderer:
         """Order many requests and their documents, so that requests that share documents are adjacent.
 
         The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
-        (default: no bound). Each is in flight once it is accessed. Predicted hits are at least those of `order` for
-        each request in turn. Raises ValueError for a negative `max_wait`.
+        (default: no bound), and in flight once accessed. Predicted hits are at least those of `order` for each in turn.
+        Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -467,7 +467,7 @@ class Orderer:
         return _unordered(list(documents))
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """Return an orderer with changed settings, the same callables, empty trees and no KV events, for comparison.
+        """Return an orderer with changed settings and empty trees, without KV events, for comparison.
 
         Lengths learned from the engine's reports are shared.
         """

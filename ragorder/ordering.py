@@ -203,8 +203,7 @@ class Ordering(Generic[D]):
         """Record that the engine served the request, with the token counts that it reported, if any.
 
         `cached_tokens` were reused, `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its
-        cache. An invalid token count is ignored. Only the first `confirm` or `discard` has an effect, so completion and
-        cleanup may both call one.
+        cache. Invalid counts are ignored. Only the first `confirm` or `discard` has an effect.
         """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
@@ -221,7 +220,7 @@ class Ordering(Generic[D]):
         """Record the answer's first token, from which on other requests can read this request's entries in a cloud's
         cache.
 
-        It has no effect for other engines, and need not be called before `confirm`.
+        Not needed before `confirm`.
         """
         if self.cloud is not None:
             self.cloud.readable()
@@ -246,8 +245,8 @@ class Ordering(Generic[D]):
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
         """Call `observer` once, at the first `confirm` or `discard`.
 
-        The observer must not raise. It may take locks: an outcome from a finaliser reaches it with the next call of
-        this package.
+        It must not raise, and may take locks: an outcome from a finaliser reaches it with the next call of this
+        package.
         """
         self._observers += (observer,)
 

@@ -57,8 +57,8 @@ class Prompt:
     `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
     themselves, which may differ slightly between parts. Without a tokenizer `token_ids` is None and `spans` is empty.
 
-    `anthropic()`, `openai()` and `bedrock()` return arguments for a cloud's client, with one content part per document
-    and the breakpoints of an `Orderer.for_cloud`. If OpenAI's API has no breakpoints, its messages are texts.
+    `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
+    `Orderer.for_cloud`.
     """
 
     text: str
@@ -103,16 +103,15 @@ class PromptBuilder:
 
     - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank, which would
       prevent reuse
-    - `label` returns the {label} by which an answer cites a document; it must not depend on the document's position
+    - `label` returns the {label} by which an answer cites a document, independent of its position
     - `question_template` has {query} and everything that varies between requests
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
     - `state_ranking` adds the retrieval ranking, by id, after the documents
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
-    - `cached_documents`: number of documents whose tokens are kept, in at most 64 MiB
+    - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped, and lone surrogates replaced. A history is sent unchanged;
-    its tokens are counted without special tokens. Raises ValueError for a wrong template, or for `align_to` without a
-    tokenizer.
+    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged. Raises
+    ValueError for a wrong template, or for `align_to` without a tokenizer.
     """
 
     def __init__(
@@ -237,16 +236,14 @@ class PromptBuilder:
             turn = builder.turn("And on Sundays?", documents, history=messages, orderer=orderer)
             messages = turn.confirm(ask(turn.messages))
 
-        Documents of the first turn are ordered. Documents of later turns keep retrieval order, unless the engine holds
-        them in another order. If a message of the history contains a document unchanged, the document is named by
-        `reference` ({id}, {title}) instead of sent again, best ranked first, unless `repeat` is "send". With
-        `tool_call_id` the message is that tool's result, without a question. Other options are those of
-        `Orderer.order`.
+        Documents of the first turn are ordered; later ones keep retrieval order, unless the engine holds them in
+        another. A document that a message of the history contains unchanged is named by `reference` ({id}, {title}),
+        best ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
+        question. Other options are those of `Orderer.order`.
 
         `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
-        computation, documents in its messages and this turn's documents are ordered together, placed before the first
-        question, and named where they were. No other text changes; store the new messages. Without `rebase` earlier
-        turns never change.
+        computation, those in its messages and this turn's are ordered together, placed before the first question, and
+        named where they were. No other text changes; store the new messages.
 
         Raises TypeError or ValueError for an invalid history, one with another system prompt, and wrong options.
         """

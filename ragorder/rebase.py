@@ -32,10 +32,10 @@ class DocumentInMessage:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rebased conversation.
+    """A rebased conversation: its `documents`, removed from `messages` and named where they were, except in the first
+    message.
 
-    In `messages` the `documents` are removed, and named where they were, except in the first message. They belong
-    before that message's content, after the `system` prompt if it has no message of its own.
+    They belong before that message's content, after the `system` prompt if it has no message of its own.
     """
 
     documents: list[Document]
@@ -63,11 +63,11 @@ def rebase_messages(
     system: str,
     openings: tuple[str, ...],
 ) -> Layout | None:
-    """Return all documents `asked` for now and the `earlier` turns' documents that the messages contain, together.
+    """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message if the system prompt has no message of its own. A document is directly followed by
-    one of `openings` (empty: by any text). A document stays in place if another version of it does. Returns None if
-    there is nothing to move, or if a document asked for would have to stay.
+    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`
+    (empty: by any text), and stays if another version of it does. Returns None if there is nothing to move, or if a
+    document asked for would have to stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):

@@ -101,8 +101,8 @@ class RequestLine(BaseModel):
     """A request. Unknown fields are kept in `model_extra`.
 
     Tenants share no blocks. `documents` are ids or objects, best first; the same id with another text or length is
-    another document. `tokens` are lengths including headers, one for each document or one for all. `prompt_tokens`
-    replaces `suffix_tokens`.
+    another document. `tokens` are lengths including headers, one for each or one for all. `prompt_tokens` replaces
+    `suffix_tokens`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -179,10 +179,7 @@ _FIELDS = tuple(RequestLine.model_fields)
 
 
 class UnreadFields:
-    """Unknown fields, with the number of lines that have each.
-
-    The number of names is bounded, because each line of a foreign file may have another one.
-    """
+    """Unknown fields, with the number of lines that have each. The number of names is bounded."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}

@@ -27,10 +27,9 @@ def plan_shards(
             for ordering in orderings:
                 engine.serve(questions[ordering.index], ordering.documents)
 
-    Requests that share documents are in one shard, and shards have about equal numbers of tokens. Documents, `key` and
-    `tokens` are those of `Orderer`. An ordering's `prefix_documents` and `cached_tokens` are shared with the request
-    before it. No orderer counts these orderings: `confirm` and `discard` have no effect. Plan requests of different
-    tenants by separate calls. For batches larger than memory use `ragorder plan`.
+    Requests that share documents are in one shard; shards have about equal tokens. Documents, `key` and `tokens` are
+    those of `Orderer`. `prefix_documents` and `cached_tokens` are shared with the request before. `confirm` and
+    `discard` have no effect. Plan tenants separately. For batches larger than memory use `ragorder plan`.
 
     Raises TypeError for objects that are not documents, ValueError for less than one shard.
     """

@@ -31,14 +31,14 @@ class Topics:
         topics = Topics(secret="the same in all processes")
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
-    A topic is the scope and the most popular document of a request. While a topic has more than `share` of all
-    requests, the next popular document is added to it. Popularity is compared in orders of magnitude (8 times), and
-    ties are broken by a digest. So a topic does not depend on the order of the documents, seldom changes, and is the
-    same in processes that see samples of the same traffic.
+    A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
+    next popular document is added. Popularity is compared in orders of magnitude (8 times), ties by a digest. So a
+    topic does not depend on the documents' order, seldom changes, and is the same in processes that see samples of the
+    same traffic.
 
-    These processes need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, else one of this process
-    alone). Without the secret a topic reveals nothing about its documents. Raises ValueError for an empty secret, and
-    for a `share` outside 0 (exclusive) to 1.
+    These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, else one of this process alone).
+    Without it a topic reveals nothing about its documents. Raises ValueError for an empty secret, and for a `share`
+    outside 0 (exclusive) to 1.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:

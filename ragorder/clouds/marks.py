@@ -47,7 +47,7 @@ class MarkRates:
         rates.passed(cell_of(0, 1))
         rates.expected(cell_of(0, 1), now=20.0)
 
-    The rates are learned from samples. Samples younger than the TTL count with their share of it.
+    Learned from samples; younger ones count with their share of the TTL.
     """
 
     def __init__(self, ttl_s: float) -> None:
@@ -94,7 +94,7 @@ class WriteBudget:
     """Budget for cache writes, in input tokens at the plain price.
 
     Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache: at most four
-    prompts of savings are kept for writes, and four prompts are lent.
+    prompts of savings are kept for writes, and four are lent.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Sample(NamedTuple):
 
 
 class MarkSamples:
-    """Samples of a scope's requests, each observed for one TTL. `rates` learns which of them recur."""
+    """Samples of a scope's requests, each observed for one TTL, from which `rates` learns."""
 
     def __init__(self, rates: MarkRates) -> None:
         self._rates = rates
@@ -196,9 +196,9 @@ class MarkChoice:
         choice = MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
         choice.choose(["a", "b"], [600, 1200, 1800], held=0, live=(), prompt_tokens=1860, now=0.0)
 
-    Expected reads are the requests within the last TTL that contained the documents up to a breakpoint, times the rate
-    at which such counts came true. A breakpoint costs the surcharge for writing the tokens up to it, and saves the
-    discount for reading them for each request that resumes there.
+    Expected reads are the requests within the last TTL that contained the documents, times the rate at which such
+    counts came true. A breakpoint costs the surcharge for writing, and saves the discount for each request that resumes
+    there.
     """
 
     def __init__(self, rules: CacheRules, rates: MarkRates, budget: WriteBudget) -> None:
@@ -227,9 +227,9 @@ class MarkChoice:
         """Return a request's breakpoints as numbers of documents before each, ascending. The request counts from the
         next one on.
 
-        `ends[i]`: tokens up to the end of document i; `ends[0]`: tokens before the first. The request can resume after
-        `held` documents (-1: nowhere). It does so if one of its breakpoints is there, or less than the rules'
-        `lookback_parts` after it. `live` are other entries on its path.
+        `ends[i]`: tokens up to the end of document i; `ends[0]`: before the first. The request can resume after `held`
+        documents (-1: nowhere), if one of its breakpoints is there or less than `lookback_parts` after it. `live` are
+        other entries on its path.
         """
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)
@@ -250,8 +250,7 @@ class MarkChoice:
     ) -> tuple[int, ...]:
         """Return the breakpoints of a turn of a conversation.
 
-        `keys` are `history` nodes, documents up to number `documents`, and the question, at whose end the next turn
-        resumes. No other conversation shares nodes after a history.
+        `keys` are `history` nodes, documents up to number `documents`, and the question, where the next turn resumes.
         """
         own = keys[:documents] if not history else ()
         counts = self._counts(own, now)
@@ -370,10 +369,9 @@ class MarkChoice:
 
 
 def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots: int) -> tuple[int, ...]:
-    """Return at most `slots` of the places in `gains`, ascending, that gain most; none if no place gains.
+    """Return at most `slots` of the places in `gains`, ascending, that gain most together.
 
-    A breakpoint at a place gains `gains[place]` for each token between the breakpoint before it, or `base`, and
-    `ends[place]`.
+    A breakpoint gains `gains[place]` for each token between the one before it, or `base`, and `ends[place]`.
     """
     best = 0.0
     chosen: tuple[int, ...] = ()

@@ -38,10 +38,10 @@ class RequestTokens(NamedTuple):
 class MarkPlan:
     """The breakpoints of a request in flight.
 
-    `breakpoints`: the nodes of its path, or documents of a plain request, before each breakpoint to set. The request
-    could resume at `live` nodes. It resumes at the last one with a breakpoint there or less than `lookback_parts` after
-    it. `depths`: all entries that it makes or renews. `states`: the places, in tokens, where a hybrid model keeps its
-    state. Predicts `cached_tokens`, then `written_tokens`, and `prompt_tokens` (without the answer).
+    `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
+    `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
+    renews. `states`: places, in tokens, where a hybrid model keeps its state. Predicts `cached_tokens`, then
+    `written_tokens`, and `prompt_tokens` (without the answer).
     """
 
     __slots__ = (
@@ -133,9 +133,9 @@ class MarksResidency(LRUResidency):
 
         residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
-    A request's entries can be read from its first token (`publish`) on. Their TTL begins with the request, and later
-    requests that use them renew it. Nodes leave the tree with the last entry below them. `choice` selects the
-    breakpoints. `clock()` is in seconds; backward steps count as no time.
+    Entries can be read from their request's first token (`publish`) on. Their TTL begins with the request; requests
+    that use them renew it. Nodes leave the tree with the last entry below them. `clock()` is in seconds; backward steps
+    count as no time.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
@@ -340,7 +340,7 @@ class MarksResidency(LRUResidency):
 
 
 class MarkedFeedback(FeedbackResidency):
-    """`MarksResidency` corrected by reported tokens. A missing entry is evidence only about entries after it."""
+    """`MarksResidency` corrected by reported tokens."""
 
     mirror: MarksResidency
 
@@ -363,9 +363,9 @@ class MarkedFeedback(FeedbackResidency):
 class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
-    Such an engine (vLLM's "align") keeps the KV of whole prompts. It keeps the state of its other layers at the last
-    multiple of `interval_tokens` in a prompt, and at the last one within the prefix shared with earlier prompts, if it
-    did not resume there. So a shared prefix is found from the third request on.
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state of other layers only at the last
+    multiple of `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts, if it did
+    not resume there. So a shared prefix is found from the third request on.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

@@ -15,9 +15,9 @@ __all__ = ["MarkedPathSearch", "MarkedTree"]
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.
 
-    `marks`: expiry time of the entry that ends with each node, soonest first (by the residency's clock, whose last
-    reading is `now`). `pending`: number of requests in flight that will write an entry at each node. `states`: for a
-    cache that resumes at junctions, the last place within a node, in tokens of the prompt, where it has kept its state.
+    `marks`: expiry of the entry that ends with each node, soonest first (`now` is the clock's last reading). `pending`:
+    number of requests in flight that will write an entry there. `states`: for a cache that resumes at junctions, the
+    last place within a node, in tokens of the prompt, with its state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
@@ -47,7 +47,7 @@ class MarkedTree(KnowledgeTree):
         return end if end >= rules.minimum_tokens else 0
 
     def joins(self, node: Node) -> bool:
-        """Return whether later requests gain if this one shares the node, even if it reads nothing there."""
+        """Return whether later requests gain if this one shares the node without reading there."""
         return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
 
     def cached_tokens(self, node: Node) -> int:
@@ -70,11 +70,10 @@ class MarkedTree(KnowledgeTree):
 
 
 class MarkedPathSearch(PrefixSearch):
-    """Depth-first search of paths within the request's documents, over at most `budget` nodes of a `MarkedTree`.
+    """Depth-first search of a `MarkedTree`, over at most `budget` nodes.
 
-    The path with most resumable tokens wins, and ends at its entry; nodes without entries are only passed. Ties go to
-    the path with a deeper node that requests in flight will write or that will be a junction, then to the most recently
-    used.
+    The path with most resumable tokens wins, and ends at its entry. Ties go to a deeper node that requests in flight
+    will write or that will be a junction, then to the most recently used.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:
