@@ -374,6 +374,7 @@ class Orderer:
 
         False for a history that this orderer has not seen served.
         """
+        history = _checked(history)
         try:
             return self._look(scope, None, Scope.has_lost, history)
         except Exception as error:
@@ -482,7 +483,7 @@ class Orderer:
         follows = state.pop("follows")
         Orderer.__init__(self, **state)
         if follows:
-            self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
+            self.degrade("a copy uses an LRU mirror instead of KV events: call Orderer.for_vllm to follow them")
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
@@ -494,7 +495,7 @@ class Orderer:
     ) -> None:
         places = list(range(len(request.keys))) if permutation is None else list(permutation)
         if sorted(places) != list(range(len(request.keys))):
-            raise ValueError("the permutation does not have each rank once")
+            raise ValueError("permutation must have each rank of the documents exactly once")
         prefix, suffix = _read_lengths(lengths)
         self._enter(scope, prefix, Scope.record, request, places, suffix)
 
@@ -580,7 +581,7 @@ class Orderer:
             self._scopes = Scopes(self.settings, self._tiers, self._lock.defer)
         if self._contents is not None:
             self._contents = self._reader.token_ids = None
-            reason = "forked: only the parent process follows KV events; here the residency is a mirror"
+            reason = "after a fork only the parent process follows KV events: this process uses an LRU mirror"
             _deferred.defer(partial(self.degrade, reason))
 
     def _report(self, error: Exception) -> None:

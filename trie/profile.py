@@ -154,15 +154,15 @@ class PrefillProfile:
         rows = seconds if isinstance(seconds, list) else [seconds]
         if not all(isinstance(each, list) for each in [cached, new, *rows]):
             raise ValueError(
-                "cached_tokens and new_tokens are lists of token counts, and seconds is a list of rows, one for each "
+                "cached_tokens and new_tokens must be lists of token counts, and seconds a list of rows, one for each "
                 f"of cached_tokens: {_MEASURE}"
             )
         facts = value.get("facts", {})
         if not isinstance(facts, dict):
-            raise ValueError("facts is an object with facts about the measurement: leave it out if there are none")
+            raise ValueError("facts must be an object: leave it out if there are none")
         loads = value.get("load_s_per_token", {})
         if not isinstance(loads, dict):
-            raise ValueError("load_s_per_token is an object with seconds by tier: leave it out if there are none")
+            raise ValueError("load_s_per_token must be an object with seconds by tier: leave it out if there are none")
         return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts, loads)
 
     @classmethod
@@ -219,21 +219,21 @@ def _check_grid(cached_tokens: Sequence[int], new_tokens: Sequence[int], seconds
     for name, axis, least in (("cached_tokens", cached_tokens, 0), ("new_tokens", new_tokens, 1)):
         counts = axis and all(type(count) is int and least <= count <= _MOST_TOKENS for count in axis)
         if not counts or any(after <= before for before, after in pairwise(axis)):
-            raise ValueError(f"{name} are whole numbers of tokens that ascend, {least} or more, one at least")
+            raise ValueError(f"{name} must be ascending whole numbers of tokens, {least} or more, at least one")
     if len(seconds) != len(cached_tokens) or any(len(row) != len(new_tokens) for row in seconds):
         raise ValueError(
-            f"seconds has a row for each of the {len(cached_tokens)} cached_tokens, and in it a time for each of the "
+            f"seconds must have a row for each of the {len(cached_tokens)} cached_tokens, with a time for each of the "
             f"{len(new_tokens)} new_tokens"
         )
     if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for row in seconds for time in row):
-        raise ValueError(f"seconds are numbers from 0 to {_LONGEST_S:,.0f}")
+        raise ValueError(f"seconds must be numbers from 0 to {_LONGEST_S:,.0f}")
 
 
 def _check_loads(loads: Mapping[str, float]) -> None:
     if unknown := [tier for tier in loads if tier not in _TIERS]:
         raise ValueError(f"load_s_per_token names {unknown[0]!r}: the tiers are {' and '.join(_TIERS)}")
     if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for time in loads.values()):
-        raise ValueError(f"load_s_per_token are numbers of seconds from 0 to {_LONGEST_S:,.0f}")
+        raise ValueError(f"load_s_per_token must be numbers of seconds from 0 to {_LONGEST_S:,.0f}")
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
