@@ -98,7 +98,7 @@ class _TurnMaker:
         try:
             content = self._content(ordering, asked)
             if not self.messages and self._system:
-                content = _after(self._system, content)
+                content = _prepend(self._system, content)
             messages = [*self.front, *self.messages, self._message(content)]
             return Turn(messages, ordering, named, False, form.closing_tokens, len(self.front))
         except BaseException:
@@ -177,7 +177,7 @@ class _TurnMaker:
         return DocumentInMessage(document, *map(form.escape, texts))
 
 
-def _after(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def _prepend(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return text + content
     return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])
