@@ -93,11 +93,11 @@ class NextTurn(Generic[D]):
             self.begun = True
             self.ordering.readable()
 
-    def remember_as(self, message: Message, answer: Message | None = None) -> None:
+    def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
         """Set the keys of the message and its answer in later histories, from their plain form. Call it before
         `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
-        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
         """Count the request as served."""
@@ -244,7 +244,7 @@ class FrameworkTurns(Generic[M, D]):
         """Count a turn's message as sent and answered."""
         # An unreadable message is not found again, but it was served.
         with suppress(Exception):
-            turn.remember_as(self.read(message), None if answer is None else self.read(answer))
+            turn.set_history_keys(self.read(message), None if answer is None else self.read(answer))
         turn.confirm(usage, written_tokens)
 
     def _read_document(self, item: D) -> Document:

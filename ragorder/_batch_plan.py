@@ -1,4 +1,4 @@
-"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken."""
+"""Plan of a batch, chosen by dry runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ragorder.trie.tree import Key
 __all__ = ["Step", "plan_batch"]
 
 _MOST_CANDIDATES = 64
-"""Requests among which the next one is chosen, and for which the documents of one request are laid out."""
+"""Number of requests from which the next one is chosen."""
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None: by `order`)."""
+    """A request of the batch and the permutation of its ranks (None means that of `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -35,8 +35,11 @@ def plan_batch(
     max_wait: int | None,
     suffix_tokens: int | None = None,
 ) -> list[Step]:
-    """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
-    batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
+    """Return the steps of the plan with most cached tokens, in serving order, none more than `max_wait` places late.
+
+    Each plan is dry-run on a copy of `scope`. Time is near-linear in the number of requests, and proportional to
+    `max_wait` up to 64.
+    """
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
         return as_they_come
@@ -49,9 +52,9 @@ def plan_batch(
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
     best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
-        # With a single window its plan is the better one.
+        # With a single window the windowed plan is better.
         best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
-    # With equal hits the plan is better: shared prefixes follow at once, whatever else fills the cache.
+    # With equal hits the plan is better: its shared prefixes are adjacent, so other cache users cannot separate them.
     return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
 
@@ -89,7 +92,7 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
         batch = requests[first : first + window]
         cached = [scope.cached_path(request) for request in batch]
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
-        # Documents that are not shared are placed as if the request came alone.
+        # Documents that are not shared are placed as for a single request.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
         planned = _with_best(
             scope.best, plan_backlog(alone, tokens, cached), [request.keys for request in batch], cached, tokens
@@ -100,7 +103,6 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
 
 
 def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
-    """Next comes the allowed request with most cached tokens, arranged for the others."""
     coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
         (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
     )
@@ -120,7 +122,7 @@ def _with_best(
     cached: Sequence[CachedPath],
     tokens: Mapping[Key, int],
 ) -> Sequence[Planned]:
-    """Return a batch's plan with the best documents at their place; `requests` are given as ranked."""
+    """Move the best documents of a planned batch to their place. `requests` are in retrieval order."""
     if best.end == "any":
         return planned
     improved: list[Planned] = []
@@ -138,6 +140,6 @@ def _with_best(
 def _saved(
     order: Sequence[Key], before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> int:
-    """Return the tokens that an order finds of one before it, and that those after find of it."""
+    """Return the tokens shared with an earlier order, plus those that later orders share."""
     found = max(shared_tokens(order, other, tokens) for other in before)
     return found + sum(shared_tokens(order, other, tokens) for other in after)

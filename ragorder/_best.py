@@ -14,10 +14,10 @@ __all__ = ["BestPlace"]
 
 
 class BestPlace:
-    """Where the model answers best from a document: "first", or "last", which is next to the question.
+    """Position at which the model reads the most relevant document best: "first", or "last" (next to the question).
 
-    The most relevant document stands there, unless that costs more than `best_tokens` cached ones: then "last" is the
-    most relevant one that follows the cached prefix. The others stand as ranked. With "any" nothing is given up.
+    A request loses at most `best_tokens` cached tokens for it; otherwise "last" is the most relevant document after the
+    cached prefix. Other documents keep retrieval order. "any" prefers no position.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,7 +31,7 @@ class BestPlace:
         ranks: Mapping[Key, int],
         guards: RequestGuards | None,
     ) -> Node:
-        """The last node of the cached path that is worth most. `find` finds the longest one that is permitted."""
+        """Return the last node of the best cached path. `find` returns the longest permitted path."""
         permits = None if guards is None else guards.permits
         longest = find(permits)
         count = len(ranks)
@@ -43,18 +43,17 @@ class BestPlace:
         return other if tree.cached_tokens(longest) - tree.cached_tokens(other) <= self.price else longest
 
     def _permits(self, count: int, others: Permits | None, ranks: Sequence[int]) -> bool:
-        """Whether the best document is, or can still come, at its place in an order that begins with `ranks`."""
         permitted = ranks[:1] in ([], [0]) if self.end == "first" else 0 not in ranks[: count - 1]
         return permitted and (others is None or others(ranks))
 
     def split(self, prefix: Sequence[int], rest: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Of the ranks in `rest`, after `prefix`: what stands first, what a tail may arrange, what stands last."""
+        """Split the ranks in `rest`, which follow `prefix`: first ones, those for a tail to arrange, last ones."""
         if self.end == "last":
             return [], rest[1:], rest[:1]
         held = 1 if self.end == "first" and not prefix else 0
         return rest[:held], rest[held:], []
 
     def order(self, count: int) -> list[int]:
-        """That of all documents if none is cached and none moves."""
+        """Return the order if no document is cached and none moves."""
         first, middle, last = self.split((), [*range(count)])
         return first + middle + last

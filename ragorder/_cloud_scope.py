@@ -1,4 +1,4 @@
-"""Scopes of an orderer for a cloud, and its settings."""
+"""Scopes and settings of an orderer for a cloud."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class CloudCache:
-    """The cache of a cloud's model, and the clock (in seconds) by which its entries age."""
+    """The cache of a cloud's model, and the clock (in seconds) for the age of its entries."""
 
     model: CloudModel
     clock: Callable[[], float]
@@ -46,20 +46,22 @@ class CloudCache:
         prices: Prices | str | PathLike[str] | None,
         clock: Callable[[], float],
     ) -> CloudCache:
-        """Raises OSError and ValueError."""
+        """Return the cache of a model. Raise OSError or ValueError."""
         if rules is None:
             if provider is None or model is None:
                 raise ValueError("give provider and model, or rules=CacheRules(…)")
             rules = cache_rules(provider, model, ttl)
         elif provider is not None or ttl is not None:
-            raise ValueError("rules=CacheRules(…) stand for themselves: leave provider and ttl out")
+            raise ValueError("rules=CacheRules(…) replace provider and ttl: leave these out")
         known = prices if isinstance(prices, Prices) else Prices.load(prices)
         return cls(CloudModel(rules, model, known), clock)
 
 
 def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    """Of an orderer for a cloud: without a capacity unless it is given, counted token by token. Raises ValueError for
-    what is of other engines."""
+    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given.
+
+    Raises ValueError for settings of other engines.
+    """
     if settings is None:
         settings = Settings(**options)
     given = settings.model_fields_set
@@ -68,7 +70,7 @@ def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_to
             raise ValueError(f"{name} is not for clouds: leave it out")
     changes: dict[str, Any] = {"block_size": 1}
     if "moves" not in given:
-        # What a cloud holds depends on its marks, which the measurement of earned moves does not know.
+        # A cloud's contents depend on its breakpoints, which the measurement of earned moves ignores.
         changes["moves"] = "free"
     if "capacity_tokens" not in given:
         changes["capacity_tokens"] = None
@@ -78,8 +80,7 @@ def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_to
 
 
 class CloudScopes:
-    """Makes the scopes of one orderer: what is learnt about reads, and what may be spent on writes, is common to
-    them."""
+    """Makes one orderer's scopes, which share learned read rates and the budget for writes."""
 
     def __init__(self, cache: CloudCache) -> None:
         self.cache = cache
@@ -94,10 +95,10 @@ class CloudScopes:
 
 
 class CloudScope(Scope):
-    """What a cloud's cache has of one model, prompt template and tenant."""
+    """A cloud's cache for one model, prompt template and tenant."""
 
     mirror: MarksResidency
-    # Breakpoints of documents are in the last message of a turn only.
+    # Only the last message of a turn has breakpoints for documents.
     rebases = False
 
     def __init__(
@@ -116,7 +117,7 @@ class CloudScope(Scope):
         resides = JunctionsResidency if cache.model.rules.resume == "junctions" else MarksResidency
         self.mirror = resides(tree, pool, choice, cache.clock)
         self.residency = MarkedFeedback(self.mirror, self._lengths) if settings.feedback else self.mirror
-        self.search = MarkedPathSearch(settings.search_budget)
+        self.search = MarkedPathSearch()
         self._model = cache.model
 
     def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
@@ -136,7 +137,7 @@ class CloudScope(Scope):
 
 
 class _LeaseMirror:
-    """Callable by any thread at any time; never waits."""
+    """Defers changes of a lease. Any thread may call it at any time; it never waits."""
 
     __slots__ = ("_lease", "_scope")
 

@@ -1,7 +1,7 @@
-"""Work deferred while the garbage collector runs, or while a lock is held.
+"""Work deferred during garbage collection or while a lock is held.
 
-The collector runs finalisers at any allocation, in a thread that may hold any lock. Work that takes one waits for the
-next call of this package.
+The collector runs finalisers at any allocation, in a thread that may hold any lock. So a finaliser's work that takes a
+lock waits for the next call of this package.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _logger = logging.getLogger("ragorder")
 
 deferred: deque[Callable[[], object]] = deque()
 
-# `_latest.args` is the last phase of the collector with its information, one tuple that is replaced as a whole: a
-# collection of another thread can come between any two steps of this one. The collection that a thread started is in
-# `_own`: a finaliser that waits lets other threads run, which collect nothing. The callbacks are C throughout: an
+# `_latest.args` is the collector's last phase with its information, one tuple that is replaced as a whole, because a
+# collection of another thread can start between any two steps of this one. `_own` has the collection that this thread
+# started: a finaliser that waits lets other threads run, which collect nothing. All callbacks are C functions: an
 # interrupt (Ctrl-C) during a collection would be raised in the first line of a Python callback, and the collector would
-# swallow it. An exception keeps what it is initialised with.
+# swallow it. `BaseException.__init__` is such a C function and stores its arguments.
 _latest: Any = BaseException("stop", None)
 _own: Any = local()
 gc.callbacks += [_latest.__init__, _own.__setattr__]
 if hasattr(os, "register_at_fork"):
-    # The parent's deferred work stays the parent's: a connection that the child closed would be broken there.
+    # A child must not run the parent's deferred work: closing a connection would break it in the parent.
     os.register_at_fork(after_in_child=deferred.clear)
 
 
 def is_collecting() -> bool:
-    """Whether this thread runs the garbage collector."""
+    """Return whether this thread runs the garbage collector."""
     phase, collection = _latest.args
     return phase == "start" and getattr(_own, "start", None) is collection
 
@@ -67,18 +67,18 @@ def run_deferred() -> None:
 
 
 class ReentryError(RuntimeError):
-    """An orderer is used within itself, by `__eq__` or `__hash__` of a key or a scope."""
+    """An orderer is called within its own call, by `__eq__` or `__hash__` of a key or a scope."""
 
 
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
+    Deferred work never waits for the lock, which its own thread may hold. It runs at once if the lock is free, else on
     its release, and always before other work.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
-        # An RLock only because it can tell whether this thread owns it: it is never acquired twice.
+        # An RLock only because it knows whether this thread owns it: it is never acquired twice.
         self._lock: Any = RLock()
         self._report = report
         self._queue: deque[Callable[[], None]] = deque()
@@ -95,7 +95,7 @@ class DeferringLock:
                     self._run_queue()
                 return work(*arguments)
         finally:
-            # Deferred meanwhile, when the lock was not free.
+            # Run work that was deferred while the lock was held.
             if self._queue or self._errors:
                 self.drain()
 
@@ -104,7 +104,7 @@ class DeferringLock:
         self.drain()
 
     def drain(self) -> None:
-        """Run the deferred work, unless the lock is held: its holder runs it."""
+        """Run the deferred work, unless the lock is held; then its holder runs the work."""
         lock = self._lock
         while self._queue and not lock._is_owned():
             try:
@@ -116,14 +116,14 @@ class DeferringLock:
                     if lock._is_owned():
                         lock.release()
             finally:
-                # Once more, in case an interrupt came in between.
+                # Release again if an interrupt prevented the first release.
                 if lock._is_owned():
                     lock.release()
         while self._errors and not lock._is_owned():
             run_or_defer(partial(self._report, self._errors.popleft()))
 
     def after_fork(self) -> bool:
-        """True if another thread of the parent held the lock, which is then replaced."""
+        """Replace the lock and return True if another thread of the parent held it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False

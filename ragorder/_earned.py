@@ -1,4 +1,4 @@
-"""Measurement of what moving documents on a forecast gains."""
+"""Measurement of the tokens saved by moves on a forecast."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from ragorder.trie.tail import EarnedTail
 __all__ = ["EarnedMoves"]
 
 _WORTH = 0.02
-"""Share of a prompt's tokens that each prompt moved on a forecast must have saved."""
+"""Share of a prompt's tokens that each prompt moved on a forecast must save."""
 
 _DECAY = 0.995
 _PRIOR_PROMPTS = 3
-"""Moved prompts without any gain, with which a scope starts."""
+"""Number of moved prompts without savings that a scope starts with."""
 
 
 class EarnedMoves:
-    """Two policies duel in shadow trees of one scope, as set duelling does in hardware caches (Qureshi et al., ISCA
-    2007): one moves documents on the tail's forecast, the other only into the cached prefix.
+    """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
 
-    The forecast pays while it finds 2 % of a prompt's tokens more for each prompt that it alone moves, over about the
-    last 200 requests. What is served has no influence on either tree.
+    This is set dueling (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a prompt's tokens more for
+    each prompt that only it moves, over about the last 200 requests. The served orders do not affect either tree.
     """
 
     def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:
@@ -42,7 +41,7 @@ class EarnedMoves:
         self._prompts = 0.0
 
     def observe(self, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int) -> None:
-        """A request of documents with these lengths starts at `stamp`; the engine holds what was used `held_since`."""
+        """Measure a request with documents of these lengths. The engine holds entries used since `held_since`."""
         saved, moves = self._serve(self._moved, request, tokens, stamp, held_since)
         otherwise_saved, otherwise_moves = self._serve(self._ranked, request, tokens, stamp, held_since)
         gain = (saved - otherwise_saved) / max(1, self._prefix_tokens + sum(tokens)) if saved != otherwise_saved else 0
@@ -53,7 +52,7 @@ class EarnedMoves:
     def _serve(
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
-        """(tokens found, whether a document moves)"""
+        """Return (tokens found, whether a document moves)."""
         if shadow.oldest < held_since:
             shadow.forget(held_since)
         keys, ranks = request.keys, request.ranks

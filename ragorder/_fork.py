@@ -1,4 +1,4 @@
-"""Hooks that renew locks in a child process."""
+"""Hooks that renew locks after a fork."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Forked", "follow"]
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Called in the child process first; the parent's other threads are gone."""
+        """Renew the state. Called first in the child process, where the parent's other threads do not exist."""
 
 
 _followed: WeakSet[Forked] = WeakSet()

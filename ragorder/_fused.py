@@ -1,4 +1,4 @@
-"""Documents that an engine takes over from wherever it has computed them (FusionRAG), as far as their order goes."""
+"""Document order for position-independent KV reuse (FusionRAG)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ __all__ = ["FusedPlaces", "FusedReuse"]
 
 
 class FusedPlaces(NamedTuple):
-    """`exact`: leading documents that are exact, cached or computed; `invested`: those computed although they could be
-    taken over; `reused`: places."""
+    """Places of documents by their reuse.
+
+    `exact`: number of leading documents that are cached or computed. `invested`: those computed although they have a
+    copy. `reused`: places of reused copies.
+    """
 
     exact: int
     invested: list[Invested]
@@ -26,16 +29,15 @@ class FusedPlaces(NamedTuple):
 
     @property
     def exact_documents(self) -> int:
-        """Leading documents that the engine must not take over."""
+        """Number of leading documents for which the engine must not reuse copies."""
         return self.invested[-1].place + 1 if self.invested else 0
 
 
 class FusedReuse:
-    """A scope's documents with KV off the cached prefix.
+    """A scope's documents that have KV outside the cached prefix.
 
-    Only what is computed directly behind the cached prefix is exact, and extends it for later requests. So documents
-    without KV come there, behind those for which an `Investment` pays; the others are taken over behind them, as
-    ranked: their order costs nothing.
+    Only documents computed directly after the cached prefix are exact and extend it. So documents for which an
+    `Investment` pays come first, then those without KV, then reused copies in retrieval order.
     """
 
     def __init__(self, settings: Settings, tree: KnowledgeTree, tail: Tail | None = None) -> None:
@@ -56,8 +58,7 @@ class FusedReuse:
     def split(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Of the documents `ranks` behind `prefix`: those to compute although they have a copy, next first; those
-        without one; those taken over."""
+        """Split the documents `ranks` into copied ones to compute (next first), new ones, and reused ones."""
         copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
         invested = self.investment.choose(request, tokens, prefix, copied)
         known = set(copied)
@@ -65,7 +66,6 @@ class FusedReuse:
         return invested, new, [rank for rank in copied if rank not in invested]
 
     def places(self, request: RequestedDocuments, tokens: Sequence[int], permutation: Sequence[int]) -> FusedPlaces:
-        """Of the documents in this order, whatever has decided it."""
         keys = request.keys
         node: Node | None = self._tree.root
         invested: list[Invested] = []
@@ -85,7 +85,8 @@ class FusedReuse:
         return FusedPlaces(len(permutation), invested, [])
 
     def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
-        """Of the documents taken over a share is computed, and all is loaded from the fastest place that has it."""
+        """Return the tokens to compute (a share of reused documents) and to load, each document from its fastest
+        tier."""
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):
@@ -94,5 +95,5 @@ class FusedReuse:
                     host, disk = min((places.loads(node) for node in nodes), key=lambda found: found[::-1])
                     loads[key] = host * self._tree.block_size, disk * self._tree.block_size
         computed = sum(tokens) - copied
-        # All documents on a cached path have copies: at least those.
+        # All documents on a cached path have copies.
         return Rest(lambda end: computed + self._recompute * (copied - (end - start)), loads)

@@ -1,4 +1,4 @@
-"""Documents that a fused request computes exactly although it could take them over, for the requests to come."""
+"""Documents recomputed exactly to extend the shared prefix."""
 
 from __future__ import annotations
 
@@ -14,61 +14,60 @@ from ragorder.trie.tree import Node, RequestedDocuments
 
 __all__ = ["Invested", "Investment"]
 
-# Of the tokens that requests recompute, how many may be spent before they have come back.
-_CREDIT = 0.01
-# Uses that forecasts have promised and kept before there were any, and the share of later ones that a request forgets.
+# Share of recomputed tokens that may be spent before later requests save them.
+_BUDGET = 0.01
+# Forecast and observed uses at the start, and the share by which each request decays later ones.
 _PRIOR = 50.0
-_FORGOTTEN = 0.001
+_DECAY = 0.001
 
 
 class Invested(NamedTuple):
-    """The place of a document that is computed exactly although it could be taken over, and its expected uses."""
+    """Place of a document that is computed although it has a copy, and its expected uses."""
 
     place: int
     uses: float
 
 
-class _Promise(NamedTuple):
+class _Expectation(NamedTuple):
     tokens: int
     uses_per_request: float
 
 
 class Investment:
-    """Documents computed exactly, directly behind the exact prefix, although all can be taken over.
+    """Choice of documents to compute exactly after the exact prefix, although all have copies.
 
-    Such a request computes all tokens of the document instead of the share `recompute`; each later one with this
-    prefix, as `tail` forecasts them, computes none instead of that share. A forecast counts as far as former ones have
-    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests recompute is
-    spent before it comes back: at worst that many tokens more are computed.
+    The request computes all tokens of such a document instead of the share `recompute`; later requests with this
+    prefix, as `tail` forecasts them, compute none instead of that share. Forecasts are scaled by the rate at which
+    earlier ones came true: paths are evicted, and a request uses only one of two fitting paths. At most 1 % of the
+    recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
-        # While documents without a copy are computed, these make the prefix longer.
+        # With copies "served", documents without a copy extend the prefix already.
         self._invests = settings.invest and settings.copies == "all"
         self._recompute = settings.recompute
         self._min_gain = settings.min_gain
         self._tail = tail
         self._tokens_left = 0.0
-        self._promised = self._kept = _PRIOR
-        # Of the last `HORIZON` requests, with the sum of their uses a request.
-        self._promises: dict[Node, _Promise] = {}
-        self._made: deque[tuple[int, Node, _Promise]] = deque()
+        self._forecast_uses = self._observed_uses = _PRIOR
+        # Those of the last `HORIZON` requests; `_due` is the sum of their uses per request.
+        self._expectations: dict[Node, _Expectation] = {}
+        self._made: deque[tuple[int, Node, _Expectation]] = deque()
         self._due = 0.0
         self._requests = 0
 
     def copy(self, tail: Tail) -> Self:
-        """With the same means, for a tree of its own."""
         copy = shallow_copy(self)
         copy._tail = tail
-        copy._promises, copy._made, copy._due = {}, deque(), 0.0
+        copy._expectations, copy._made, copy._due = {}, deque(), 0.0
         return copy
 
     def choose(
         self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
     ) -> list[int]:
-        """Of the documents `ranks` those to compute behind `prefix`, next first. `tokens`: lengths by rank.
+        """Return the documents of `ranks` to compute after `prefix`, next first. `tokens`: lengths by rank.
 
-        Next comes the document that spares most tokens, if they pay for the places that it moves (`min_gain`).
+        The next document is the one that saves most tokens, if they pay for the places that it moves (`min_gain`).
         """
         placed, left, spent = list(prefix), list(ranks), 0.0
         while left:
@@ -90,54 +89,56 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Expected uses of a document behind those `placed`, if they pay and can be afforded after `spent` tokens."""
+        """Return the expected uses of a document after those `placed`, or None if it does not pay after `spent`
+        tokens."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
         return None
 
     def cost(self, tokens: int) -> float:
-        """Tokens of a document that are computed now beyond those of its copy."""
+        """Return the tokens that computing a document costs beyond reusing its copy."""
         return (1 - self._recompute) * tokens
 
-    def begin(self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], taken_over: int) -> None:
-        """A request begins whose documents' nodes are in `path`, from the root; it takes over so many tokens."""
+    def begin(
+        self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], reused_tokens: int
+    ) -> None:
+        """Start a request whose documents' nodes are in `path`, from the root."""
         if not self._invests:
             return
         self._requests += 1
         while self._made and self._requests - self._made[0][0] > HORIZON:
-            _, node, promise = self._made.popleft()
-            self._end(node, promise)
-        self._promised += self._due - _FORGOTTEN * (self._promised - _PRIOR)
-        self._kept -= _FORGOTTEN * (self._kept - _PRIOR)
-        self._tokens_left += _CREDIT * self._recompute * taken_over
+            _, node, expectation = self._made.popleft()
+            self._end(node, expectation)
+        self._forecast_uses += self._due - _DECAY * (self._forecast_uses - _PRIOR)
+        self._observed_uses -= _DECAY * (self._observed_uses - _PRIOR)
+        self._tokens_left += _BUDGET * self._recompute * reused_tokens
         for node in path[1 : 1 + cached_documents]:
-            if (known := self._promises.get(node)) is not None:
-                self._kept += 1
+            if (known := self._expectations.get(node)) is not None:
+                self._observed_uses += 1
                 self._tokens_left += self._recompute * known.tokens
         for place, uses in invested:
             node = path[1 + place]
-            promise = self._promises[node] = _Promise(node.end - path[place].end, uses / HORIZON)
-            self._made.append((self._requests, node, promise))
-            self._due += promise.uses_per_request
-            self._tokens_left -= self.cost(promise.tokens)
+            expectation = self._expectations[node] = _Expectation(node.end - path[place].end, uses / HORIZON)
+            self._made.append((self._requests, node, expectation))
+            self._due += expectation.uses_per_request
+            self._tokens_left -= self.cost(expectation.tokens)
 
     def cancel(self, path: Sequence[Node], invested: Iterable[Invested]) -> None:
-        """The request was never served."""
+        """Undo the investments of a request that was never served."""
         for place, _ in invested:
             node = path[1 + place]
-            if (promise := self._promises.get(node)) is not None:
-                self._end(node, promise)
-                self._tokens_left += self.cost(promise.tokens)
+            if (expectation := self._expectations.get(node)) is not None:
+                self._end(node, expectation)
+                self._tokens_left += self.cost(expectation.tokens)
 
     def _uses(self, request: RequestedDocuments, placed: Sequence[int], ranks: Sequence[int]) -> Sequence[float]:
         return self._tail.coming_uses(request, placed, ranks) if self._invests else ()
 
     def _gain(self, tokens: int, uses: float) -> float:
-        """Tokens that are spared in all."""
-        return min(1.0, self._kept / self._promised) * uses * self._recompute * tokens - self.cost(tokens)
+        return min(1.0, self._observed_uses / self._forecast_uses) * uses * self._recompute * tokens - self.cost(tokens)
 
-    def _end(self, node: Node, promise: _Promise) -> None:
-        if self._promises.get(node) is promise:
-            del self._promises[node]
-            self._due -= promise.uses_per_request
+    def _end(self, node: Node, expectation: _Expectation) -> None:
+        if self._expectations.get(node) is expectation:
+            del self._expectations[node]
+            self._due -= expectation.uses_per_request

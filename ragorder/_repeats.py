@@ -1,4 +1,4 @@
-"""Documents that stand in earlier messages of a conversation, and are named instead of sent again."""
+"""Documents of earlier messages that are named instead of repeated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 
 from ragorder.document import Document
 
-__all__ = ["ShownDocuments", "check_reference", "name_in", "openings_behind", "stands_in"]
+__all__ = ["ShownDocuments", "appears_in", "check_reference", "name_in", "openings_after"]
 
 
 class ShownDocuments(Protocol):
-    """How a prompt shows documents: as much of a `MessageFormat` as is needed here."""
+    """The part of a `MessageFormat` that describes how a prompt shows documents."""
 
     @property
     def document_text(self) -> Callable[[Document], str]: ...
@@ -28,18 +28,18 @@ class ShownDocuments(Protocol):
     def openings(self) -> tuple[str, ...]: ...
 
 
-def stands_in(
+def appears_in(
     form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
-    """Whether the last version of a document that stands in the texts is this one, whole."""
+    """Return whether the texts contain the document, and its last version there is this one, complete."""
     text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
     header = form.escape(form.header(document))
-    # Without a header it may be a part of another document.
+    # Without a header the text may be a part of another document.
     if not text.strip() or not header.strip() or not text.startswith(header):
         return False
     for content in reversed(texts):
         place = content.rfind(header)
-        # Where it is only named, it stands further above.
+        # Skip places where the document is only named; its text is further above.
         while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
             place = content.rfind(header, 0, place + len(header) - 1)
         if place >= 0:
@@ -49,8 +49,8 @@ def stands_in(
     return False
 
 
-def openings_behind(form: ShownDocuments, reference: str) -> tuple[str, ...]:
-    """What may stand directly behind a document; empty: anything."""
+def openings_after(form: ShownDocuments, reference: str) -> tuple[str, ...]:
+    """Return the texts that may directly follow a document; empty if any text may."""
     openings = (*form.openings, _opening(reference))
     return openings if all(openings) else ()
 
@@ -61,7 +61,7 @@ def name_in(reference: str, document: Document) -> str:
 
 @lru_cache(maxsize=64)
 def check_reference(reference: str) -> None:
-    """Raises ValueError."""
+    """Raise ValueError for an invalid reference template."""
     try:
         fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
         reference.format(id="", title="")

@@ -1,4 +1,4 @@
-"""Documents of one request, read once."""
+"""Documents of one request, read from the caller's objects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _document_tokens = attrgetter("token_count")
 
 
 class Lengths(NamedTuple):
-    """Tokens of a request besides its documents, where they differ from the settings: the `prefix` before the
-    documents, read with a scope's first request, and the `suffix`, question and answer."""
+    """Tokens of a request besides its documents, if they differ from the settings.
+
+    `prefix`: tokens before the documents, read with a scope's first request. `suffix`: tokens of question and answer.
+    """
 
     prefix: int | None = None
     suffix: int | None = None
@@ -53,15 +55,15 @@ class OrderRequest(Generic[D]):
         self.sent: list[int] | None = None
 
     def send_as(self, permutation: Sequence[int]) -> None:
-        """Send the documents in this order again. Raises ValueError unless it has each rank once."""
+        """Send the documents in this order again. Raise ValueError unless it has each rank once."""
         sent = list(map(index, permutation))
         if sorted(sent) != list(range(len(self.keys))):
-            raise ValueError("History.sent does not have each rank of the documents once")
+            raise ValueError("History.sent must have each rank of the documents exactly once")
         self.sent = sent
 
 
 class RequestReader:
-    """Reads the caller's objects as `Document`s or by the callables of `Orderer`."""
+    """Reads the caller's objects as `Document`s, or by the callables of `Orderer`."""
 
     def __init__(
         self,
@@ -99,14 +101,14 @@ class RequestReader:
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
 
     def read_keys(self, given: Iterable[Any]) -> list[Hashable]:
-        """Of each document, repeated ones as often."""
+        """Return each document's key, including those of repeated documents."""
         return list(map(self._key, given))
 
     def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the objects are no documents."""
+        """Raise TypeError if the objects are not documents."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 
@@ -130,7 +132,7 @@ class _Repeat:
 
 
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
-    """Keys of their own for repeated documents: a search need not track what it placed."""
+    """Return distinct keys for repeated documents, so that a search need not track which it has placed."""
     seen: dict[Hashable, int] = {}
     numbered: list[Hashable] = []
     for key in keys:

@@ -1,4 +1,4 @@
-"""Scope of an orderer: a knowledge tree with its residency, prefix search and tail policy."""
+"""Scope of an orderer: a knowledge tree with its policies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ragorder.trie.residency import (
     ScopeLengths,
     TokenIds,
 )
-from ragorder.trie.search import Permits, PrefixSearch, Rest, ranks_on_path, searches
+from ragorder.trie.search import SEARCH_BUDGET, Permits, PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.tail import EarnedTail, Tail, Waiting, tails
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -50,21 +50,20 @@ class EngineContents(NamedTuple):
 class ScopeOwner(Protocol):
     tiers: EngineTiers
     segments: KnownSegments
-    """Of all conversations."""
+    """Known segments of all conversations."""
     defer: Callable[[Callable[[], None]], None]
-    """Runs an outcome in its turn."""
+    """Runs an outcome when the scope is free."""
 
     def changed(self) -> None: ...
 
 
 class Scope:
-    """The engine's cache for one (model, template, tenant). The caller serialises all calls but `finish`.
+    """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
 
-    Documents after a history are shared with no other request, so they stay as ranked, except for the best one and for
-    those that the engine holds in another order. All other requests are ordered alike, with or without a question.
+    Documents after a history are shared with no other request, so they keep retrieval order, except for the best one
+    and those that the engine holds in another order.
 
-    `follows_histories`: the engine resumes a prompt anywhere, so it reuses a history as it grows. `rebases`: a lost
-    conversation may be rebased.
+    `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be rebased.
     """
 
     follows_histories = True
@@ -92,15 +91,14 @@ class Scope:
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.places: Places | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
-        self._search_budget = settings.search_budget
-        self.search: PrefixSearch = searches[settings.search](settings.search_budget)
+        self.search: PrefixSearch = searches[settings.search](SEARCH_BUDGET)
         self.tail: Tail = tails[settings.moves].from_settings(settings)
         self.earned = EarnedMoves(settings, self.search, self.tail) if isinstance(self.tail, EarnedTail) else None
         self.fused = _fused_reuse(settings, self.tree, self.tail) if fuses else None
 
     @property
     def whole(self) -> bool:
-        """False while the scope changes, and after an error or an interrupt in a change."""
+        """False during a change, and after an error or an interrupt in a change."""
         return self.mirror.whole
 
     @whole.setter
@@ -122,16 +120,16 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
     def copy(self) -> Scope:
-        """Return an independent scope that continues from here; no report corrects its mirror."""
+        """Return an independent scope. Reports do not correct its mirror."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner)
         copy.mirror = copy.residency = self.mirror.copy()
-        # A dry run finds the blocks in their present tiers, and moves none.
+        # A dry run moves no blocks between tiers.
         copy.places = None
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
-        # What pays now is known; a copy is too short-lived to learn more.
+        # The tail has the present result; a copy is too short-lived to learn more.
         copy.earned = None
         copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
@@ -143,8 +141,8 @@ class Scope:
             return self._arrange(request, waiting, history)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
-        """Return the cached tokens of the request in the order of `preview`, and its tokens up to the end of the
-        question, or of the documents without one."""
+        """Return the cached tokens in the order of `preview`, and the tokens up to the end of the question or the
+        documents."""
         end = self.tree.root.end + sum(self._tokens(request))
         if history is None:
             self.residency.refresh(request)
@@ -181,7 +179,6 @@ class Scope:
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None = None) -> Ordering[D]:
-        """Order a request of a batch as planned."""
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
@@ -201,7 +198,10 @@ class Scope:
         documents_end: int | None = None,
         fused: FusedPlaces | None = None,
     ) -> None:
-        """End a lease. Any thread may call it at any time; it never waits. `documents_end`: if it is not the path's."""
+        """End a lease. Any thread may call this at any time; it never waits.
+
+        `documents_end`: end of the documents, if it differs from the path's.
+        """
         served, *reported = outcome
         self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
 
@@ -213,7 +213,7 @@ class Scope:
         documents_end: int | None = None,
         fused: FusedPlaces | None = None,
     ) -> None:
-        # A forgotten or half changed scope has no requests.
+        # A dropped or damaged scope has no requests.
         if self.mirror.closed or not self.whole:
             return
         self.whole = False
@@ -256,7 +256,7 @@ class Scope:
 
     @property
     def _follows(self) -> bool:
-        # Reused documents are no exact prefix, and neither is what comes after them.
+        # Reused copies and everything after them are not an exact prefix.
         return self.follows_histories and self.fused is None
 
     def _arrange(
@@ -280,7 +280,7 @@ class Scope:
         prefix: list[int] = []
         if self._follows and (end := self.histories.end(history)) is not None:
             permits = None if guards is None else guards.permits
-            prefix = find_below(self.tree, end, request.ranks, self._search_budget, permits)
+            prefix = find_below(self.tree, end, request.ranks, SEARCH_BUDGET, permits)
         placed = set(prefix)
         first, rest, last = self.best.split(prefix, [rank for rank in range(len(request.keys)) if rank not in placed])
         arranged = prefix + first + rest + last
@@ -360,7 +360,7 @@ class Scope:
     ) -> Route:
         lengths = self._lengths_of(request, history)
         if not self._follows:
-            # No later request finds anything of it.
+            # No later request finds any part of it.
             root = self.tree.root
             rest = sum(lengths[: len(history.segments)]) + sum(tokens)
             return Route([root], root.end + rest, rest, (), plain=False)
@@ -378,14 +378,14 @@ class Scope:
         return lease
 
     def _reusable(self, held_tokens: int, path: Sequence[Node], history: History) -> int:
-        """Return the held tokens without the block of the prompt's last token, which engines compute."""
+        """Return the held tokens without the block of the prompt's last token, which engines always compute."""
         if history.question is None:
             return held_tokens
         size = self.tree.block_size
         return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], history: History) -> Sequence[int]:
-        """Return the tokens of a history's segments, of its question, and of the segments after that."""
+        """Return the tokens of a history's segments, its question, and the segments after it."""
         asked = [] if history.question is None else [history.question]
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
@@ -395,7 +395,7 @@ class Scope:
             self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
 
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
-        """Count what is loaded from slower tiers."""
+        """Count the tokens loaded from slower tiers."""
         if self.places is None:
             return
         for node in path[1 : 1 + lease.cached_documents]:
@@ -406,8 +406,11 @@ class Scope:
 
 
 class Route(NamedTuple):
-    """A request's way through the tree: its nodes from the root, the prompt's tokens up to the end of its documents
-    (`end`), and the tokens that its suffix has more than the caller gave. `plain`: outside a conversation."""
+    """A request's path through the tree.
+
+    `path` has its nodes from the root, `end` is the end of its documents in tokens, `suffix_tokens` adds to the
+    caller's suffix. `plain`: outside a conversation.
+    """
 
     path: list[Node]
     end: int
@@ -419,7 +422,6 @@ class Route(NamedTuple):
 
 
 def _after(history: History | None) -> bool:
-    """Whether a request's documents come after other messages."""
     return history is not None and bool(history.segments)
 
 
@@ -450,7 +452,7 @@ def _make_mirror(
         from ragorder.trie.residency.events import EventsResidency
         from ragorder.trie.residency.followed import FollowedPool
 
-        # The salt of a scope that is no string is unknown: its blocks cannot be identified.
+        # Without a string as scope the salt is unknown, so blocks cannot be identified.
         if isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
             return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
     return tiers.residency(name, tree, pool)

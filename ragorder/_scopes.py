@@ -15,11 +15,16 @@ from ragorder.trie.residency import Pool
 if TYPE_CHECKING:
     from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["Scopes"]
+__all__ = ["MAX_NODES", "MAX_SCOPES", "Scopes"]
+
+MAX_NODES = 100_000
+"""Bound of the nodes of all trees of an orderer."""
+
+MAX_SCOPES = 1024
 
 
 class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
-    """Scopes by name on one `pool`, least recently used first, at most `max_scopes`."""
+    """Scopes by name on one `pool`, least recently used first, at most `MAX_SCOPES`."""
 
     def __init__(
         self,
@@ -37,22 +42,22 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         self.pool = self.make_pool()
 
     def make_pool(self) -> Pool:
-        """Return an empty pool."""
         settings = self._settings
         if settings.residency == "none":
-            return Pool(None, settings.block_size, settings.max_nodes)
+            return Pool(None, settings.block_size, MAX_NODES)
         if self.blocks is None:
-            return self.tiers.make_pool()
+            return self.tiers.make_pool(MAX_NODES)
         from ragorder.trie.residency.followed import FollowedPool
 
-        options = settings.held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
+        options = settings.held_tokens, settings.block_size, MAX_NODES, settings.partial_blocks_first
         return FollowedPool(*options, blocks=self.blocks)
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope instead of a damaged one of its name, or of the least recently used one if there are too many."""
+        """Add a scope in place of a damaged one of its name, or of the least recently used one if there are too
+        many."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
-        if len(self) >= self._settings.max_scopes and (first := self._first()) is not None:
+        if len(self) >= MAX_SCOPES and (first := self._first()) is not None:
             self.forget(first)
         self[scope.name] = scope
         return scope
@@ -61,7 +66,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         try:
             del self[scope.name]
         except Exception:
-            # The hash of the name changed, or its equality raises: it cannot be removed alone.
+            # The hash of the name changed, or its equality raises, so it cannot be removed alone.
             self.clear()
             return
         scope.close()
@@ -72,14 +77,13 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         super().clear()
 
     def stop_following(self) -> None:
-        """Start over without events."""
         self.clear()
         self.blocks = None
         evicted_blocks, self.pool = self.pool.evicted_blocks, self.make_pool()
         self.pool.evicted_blocks = evicted_blocks
 
     def changed(self) -> None:
-        """Forget scopes whose documents are all evicted: their forecasts take memory, too."""
+        """Drop scopes whose documents are all evicted, because their forecasts take memory too."""
         if emptied := self.pool.emptied:
             self.pool.emptied = []
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:

@@ -1,4 +1,4 @@
-"""Tiers of an orderer's engine, from its settings: where blocks are, and what loading them costs."""
+"""Tiers of an orderer's engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ragorder.settings import Settings
 from ragorder.trie.residency import LRUResidency, Place, Places, Pool
-from ragorder.trie.search import Price, PricedPaths
+from ragorder.trie.search import SEARCH_BUDGET, Price, PricedPaths
 from ragorder.trie.tree import KnowledgeTree
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """Raises ValueError for an unknown policy, and if the profile cannot be read."""
+    """The tiers and their load costs, from the settings. Raises ValueError for an unknown policy or an unreadable
+    profile."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -31,18 +32,16 @@ class EngineTiers:
 
     @property
     def unpriced(self) -> bool:
-        """Tiers and a profile are given, but not what a load costs."""
         return self._several and self._profile is not None and not self._profile.loads
 
-    def make_pool(self) -> Pool:
-        """An empty one for all scopes, which decides what the engine holds: by the tiers' policy, or of a single tier
-        what was used last."""
+    def make_pool(self, max_nodes: int) -> Pool:
+        """Return an empty pool for all scopes. It evicts by the tiers' policy, or with one tier in LRU order."""
         settings = self._settings
         held_tokens = settings.held_tokens
-        options = held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
+        options = held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first
         if not self._several or held_tokens is None:
             return Pool(*options)
-        # The optional backend: not imported for an engine with one tier.
+        # Not imported for an engine with one tier.
         from ragorder.trie.mirror import MirroredTier, TieredPool, TierMirror
         from ragorder.trie.policies import History, Tier, make_policy
         from ragorder.trie.profile import LINEAR
@@ -55,10 +54,9 @@ class EngineTiers:
         ]
         write_through = settings.tier_copies == "computed"
         mirror = TierMirror(tiers, write_through=write_through, profile=self._profile or LINEAR)
-        return TieredPool(mirror, held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first)
+        return TieredPool(mirror, held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first)
 
     def residency(self, name: Hashable, tree: KnowledgeTree, pool: Pool) -> LRUResidency:
-        """Of a scope, in the pool."""
         if self._several:
             from ragorder.trie.mirror import TieredPool, TieredResidency
 
@@ -67,15 +65,14 @@ class EngineTiers:
         return LRUResidency(tree, pool)
 
     def places(self, residency: LRUResidency) -> Places | None:
-        """None for an engine with one tier."""
         several = self._several or self._price is not None
         return residency if several and isinstance(residency, Places) else None
 
     def priced(self, places: Places | None) -> PricedPaths | None:
-        """None where cached paths are compared in tokens."""
+        """Return the search by seconds, or None if cached paths are compared in tokens."""
         if places is None or self._price is None or self._settings.search != "best":
             return None
-        return PricedPaths(self._settings.search_budget, self._price, places.loads)
+        return PricedPaths(SEARCH_BUDGET, self._price, places.loads)
 
     @property
     def _price(self) -> Price | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder._repeats import check_reference, name_in, openings_behind, stands_in
+from ragorder._repeats import appears_in, check_reference, name_in, openings_after
 from ragorder.clouds import PromptParts, openai_content
 from ragorder.conversation import (
     Message,
@@ -21,7 +21,7 @@ from ragorder.conversation import (
 )
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
-from ragorder.rebase import Standing, lay_out_anew, read_earlier
+from ragorder.rebase import DocumentInMessage, read_earlier, rebase_messages
 from ragorder.trie.histories import History, Segment
 
 __all__ = ["make_turn"]
@@ -42,7 +42,7 @@ def make_turn(
     rebase: Iterable[Document] | None = None,
     **options: Any,
 ) -> Turn:
-    """As `PromptBuilder.turn`; `options` are those of the orderer."""
+    """Make a turn as `PromptBuilder.turn` does. `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
@@ -60,8 +60,6 @@ def make_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Documents, and the messages before and after them."""
-
     documents: list[Document]
     history: History
 
@@ -77,40 +75,42 @@ class _TurnMaker:
     messages: list[dict[str, Any]]
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
-        """`text` is the question, `given` the turn's documents, `earlier` those of former turns, if these may be laid
-        out again."""
+        """Make the turn from `text`, the question, and `given`, its documents.
+
+        `earlier` has the documents of former turns, or None if the conversation must not be rebased.
+        """
         form = self.form
-        named: list[Document] = self._standing(given) if names and self.messages else []
+        named: list[Document] = self._repeated(given) if names and self.messages else []
         held = set(map(id, named))
         asked = self._names(named) + text
         new = [each for each in given if id(each) not in held]
         if new:
             question = Segment(digest_of(asked), self._length(asked))
         else:
-            # As in a conversation that was laid out again.
+            # The key that the question has in a rebased conversation.
             (question,) = segments_of([self._message(form.escape(asked))], form)
         place = _Place(new, History(segments_of(self.messages, form), question))
         if earlier is not None and self.orderer.has_lost(place.history, scope=self.options.get("scope")):
-            turn = self._lay_out_anew(text, given, earlier, place)
+            turn = self._rebase(text, given, earlier, place)
             if turn is not None:
                 return turn
         ordering = self._order(place)
         try:
             content = self._content(ordering, asked)
             if not self.messages and self._system:
-                content = _behind(self._system, content)
+                content = _prepend(self._system, content)
             messages = [*self.front, *self.messages, self._message(content)]
             return Turn(messages, ordering, named, False, form.closing_tokens, len(self.front))
         except BaseException:
             ordering.discard()
             raise
 
-    def _lay_out_anew(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
-        """None if less has to be computed as it is."""
+    def _rebase(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
+        """Return the rebased turn, or None unless it has fewer tokens to compute."""
         form = self.form
-        openings = openings_behind(form, self.reference)
-        asked, before = (list(map(self._as_standing, documents)) for documents in (given, earlier))
-        layout = lay_out_anew(self.messages, asked, before, system=self._system, openings=openings)
+        openings = openings_after(form, self.reference)
+        asked, before = (list(map(self._in_message, documents)) for documents in (given, earlier))
+        layout = rebase_messages(self.messages, asked, before, system=self._system, openings=openings)
         if layout is None:
             return None
         first, *others = [*layout.messages, self._message(form.escape(self._names(given) + text))]
@@ -134,12 +134,11 @@ class _TurnMaker:
 
     @property
     def _system(self) -> str:
-        """What stands in the first message for a system prompt that has none of its own."""
+        """Text that opens the first message if the system prompt has no message of its own."""
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 
     def _content(self, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
-        """As parts where a cache resumes behind one of them."""
         form, texts = self.form, list(map(self.form.document_text, ordering.documents))
         if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
             return form.escape("".join(texts) + asked)
@@ -166,19 +165,19 @@ class _TurnMaker:
     def _names(self, documents: Iterable[Document]) -> str:
         return "".join(name_in(self.reference, each) for each in documents)
 
-    def _standing(self, given: Sequence[Document]) -> list[Document]:
+    def _repeated(self, given: Sequence[Document]) -> list[Document]:
         bearers = [message for message in self.messages if message.get("role") in _BEARERS]
         texts = [text for message in bearers for text in texts_of(message)]
-        openings = openings_behind(self.form, self.reference)
-        return [each for each in given if stands_in(self.form, each, self.reference, texts, openings)]
+        openings = openings_after(self.form, self.reference)
+        return [each for each in given if appears_in(self.form, each, self.reference, texts, openings)]
 
-    def _as_standing(self, document: Document) -> Standing:
+    def _in_message(self, document: Document) -> DocumentInMessage:
         form = self.form
         texts = form.document_text(document), form.header(document), name_in(self.reference, document)
-        return Standing(document, *map(form.escape, texts))
+        return DocumentInMessage(document, *map(form.escape, texts))
 
 
-def _behind(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def _prepend(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return text + content
     return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])

@@ -1,4 +1,4 @@
-"""Batch of orderings, each started when it is taken."""
+"""Batch of orderings, each started on access."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ D = TypeVar("D")
 
 
 class Batch(Sequence[Ordering[D]], Generic[D]):
-    """Orderings in serving order; `Ordering.index` is the request's position in the input.
+    """Orderings in serving order. `Ordering.index` is the request's position in the input.
 
         for ordering in orderer.order_batch(requests):
             serve(requests[ordering.index], ordering.documents)
 
-    An ordering is in flight once it is taken: serve while iterating. `indices` is the serving order and takes nothing.
+    Access puts an ordering in flight, so serve while iterating. `indices` is the serving order.
     """
 
     def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:

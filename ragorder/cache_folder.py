@@ -9,5 +9,5 @@ __all__ = ["cache_folder"]
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
+    """Return $XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"

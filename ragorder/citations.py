@@ -1,4 +1,4 @@
-"""Labels by which answers cite documents, and what an answer cites."""
+"""Labels for documents, and the documents that an answer cites."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ __all__ = ["cited", "number_label"]
 
 D = TypeVar("D")
 
-# A citation has no line break in it, and is no longer than an id.
+# A citation has no line break and at most 200 characters.
 _CITATION = re.compile(r"\[([^\[\]\n]{1,200})\]")
 _SEPARATOR = re.compile(r"[,;]")
 
 
 def number_label(document: Document | str, *, digits: int = 4) -> str:
-    """A number of so many digits for a document or a text, by its text alone: the same in every request and process,
-    whatever its place or id. Of ten documents two have the same label in one request of 200, with 6 digits in one of
-    20,000. Raises ValueError for digits below 1 or above 15.
+    """Return a number of `digits` digits for a document or a text.
 
         number_label(Document("faq-7", "Orders are shipped on the next working day."))
+
+    It depends on the text alone, so it is the same in every request and process. Two of ten documents share a label of
+    4 digits in one request of 200, of 6 digits in one of 20,000. Raises ValueError for digits below 1 or above 15.
     """
     if not 1 <= digits <= 15:
-        raise ValueError(f"a label has 1 to 15 digits, not {digits}")
+        raise ValueError(f"a label cannot have {digits} digits: give 1 to 15 digits")
     text = document if isinstance(document, str) else document.text
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     lowest = 10 ** (digits - 1)
@@ -34,10 +35,11 @@ def number_label(document: Document | str, *, digits: int = 4) -> str:
 
 
 def cited(answer: str, documents: Iterable[D], label: Callable[[D], str]) -> list[D]:
-    """The documents that an answer cites as [label] or [label, label], in order of their first citation, each once;
-    those with the same label all together. What is cited and not among the documents is left out.
+    """Return the documents that an answer cites as [label] or [label, label], each once, in order of first citation.
 
         cited(answer, ordering.documents, number_label)
+
+    Documents with the same label are returned together. Citations of unknown labels are ignored.
     """
     by_label: dict[str, list[D]] = {}
     for document in documents:

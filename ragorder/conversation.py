@@ -1,4 +1,4 @@
-"""Turns of a conversation: messages that only grow, and documents that stand in them once."""
+"""Turns of a conversation whose messages only grow."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Message = Mapping[str, Any]
 Repeat = Literal["name", "send"]
 
 REFERENCE = "[{id}] is above.\n"
-"""Line for a document that stands in an earlier message."""
+"""Line for a document that an earlier message contains."""
 
-# What a chat template can show of a message: others do not change its tokens.
+# Fields of a message that a chat template can show; others do not change its tokens.
 _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
 
 
 class OrdersTurns(Protocol):
-    """As much of an orderer as a turn needs."""
+    """The methods of an orderer that a turn needs."""
 
     def order(
         self,
@@ -69,10 +69,9 @@ class OrdersTurns(Protocol):
 class MessageFormat:
     """How a prompt builder writes messages.
 
-    `document_text` is a document as it stands in a prompt, `header` the beginning of that, up to the text, by which a
-    later version of the document is recognised. Directly behind a document stands one of `openings` (none: anything).
-    `count` gives a text's tokens; `turn_tokens` of template text stand behind a user's message, `closing_tokens` behind
-    an answer. `estimated`: by the number of characters.
+    `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
+    one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
+    after an answer. `estimated`: tokens are estimated from characters.
     """
 
     system: str
@@ -87,7 +86,7 @@ class MessageFormat:
     closing_tokens: int
     estimated: bool
     message_tokens: Callable[[str, Callable[[], int]], int]
-    """The length known under a message's key, else that of the callable."""
+    """Return the length stored under a message's key, else that of the callable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,12 +97,12 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: those to send, the history's as they were. For a cloud that resumes at marks the new one consists of
-      parts, one a document; `anthropic()`, `openai()` and `bedrock()` are arguments of its client, with the marks
-    - `ordering`: of the documents `new`, those that are sent, in prompt order
-    - `repeated`: documents named instead, best first
-    - `rebased`: the engine had lost the conversation, and it is laid out again (`rebase`): `new` are its documents,
-      also of earlier turns, in front of the first question, and all of this turn are `repeated`
+    - `messages`: the messages to send, the history's unchanged; for a cloud that resumes at breakpoints the new one has
+      one part per document
+    - `ordering`: of the documents `new`, which are sent, in prompt order
+    - `repeated`: documents named instead of sent, best first
+    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, before the first
+      question, and this turn's are `repeated`
     """
 
     messages: list[dict[str, Any]]
@@ -120,7 +119,7 @@ class Turn:
 
     @property
     def bearer(self) -> dict[str, Any]:
-        """The message in which the documents `new` stand."""
+        """Message that contains the documents `new`."""
         return self.messages[self._bearer]
 
     @property
@@ -128,24 +127,29 @@ class Turn:
         return self.ordering.documents
 
     def anthropic(self) -> dict[str, Any]:
-        """For `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`. Raises ValueError for messages of
-        tools, which have another form there."""
+        """Return arguments for `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`.
+
+        Raises ValueError for messages of tools, which need another format.
+        """
         return self._parts().anthropic()
 
     def openai(self) -> dict[str, Any]:
-        """For `client.chat.completions.create(model=…, **turn.openai())`."""
+        """Return arguments for `client.chat.completions.create(model=…, **turn.openai())`."""
         return self._parts().openai()
 
     def bedrock(self) -> dict[str, Any]:
-        """For `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic` does."""
+        """Return arguments for `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic` does."""
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
-        Before `ordering.confirm`."""
+        """Return the messages with their answer, a text or an assistant's message, so that later turns find it in the
+        cache.
+
+        Call it before `ordering.confirm`.
+        """
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         keys = message_key(self.bearer), message_key(said)
-        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+        self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
         return [*self.messages, said]
 
     def confirm(
@@ -157,15 +161,15 @@ class Turn:
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer: the next
-        turn's history."""
+        """Record the engine's answer and return the next turn's history. Token counts are those of
+        `Ordering.confirm`."""
         messages = self.answered(answer)
         counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)
         return messages
 
     def discard(self) -> None:
-        """The request failed or was never sent: the history stays as it was."""
+        """Discard a request that failed or was never sent."""
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
@@ -180,8 +184,10 @@ class Turn:
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The messages behind the system prompt, and the message of that. Raises TypeError for objects that are no
-    messages, ValueError for another system prompt than the builder's."""
+    """Return the messages after the system prompt, and the message of the system prompt.
+
+    Raises TypeError for objects that are not messages, ValueError for a system prompt other than the builder's.
+    """
     messages = []
     for message in history:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -201,7 +207,6 @@ def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[
 
 
 def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segment]:
-    """Return the segments of a `History`."""
     segments = []
     for message in messages:
         key = message_key(message)
@@ -211,7 +216,8 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 
 
 def message_key(message: Message) -> str:
-    """Digest of what a chat template can show of a message. Raises TypeError for one that cannot be sent as JSON."""
+    """Return a digest of the fields that a chat template can show. Raise TypeError for a message that is not valid
+    JSON."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
     return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 

@@ -1,4 +1,4 @@
-"""Numbers of tokens: reported by engines, estimated from texts, and as text like numbers of bytes."""
+"""Token and byte counts: reported, estimated, and parsed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPELLED = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
 
 
 class Estimate(int):
-    """An estimated length in tokens: the engine's may differ."""
+    """An estimated length in tokens, which may differ from the engine's."""
 
 
 def estimate_tokens(text: str) -> Estimate:
@@ -35,8 +35,11 @@ def estimate_tokens(text: str) -> Estimate:
 
 
 def reported_count(value: Any) -> int | None:
-    """A number of tokens that an engine reported; None for None, and for what cannot be one: it is negative, not whole,
-    not finite, 2**32 or more, or no number. The first of these in a process is logged. Never raises."""
+    """Return a token count that an engine reported, or None if it is negative, not whole, not finite, 2**32 or more, or
+    not a number.
+
+    The first invalid count of a process is logged. Never raises.
+    """
     if value is None or (type(value) is int and 0 <= value < _MOST):
         return value
     with suppress(Exception):
@@ -45,16 +48,19 @@ def reported_count(value: Any) -> int | None:
         if is_number and 0 <= number < _MOST and (count := int(number)) == number:
             return count
     mark = object()
-    # One atomic step: of two threads, one logs.
+    # `setdefault` is atomic, so only one of two threads logs.
     if _told.setdefault("count", mark) is mark:
-        message = "an engine reported what is no number of tokens (%s): it is ignored, and so are others from now on"
+        message = "an engine reported an invalid token count (%s): it is ignored; later ones are not logged"
         run_or_defer(partial(_logger.warning, message, type(value).__name__))
     return None
 
 
 def parse_count(text: str) -> int:
-    """A number of tokens: "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g decimal; K, M, G binary).
-    Raises ValueError for anything else, fractions of a token included."""
+    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g decimal; K, M, G
+    binary).
+
+    Raises ValueError for anything else, including fractions of a token.
+    """
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
         raise ValueError(f"{text!r} is not a number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")
@@ -67,11 +73,11 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str, unit: int = 1) -> int:
-    """A number of bytes: "8GiB", "500MB", or a number of `unit` bytes. Raises ValueError for anything else, negative
-    ones included."""
+    """Return a number of bytes from "8GiB", "500MB", or a number of `unit` bytes. Raise ValueError for anything
+    else."""
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     size = _SPELLED.get(found[2].lower()) if found else None
     if found is None or size is None:
-        raise ValueError(f"{text!r} is no size: write 8GiB, 500MB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write 8GiB, 500MB or a number of bytes")
     size = size if found[2] else unit
     return round(float(found[1]) * size) if "." in found[1] else int(found[1]) * size

@@ -1,4 +1,4 @@
-"""Degradations of an orderer: one warning each."""
+"""Degradations of an orderer, with one warning each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Degradations", "DegradedWarning"]
 
 
 class DegradedWarning(UserWarning):
-    """Ordering continues with less than was configured; the message names what is missing."""
+    """Ordering continues with less than was configured. The message names the missing part."""
 
 
 class Degradations:
@@ -22,9 +22,9 @@ class Degradations:
         return tuple(self._reasons)
 
     def add(self, reason: str) -> None:
-        """Warn at ragorder's caller. Never raises, not even where warnings are errors."""
+        """Warn at ragorder's caller. Never raises, even if warnings are errors."""
         mark = object()
-        # One atomic step: of two threads, one warns.
+        # `setdefault` is atomic, so only one of two threads warns.
         if self._reasons.setdefault(reason, mark) is mark:
             with suppress(Exception):
                 warnings.warn(reason, DegradedWarning, stacklevel=_distance_to_caller())

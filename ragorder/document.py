@@ -12,7 +12,7 @@ from ragorder.counts import Estimate, estimate_tokens
 
 __all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
 
-# By the package of other documents.
+# Adapters by the package of foreign documents.
 _ADAPTERS = {
     "langchain_core": "langchain (CacheOrderRetriever, CacheOrderTransformer)",
     "llama_index": "llama_index (CacheOrderRetriever, CacheOrderPostprocessor)",
@@ -34,8 +34,8 @@ class Document:
 
         Document("faq-7", "Orders are shipped on the next working day.", metadata={"source": "faq"})
 
-    `tokens` is its length in the prompt, header included (default: estimated at four characters a token). `key`
-    identifies id *and* text. Raises TypeError for an id or a text that is no string, ValueError for negative `tokens`.
+    `tokens` is its length in the prompt, including its header (default: estimated at four characters per token). `key`
+    identifies id *and* text. Raises TypeError if id or text is not a string, ValueError for negative `tokens`.
     """
 
     id: str
@@ -63,8 +63,10 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError if no object has one of the `wanted` attributes, each with the `Orderer` argument that replaces
-    it; the message says what to give instead."""
+    """Raise TypeError if no object has one of the `wanted` attributes. The message says what to give instead.
+
+    `wanted` maps attributes to the `Orderer` arguments that replace them.
+    """
     missing = {name: argument for name, argument in wanted.items() if not any(_has(each, name) for each in given)}
     if given and missing:
         kind = type(given[0])

@@ -1,4 +1,4 @@
-"""Optional packages, by the extras of ragorder that bring them."""
+"""Extras of ragorder that install optional packages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["install_hint", "needs"]
 
 
 def install_hint(extra: str) -> str:
-    """Return what to do for an extra, or for several with commas between them. ragorder is on no package index."""
+    """Return how to install an extra, or several separated by commas. ragorder is not on a package index."""
     return f"in a clone of ragorder, pip install '.[{extra}]'"
 
 
 @contextmanager
 def needs(extra: str, user: str) -> Iterator[None]:
-    """A block of imports for `user`. An ImportError names the extra to install.
+    """Wrap imports for `user`. An ImportError names the extra to install.
 
     with needs("eval", "a picture"):
         import matplotlib

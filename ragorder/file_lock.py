@@ -9,8 +9,10 @@ __all__ = ["try_lock", "wait_for_lock"]
 
 
 def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
-    """Whether no other process holds the file, which this one does until it closes it; `unsupported` on a system
-    without such locks (Windows)."""
+    """Lock a file until this process closes it. Return False if another process holds it.
+
+    Returns `unsupported` on a system without such locks (Windows).
+    """
     try:
         import fcntl
     except ImportError:
@@ -23,9 +25,11 @@ def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
 
 
 def wait_for_lock(file: IO[bytes] | IO[str]) -> None:
-    """Return once no other process holds the file, which this one then holds until it closes it; at once where there
-    are no such locks."""
-    # A system without them lacks the module; a file system without them has an error.
+    """Wait until no other process holds the file, and lock it until this process closes it.
+
+    Returns at once on systems without such locks.
+    """
+    # A system without locks lacks the module; a file system without locks raises an error.
     with suppress(ImportError, OSError):
         import fcntl
 

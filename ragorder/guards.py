@@ -1,4 +1,4 @@
-"""Quality guards: limits on the distance between a document's rank and its place."""
+"""Quality guards: limits on how far documents move from retrieval order."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from math import inf, log2
 
 __all__ = ["Guards", "RequestGuards"]
 
-# Ranks among which the next one is chosen under `max_gain_lost`.
+# Number of ranks from which the next one is chosen under `max_gain_lost`.
 _REACH = 64
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """Limits on the order of the documents; the default limits nothing.
+    """Limits on the order of the documents. The default limits nothing.
 
-    `keep_first` or `keep_last` top-ranked documents stand first in rank order, or last with rank 1 next to the
-    question. For the others `max_displacement` limits the distance between rank and place, with `keep_groups` a group
-    keeps its relative order, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen 2002;
-    a document gains 1 / rank) that an order may lose.
+    `keep_first` or `keep_last` top-ranked documents come first, or last with rank 1 next to the question. For the
+    others `max_displacement` limits the distance between rank and position, `keep_groups` keeps the order within
+    groups, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen 2002; a document gains
+    1 / rank) that an order may lose.
     """
 
     keep_first: int = 0
@@ -87,7 +87,10 @@ class RequestGuards:
         return True
 
     def _may_stand(self, rank: int, place: int, earliest: int, placed: set[int]) -> bool:
-        """`earliest`, the best rank not yet placed, must come now at its latest allowed place."""
+        """Return whether a rank may come at this place.
+
+        `earliest`, the best rank not yet placed, must come now at its latest allowed place.
+        """
         if rank == earliest:
             return True
         in_reach = rank - place <= self._limit and place + 1 - earliest <= self._limit
@@ -98,13 +101,17 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Of a place in the middle. Such places begin at the middle's first rank, so that a place less a rank is the
-        displacement; documents that are kept last count among those ranks, but do not stand in front."""
+        """Return the discount of a place, numbered from the middle's first rank.
+
+        Documents kept last are among these ranks, but do not come before the middle.
+        """
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
-        """Discounted cumulative gain that is lost if a rank comes now, and then the better ranks that are left: for
-        the ranks that lose at most `most`."""
+        """Return the discounted cumulative gain lost if a rank comes now, followed by the better remaining ranks.
+
+        Only ranks that lose at most `most` are included.
+        """
         losses: dict[int, float] = {}
         now, moved, next_place = self._discount(place), 0.0, place
         for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):
@@ -121,7 +128,7 @@ class RequestGuards:
         return losses
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """The allowed order that begins with `prefix` and is closest to the preferred one."""
+        """Return the allowed order that begins with `prefix` and is closest to the preferred one."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

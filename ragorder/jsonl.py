@@ -1,4 +1,4 @@
-"""JSON lines, plain, gzipped or in xz, read as objects or into pydantic models."""
+"""JSON lines, plain or compressed, read as objects or pydantic models."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class JSONLinesError(ValueError):
-    """A file of JSON lines cannot be read. The message names file, line and what to change; it quotes no content."""
+    """A file of JSON lines cannot be read. The message names file, line and remedy, and quotes no content."""
 
 
 class JSONLines:
-    """The lines of a file, by path or as an open binary file, which stays open.
+    """The lines of a file (plain, gzip or xz), by path or as an open binary file, which stays open.
 
         for number, request in JSONLines("requests.jsonl").read(Request):
             ...
 
-    Lines are numbered from 1; empty ones are skipped. Whatever cannot be read raises `error` with one message.
-    `example` shows in it what a line looks like.
+    Lines are numbered from 1; empty ones are skipped. Anything unreadable raises `error` with one message, with
+    `example` as a valid line.
     """
 
     def __init__(
@@ -87,15 +87,16 @@ class JSONLines:
             yield from self._lines(file)
 
     def read(self, model: type[M]) -> Iterator[tuple[int, M]]:
-        """Each line as an instance of the model."""
         for number, line in self:
             yield number, self.validate(model, number, line)
 
     def objects(
         self, skip: Callable[[Exception], object] | None = None, *, containing: bytes = b""
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each line that is an object, of a file whose writer may have been interrupted; those without the bytes
-        `containing` are not decoded. `skip` gets the error of any other line, which is not raised."""
+        """Yield each line that is an object, from a file whose writer may have been interrupted.
+
+        Lines without the bytes `containing` are not decoded. `skip` receives the error of any other line.
+        """
         for number, line in self:
             if containing not in line:
                 continue
@@ -125,7 +126,6 @@ class JSONLines:
         return f"{problem}: {self._example}" if self._example else problem
 
     def error(self, number: int, problem: str) -> Exception:
-        """The exception for a problem of a line."""
         return self._error(f"{self.name}:{number}: {problem}")
 
     def _lines(self, source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -160,7 +160,7 @@ class JSONLines:
                 buffered.detach()
 
     def _watch(self, source: IO[bytes]) -> tuple[int, Callable[[int], None]]:
-        """The size in bytes, 0 for a pipe, and a callback for the position."""
+        """Return the size in bytes (0 for a pipe), and a callback for the position."""
         try:
             size = os.fstat(source.fileno()).st_size
             source.tell()
@@ -181,13 +181,12 @@ class JSONLines:
 
 
 def name_of(source: IO[bytes]) -> str:
-    """The path of an open file, as it was given."""
     name = getattr(source, "name", "-")
     return name if isinstance(name, str) and name not in ("-", "<stdin>") else "<stdin>"
 
 
 def decode(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, with a message that quotes nothing of it."""
+    """Return the value of a JSON text. Raise ValueError, with a message that quotes no content."""
     try:
         return _DECODER.decode(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -203,7 +202,7 @@ def decode(data: bytes) -> Any:
 
 
 def decode_toml(data: bytes) -> dict[str, Any]:
-    """The fields of a TOML text. Raises ValueError, with a message that quotes nothing of it."""
+    """Return the fields of a TOML text. Raise ValueError, with a message that quotes no content."""
     try:
         return tomllib.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -223,7 +222,6 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -238,14 +236,16 @@ _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing: add it") -> str:
-    """The first problem of an object, quoting nothing of it. Of the alternatives of a union, the one that fits furthest
-    counts. `missing` follows the name of a missing field."""
+    """Return the first problem of an object, without quoting its content.
+
+    For a union the best-fitting alternative counts. `missing` follows the name of a missing field.
+    """
     details = [(_path(each["loc"], each["type"] == "missing", value), each) for each in error.errors(include_url=False)]
     start = details[0][0]
     path = max((path for path, _ in details if path == start or path.startswith((f"{start}.", f"{start}["))), key=len)
     found = [each for other, each in details if other == path]
     subject = f'"{path}" ' if path else ""
-    # What has the right type and is refused for another reason fits better than what has another type.
+    # A value of the right type that is refused for another reason fits better than a value of another type.
     told = next((each for each in found if each["type"] not in _EXPECTED), None)
     if told is None:
         expected = list(dict.fromkeys(_EXPECTED[each["type"]] for each in found))
@@ -265,12 +265,11 @@ def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing
 
 
 def _missing_fields(error: ValidationError) -> bool:
-    """Whether the object itself lacks one."""
     return any(each["type"] == "missing" and len(each["loc"]) == 1 for each in error.errors(include_url=False))
 
 
 def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> str:
-    """The place as in JavaScript, without the names that pydantic gives to the alternatives of a union."""
+    """Return the location in JavaScript's notation, without pydantic's names for the alternatives of a union."""
     path = ""
     for place, part in enumerate(location):
         if isinstance(part, int) and isinstance(value, list):

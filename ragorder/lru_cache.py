@@ -1,4 +1,4 @@
-"""Cache bounded in entries and bytes."""
+"""LRU cache bounded in entries and bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """At most `entries` values of `size` bytes together, least recently used evicted first. Thread-safe. Keys are not
-    counted: use digests."""
+    """At most `entries` values with a total of `size` bytes, least recently used evicted first. Thread-safe.
+
+    Keys are not counted, so use digests.
+    """
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
         self._entries = entries
@@ -31,7 +33,7 @@ class LRUCache(Generic[V]):
         return len(self._values)
 
     def after_fork(self) -> None:
-        """Another thread may have been in the middle of `put`."""
+        """Empty the cache, because another thread may have been inside `put`."""
         self._lock = Lock()
         self._values, self._used = OrderedDict(), 0
 

@@ -1,4 +1,4 @@
-"""Orderer of retrieved documents, and the protocol that adapters expect of it."""
+"""Orderer of retrieved documents, and its protocol for adapters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 _UNSALTED = (
-    "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
+    "with KV events a scope must be the cache_salt of its requests (a string) or None; other scopes use an LRU mirror"
 )
 _FUSED_HISTORY = (
     "reuse='fused' does not follow conversations: documents after a history count as recomputed. Give reuse='exact'"
@@ -110,17 +110,17 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`. Give `capacity_tokens`, what the engine's KV cache holds: without it
-    262,144 tokens are assumed. Documents are `Document`s, or any objects with `key` (content identity, hashable),
-    `tokens` (length in the prompt) and `group` (for `keep_groups`; default: its metadata's "source").
+    The options are the fields of `Settings`. Give `capacity_tokens`, the size of the engine's KV cache. Documents are
+    `Document`s, or any objects with the callables `key` (content identity, hashable), `tokens` (length in the prompt)
+    and `group` (for `keep_groups`; default: the metadata's "source").
 
-    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (those
-    before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a scope is
-    then its requests' `cache_salt`, or None. `topic` gives those of `topics`.
+    `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
+    tokens before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a
+    scope is then the requests' `cache_salt`, or None.
 
-    Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are no
-    documents. After an internal error (raised with `strict=True`) the documents stay in retrieval order; `fallbacks`
-    counts it. A copy (copy, pickle, process pool) starts cold, without events.
+    Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are not
+    documents. After an internal error the documents stay in retrieval order and `fallbacks` counts it; `strict=True`
+    raises it. A copy (copy, pickle, process pool) starts empty, without events.
     """
 
     def __init__(
@@ -176,12 +176,13 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """An orderer for the vLLM server at `base_url`, whose `/metrics` tell block size and capacity, unless given.
+        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics` unless
+        given.
 
-        With `events_endpoint`, better with `replay_endpoint` too, its KV events (`events` is the subscriber) keep the
-        residency exact, also of other processes; this needs `builder` with the model's tokenizer. A hybrid model
-        (Mamba, GDN) is recognised, and ordered for by `hybrid_rules`. What the server lacks is a `DegradedWarning`.
-        Close the orderer, or use it in a `with` block.
+        With `events_endpoint`, better also `replay_endpoint`, KV events (`events` is the subscriber) keep the residency
+        exact, across processes; this needs `builder` with the model's tokenizer. A hybrid model (Mamba, GDN) uses
+        `hybrid_rules`. Each missing feature of the server is a `DegradedWarning`. Close the orderer, or use a `with`
+        block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -209,12 +210,12 @@ class Orderer:
         settings: Settings | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """An orderer for a cloud, whose cache resumes a prompt only where an earlier one had a mark:
-        `ordering.breakpoints` says which marks to set (`ragorder.clouds`, docs/clouds.md).
+        """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
-        `provider`, `model` and `ttl` ("5m", "1h") name a table of rules; `rules` replace it. `builder` has the lengths
-        of documents and system prompt. `prices` of money, or the path of a file of them. Raises ValueError for what no
-        table has, and for settings of other engines, OSError for a file of prices that cannot be read.
+        `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
+        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt. `prices` may be
+        the path of a file. Raises ValueError for an unknown table and settings of other engines, OSError for an
+        unreadable file of prices.
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -249,16 +250,19 @@ class Orderer:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Reasons for doing less than configured, oldest first; each was a `DegradedWarning`."""
+        """Reasons for doing less than configured, oldest first. Each was a `DegradedWarning`."""
         return self._degradations.reasons
 
     def degrade(self, reason: str) -> None:
-        """Add a reason to `degraded`, with one warning. Never raises. It must not name a document, key or tenant."""
+        """Add a reason to `degraded`, with one warning. Never raises.
+
+        The reason must not name a document, key or tenant.
+        """
         self._degradations.add(reason)
 
     @property
     def tree_size(self) -> int:
-        """Nodes of all scopes."""
+        """Number of nodes of all scopes."""
         return self._lock.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
@@ -266,7 +270,7 @@ class Orderer:
         return self._lock.run(lambda: self._scopes.pool.evicted_blocks)
 
     def close(self) -> None:
-        """Stop following the engine's events; ordering continues with an empty mirror."""
+        """Stop following the engine's events. Ordering continues with an empty mirror."""
         if self.events is None or self._contents is None:
             return
         self.events.close()
@@ -290,10 +294,10 @@ class Orderer:
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
-        - `waiting`: documents of the requests that wait already, next first; those not cached are ordered for them
+        - `waiting`: documents of each waiting request, next first, to order for
         - `scope` separates requests that share no prefix: model, prompt template, tenant
         - `lengths`: tokens before and after the documents
-        - `history`: of a conversation (docs/conversations.md); `History()` is its first turn
+        - `history`: the messages of a conversation (docs/conversations.md); `History()` is its first turn
         """
         given = list(documents)
         if history is not None and _checked(history).segments and self.settings.reuse == "fused":
@@ -324,7 +328,7 @@ class Orderer:
         scope: Hashable = None,
         history: History | None = None,
     ) -> list[D]:
-        """Return the documents as `order` would order them now. Nothing is recorded."""
+        """Return the documents in the order of `order`, without recording anything."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -343,8 +347,8 @@ class Orderer:
         lengths: Lengths = USUAL,
         history: History | None = None,
     ) -> tuple[int, int]:
-        """Return the cached tokens that `order` would predict now, and the tokens up to the end of the question of
-        `history`, or of the documents without one. Nothing is recorded."""
+        """Return the cached tokens that `order` would predict, without recording anything, and the tokens up to the end
+        of the question of `history`, or else of the documents."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -356,8 +360,8 @@ class Orderer:
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Return whether there is nothing to warm up: the engine should hold or be computing the tokens before the
-        documents, or they fill no block."""
+        """Return whether no warm-up is needed: the engine should hold or be computing the tokens before the documents,
+        or they fill no block."""
         try:
             return self._look(scope, None, Scope.holds_prefix)
         except Exception as error:
@@ -365,8 +369,12 @@ class Orderer:
             return True
 
     def has_lost(self, history: History, *, scope: Hashable = None) -> bool:
-        """Return whether the engine should have evicted a conversation that it served, and hold at most the documents
-        of its first message. False for a history that this orderer has not seen served."""
+        """Return whether the engine should have evicted a conversation, except perhaps the documents of its first
+        message.
+
+        False for a history that this orderer has not seen served.
+        """
+        history = _checked(history)
         try:
             return self._look(scope, None, Scope.has_lost, history)
         except Exception as error:
@@ -374,9 +382,10 @@ class Orderer:
             return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        """Return the topic of a request's documents, or None without documents, and count them.
+        """Count a request's documents and return their topic, or None without documents.
 
-        It is the key by which a router sends requests that share documents to one replica (`Topics`)."""
+        A router sends requests of one topic, which share documents, to one replica (`Topics`).
+        """
         given = list(documents)
         try:
             if self._topics is None:
@@ -397,9 +406,10 @@ class Orderer:
         scope: Hashable = None,
         lengths: Lengths = USUAL,
     ) -> None:
-        """Count a request that another process had served by the same engine, as if ordered and served here.
+        """Count a request that another process served on the same engine, as if ordered and served here.
 
-        Without the `permutation` of its ordering the documents are in prompt order. KV events make this needless."""
+        Without the `permutation` of its ordering the documents are in prompt order. Not needed with KV events.
+        """
         given = list(documents)
         try:
             self._record(self._reader.read(given), permutation, scope, lengths)
@@ -415,11 +425,11 @@ class Orderer:
         lengths: Lengths = USUAL,
         max_wait: int | None = None,
     ) -> Batch[D]:
-        """Order many requests and their documents, so that requests that share documents follow one another.
+        """Order many requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings come in serving order, each with its `index` in `requests`, at most `max_wait` places late (None:
-        no bound); each is in flight once it is taken. Its predicted hits are at least those of `order` for each in
-        turn. Raises ValueError for a negative `max_wait`.
+        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
+        (default: no bound), and in flight once accessed. Predicted hits are at least those of `order` for each in turn.
+        Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -453,13 +463,15 @@ class Orderer:
         return Batch([step.number for step in steps], start)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        """Return the documents in retrieval order after an adapter's error, and count it. Raises it in strict mode."""
+        """Count an adapter's error and return the documents in retrieval order. Raise the error in strict mode."""
         self._report(error)
         return _unordered(list(documents))
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """An orderer with changed settings and the same callables, empty trees and no KV events, for comparison.
-        Lengths learnt from the engine's reports are shared."""
+        """Return an orderer with changed settings and empty trees, without KV events, for comparison.
+
+        Lengths learned from the engine's reports are shared.
+        """
         clone = Orderer(self.settings.changed(**changes), **self._callables)
         clone._lengths = self._lengths
         return clone
@@ -471,25 +483,25 @@ class Orderer:
         follows = state.pop("follows")
         Orderer.__init__(self, **state)
         if follows:
-            self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
+            self.degrade("a copy uses an LRU mirror instead of KV events: call Orderer.for_vllm to follow them")
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
     ) -> None:
-        """Hook for each ordering in flight, unless it fell back."""
+        """Hook for each ordering in flight that did not fall back."""
 
     def _record(
         self, request: OrderRequest[Any], permutation: Sequence[int] | None, scope: Hashable, lengths: Lengths
     ) -> None:
         places = list(range(len(request.keys))) if permutation is None else list(permutation)
         if sorted(places) != list(range(len(request.keys))):
-            raise ValueError("the permutation does not have each rank once")
+            raise ValueError("permutation must have each rank of the documents exactly once")
         prefix, suffix = _read_lengths(lengths)
         self._enter(scope, prefix, Scope.record, request, places, suffix)
 
     def _copy_of(self, name: Hashable, prefix_tokens: int | None, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:
-            # Discovery of other processes' prefixes works on one request at a time.
+            # Prefixes of other processes are discovered for one request at a time.
             for request in requests:
                 self._enter(name, prefix_tokens, Scope.cached_path, request)
         return self._look(name, prefix_tokens, Scope.copy)
@@ -501,7 +513,7 @@ class Orderer:
         work: Callable[[Scope, *Arguments], T],
         *arguments: *Arguments,
     ) -> T:
-        """Call a method of the scope, or of a new one, that changes it."""
+        """Call a method that changes the scope, or a new one."""
         return self._lock.run(self._work_in, name, prefix_tokens, work, *arguments)
 
     def _look(
@@ -511,7 +523,7 @@ class Orderer:
         work: Callable[[Scope, *Arguments], T],
         *arguments: *Arguments,
     ) -> T:
-        """Call a method of the scope, or of a temporary one, that records nothing."""
+        """Call a method that records nothing, on the scope or on a temporary one."""
         return self._lock.run(self._look_at, name, prefix_tokens, work, *arguments)
 
     def _work_in(
@@ -527,7 +539,7 @@ class Orderer:
             scope = scopes.add(self._make_scope(name, scopes.pool, prefix_tokens))
         elif len(scopes) > 1:
             scopes.move_to_end(name)
-        # An error or an interrupt may leave the tree half changed: then `whole` stays False.
+        # After an error or an interrupt the tree may be half changed, and `whole` stays False.
         mirror = scope.mirror
         mirror.whole = False
         result = work(scope, *arguments)
@@ -564,12 +576,12 @@ class Orderer:
         return Scope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
-        """A child process has no other threads: what they were changing is not whole, and no events come."""
+        """Renew what the parent's other threads may have been changing, and stop following events."""
         if self._lock.after_fork() or self._contents is not None:
             self._scopes = Scopes(self.settings, self._tiers, self._lock.defer)
         if self._contents is not None:
             self._contents = self._reader.token_ids = None
-            reason = "forked: only the parent process follows KV events; here the residency is a mirror"
+            reason = "after a fork only the parent process follows KV events: this process uses an LRU mirror"
             _deferred.defer(partial(self.degrade, reason))
 
     def _report(self, error: Exception) -> None:
@@ -577,7 +589,7 @@ class Orderer:
             raise error
         self.fallbacks += 1
         if self.fallbacks == 1:
-            # The message of an error may quote a document: only its type is logged.
+            # The message of an error may quote a document, so only its type is logged.
             _logger.warning("ordering failed with %s: retrieval order is kept, and counted", type(error).__name__)
             self.degrade(
                 f"ordering failed with {type(error).__name__}: retrieval order is kept, and counted in `fallbacks` "
@@ -598,7 +610,7 @@ def _checked(history: H) -> H:
 
 
 def _read_lengths(lengths: Lengths) -> Lengths:
-    """Raises TypeError and ValueError."""
+    """Raise TypeError or ValueError for invalid lengths."""
     return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
 
 

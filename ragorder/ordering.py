@@ -19,18 +19,18 @@ __all__ = ["Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
 D = TypeVar("D")
 
 Reuse = Literal["exact", "fused", "computed"]
-"""The engine reuses a document as part of an exact prefix, takes it over from elsewhere, or computes it."""
+"""The engine reuses a document as part of an exact prefix, reuses a copy of it, or computes it."""
 
 
 class Moves(NamedTuple):
-    """How far a prompt's documents stand from retrieval order."""
+    """Distance of a prompt's documents from retrieval order."""
 
     reordered: bool
     """Whether any document moves."""
     cold: bool
-    """Whether any moves although no document should be cached."""
+    """Whether any document moves although none should be cached."""
     best_moved: bool
-    """Whether another document than the best one stands first."""
+    """Whether the best document is not first."""
     places: float
     """Mean distance of a document from its retrieval rank."""
 
@@ -52,12 +52,11 @@ class RequestOutcome(NamedTuple):
 
     @property
     def cost(self) -> Cost | None:
-        """Of a request to a cloud."""
         return None
 
 
 class CloudOutcome(RequestOutcome):
-    """The same of a request to a cloud, whose cost is no item of the tuple: callers unpack four."""
+    """The outcome of a request to a cloud. Its cost is not an item of the tuple, because callers unpack four."""
 
     paid: Cost | None = None
 
@@ -68,7 +67,8 @@ class CloudOutcome(RequestOutcome):
 
 class Forecast(Protocol):
     def expected_uses(self, keys: Sequence[Hashable]) -> Sequence[float]:
-        """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
+        """Return the expected requests that will contain the first document, the first two, …, or nothing without a
+        forecast."""
 
 
 class Ordering(Generic[D]):
@@ -80,15 +80,15 @@ class Ordering(Generic[D]):
     - `documents`: the caller's own, permuted
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
-    - `cached_tokens`: prompt tokens that it should reuse, system prompt included
-    - `host_tokens`, `disk_tokens`: of these, documents' tokens to be loaded from there
+    - `cached_tokens`: prompt tokens that it should reuse, including the system prompt
+    - `host_tokens`, `disk_tokens`: cached tokens of documents that must be loaded from host memory or disk
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
-    - `fused`: places of the documents to be taken over from elsewhere (`reuse="fused"`)
-    - `exact_documents`: leading documents that the engine computes exactly even if it could take them over
-    - `fallback`: an internal error left retrieval order
-    - `cloud`: marks of a request to a cloud (`Orderer.for_cloud`)
+    - `fused`: places of documents whose copies are reused (`reuse="fused"`)
+    - `exact_documents`: leading documents that the engine must compute exactly even if it has copies
+    - `fallback`: the documents are in retrieval order after an internal error
+    - `cloud`: breakpoints of a request to a cloud (`Orderer.for_cloud`)
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Ordering(Generic[D]):
         self.prefix_documents = prefix_documents
         self.cached_tokens = cached_tokens
         self.documents_end = documents_end
-        # Not a closure of them: callers keep many orderings, and the garbage collector visits each object.
+        # No closure: callers keep many orderings, and the garbage collector visits each object.
         self._forecast = forecast
         self._keys = keys
         self.guard_cost_tokens = guard_cost_tokens
@@ -141,7 +141,7 @@ class Ordering(Generic[D]):
         self.cloud: CloudRequest | None = None
         self.index = 0
         self.fallback = False
-        # Of the same request at other orderers, for comparison.
+        # Orderings of the same request by other orderers, for comparison.
         self.twins: tuple[Ordering[Any], ...] = ()
         self._finish = finish
         self._lease = lease
@@ -155,14 +155,14 @@ class Ordering(Generic[D]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an Ordering stands for a request in flight at its orderer, so that there cannot be two of it: "
+            "an Ordering is a request in flight at its orderer and cannot be copied: "
             "copy ordering.documents and ordering.permutation instead"
         )
 
     @property
     def expected_uses(self) -> Sequence[float]:
-        """For each place, the requests to come that will contain all documents up to it, by what is known now; empty
-        without a forecast."""
+        """For each place, the expected requests that will contain all documents up to it, or nothing without a
+        forecast."""
         if self._forecast is None:
             return ()
         keys = self._keys
@@ -170,7 +170,7 @@ class Ordering(Generic[D]):
 
     @property
     def reuse(self) -> list[Reuse]:
-        """For each place, where its KV comes from."""
+        """For each place, the source of its KV."""
         kinds: list[Reuse] = [
             "exact" if place < self.prefix_documents else "computed" for place in range(len(self.permutation))
         ]
@@ -180,12 +180,12 @@ class Ordering(Generic[D]):
 
     @property
     def breakpoints(self) -> Sequence[int]:
-        """For a cloud, the documents in front of each mark to be set; 0: behind the system prompt."""
+        """For a cloud, the number of documents before each breakpoint to set; 0: after the system prompt."""
         return self.cloud.breakpoints if self.cloud is not None else ()
 
     @property
     def cost(self) -> Cost | None:
-        """What the prompt costs at a cloud: as predicted, and once it is confirmed as reported. None elsewhere."""
+        """The prompt's cost at a cloud, else None. Predicted, and after `confirm` as reported."""
         return self.cloud.cost if self.cloud is not None else None
 
     @property
@@ -200,10 +200,11 @@ class Ordering(Generic[D]):
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> None:
-        """The engine served the request. As far as reported: `cached_tokens` reused, `total_tokens` of prompt and
-        answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache. What is no number of tokens counts as
-        not reported. The first `confirm` or `discard` counts, later ones do nothing: what ends a request and what
-        cleans up after it need not know of each other."""
+        """Record that the engine served the request, with the token counts that it reported, if any.
+
+        `cached_tokens` were reused, `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its
+        cache. Invalid counts are ignored. Only the first `confirm` or `discard` has an effect.
+        """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
         if self.cloud is not None and self._finish is not None:
@@ -216,30 +217,37 @@ class Ordering(Generic[D]):
             self._end(outcome)
 
     def readable(self) -> None:
-        """The answer's first token is there: from now on others can read what this request writes into a cloud's cache.
-        Without effect elsewhere, and not needed before `confirm`."""
+        """Record the answer's first token, from which on other requests can read this request's entries in a cloud's
+        cache.
+
+        Not needed before `confirm`.
+        """
         if self.cloud is not None:
             self.cloud.readable()
         for twin in self.twins:
             twin.readable()
 
     def discard(self) -> None:
-        """The request failed or was never sent."""
+        """Record that the request failed or was never sent."""
         self._end(RequestOutcome(False))
 
-    def remember_as(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
-        """The keys (`Segment.key`) by which later histories name this request's message and its answer, with
-        `closing_tokens` of template text behind that: what the engine keeps of them is then found again. Before
-        `confirm`."""
+    def set_history_keys(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
+        """Set the keys (`Segment.key`) of this request's message and answer in later histories.
+
+        Later turns then find their KV. `closing_tokens`: template text after the answer. Call it before `confirm`.
+        """
         for twin in self.twins:
-            twin.remember_as(message, answer, closing_tokens=closing_tokens)
+            twin.set_history_keys(message, answer, closing_tokens=closing_tokens)
         turn = self._lease.turn if isinstance(self._lease, Lease) else None
         if turn is not None:
             turn.message, turn.answer, turn.closing_tokens = message, answer, closing_tokens
 
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
-        """Call `observer` once, at the first `confirm` or `discard`. It must not raise. It may take locks: an outcome
-        from a finaliser reaches it with the next call of this package."""
+        """Call `observer` once, at the first `confirm` or `discard`.
+
+        It must not raise, and may take locks: an outcome from a finaliser reaches it with the next call of this
+        package.
+        """
         self._observers += (observer,)
 
     def _end(self, outcome: RequestOutcome) -> None:

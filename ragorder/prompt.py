@@ -1,4 +1,4 @@
-"""Prompt builder: stable parts first, where the engine's prefix cache can reuse them."""
+"""Prompt builder: stable parts first, so that the prefix cache can reuse them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _FIELDS = {"document_template": {"id", "label", "text", "title"}, "question_temp
 _KEPT_BYTES = 64 << 20
 _KEPT_COUNTS = 16_384
 _RANKING = "Documents from most to least relevant: "
-# Overhead of an entry besides its tokens.
+# Bytes of an entry besides its tokens.
 _ENTRY_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Prompt tokens `start` to `end` (exclusive) of a document."""
+    """The tokens `start` to `end` (exclusive) of a document in the prompt."""
 
     id: str
     start: int
@@ -52,13 +52,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt in the forms that engines take.
+    """One prompt in the formats of engines.
 
     `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
-    themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
+    themselves, which may differ slightly between parts. Without a tokenizer `token_ids` is None and `spans` is empty.
 
-    `anthropic()`, `openai()` and `bedrock()` are arguments of a cloud's client: one content part a document, and the
-    marks of an `Orderer.for_cloud`. Where OpenAI's API has no marks, its messages are texts.
+    `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
+    `Orderer.for_cloud`.
     """
 
     text: str
@@ -76,16 +76,16 @@ class Prompt:
         return PromptParts(*self._content, **self._marked)
 
     def anthropic(self) -> dict[str, Any]:
-        """For `client.messages.create(model=…, max_tokens=…, **prompt.anthropic())`."""
+        """Return arguments for `client.messages.create(model=…, max_tokens=…, **prompt.anthropic())`."""
         return self.parts.anthropic()
 
     def openai(self) -> dict[str, Any]:
-        """For `client.chat.completions.create(model=…, **prompt.openai())`."""
-        # Without marks as strings: DeepSeek refuses parts.
+        """Return arguments for `client.chat.completions.create(model=…, **prompt.openai())`."""
+        # Without breakpoints the contents are strings, because DeepSeek refuses parts.
         return self.parts.openai() if self._marked.get("explicit") else {"messages": self.messages}
 
     def bedrock(self) -> dict[str, Any]:
-        """For `client.converse(modelId=…, **prompt.bedrock())`."""
+        """Return arguments for `client.converse(modelId=…, **prompt.bedrock())`."""
         return self.parts.bedrock()
 
 
@@ -96,22 +96,22 @@ class _Segment(NamedTuple):
 
 
 class PromptBuilder:
-    """Builds prompts as system prompt, documents, question.
+    """Builds prompts from system prompt, documents and question.
 
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, never a rank, at which reuse
-      would end.
-    - `label` gives the {label} by which an answer cites a document: the same wherever that stands.
-    - `question_template` has {query}, and everything that varies between requests.
-    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
-    - `state_ranking` states the retrieval ranking, by id, after the documents.
-    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks.
-    - `cached_documents`: documents whose tokens are kept, in 64 MiB at most.
+    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank, which would
+      prevent reuse
+    - `label` returns the {label} by which an answer cites a document, independent of its position
+    - `question_template` has {query} and everything that varies between requests
+    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
+    - `state_ranking` adds the retrieval ranking, by id, after the documents
+    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
+    - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent as it is, and
-    counted as if it had none. Raises ValueError for a wrong template, or for `align_to` without a tokenizer.
+    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged. Raises
+    ValueError for a wrong template, or for `align_to` without a tokenizer.
     """
 
     def __init__(
@@ -166,16 +166,18 @@ class PromptBuilder:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens in front of the first document (without a tokenizer estimated at four characters a token)."""
+        """Tokens before the first document; estimated at four characters per token without a tokenizer."""
         return len(self._head_ids) if self._tokenizer else estimate_tokens(self._head)
 
     def document_tokens(self, document: Document) -> int:
-        """Tokens of the document in the prompt, header included: for `Orderer(tokens=…)`."""
+        """Return the document's tokens in the prompt, including its header, for `Orderer(tokens=…)`."""
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """`document_tokens` uncached, so that timing does not reveal whether a document was seen before. Long texts are
-        counted in pieces, each with an error of one or two tokens."""
+        """Return `document_tokens` without caching, so that timing does not reveal whether a document was seen before.
+
+        Long texts are counted in pieces, each with an error of one or two tokens.
+        """
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
@@ -229,23 +231,21 @@ class PromptBuilder:
         lengths: Lengths = USUAL,
         rebase: Iterable[Document] | None = None,
     ) -> Turn:
-        """The next turn of a conversation, whose messages are sent as they are; the new one stands behind them.
+        """Return the next turn of a conversation: the history's messages unchanged, then a new one.
 
             turn = builder.turn("And on Sundays?", documents, history=messages, orderer=orderer)
             messages = turn.confirm(ask(turn.messages))
 
-        Documents of the first turn are ordered, later ones stay as ranked, but for those held there. A document that
-        stands unchanged in a message of the history is named by `reference` ({id}, {title}) instead of sent again, best
-        ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
-        question. Other options as for `Orderer.order`.
+        Documents of the first turn are ordered; later ones keep retrieval order, unless the engine holds them in
+        another. A document that a message of the history contains unchanged is named by `reference` ({id}, {title}),
+        best ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
+        question. Other options are those of `Orderer.order`.
 
-        `rebase` has the documents of earlier turns. Once the engine has lost the conversation, and if less is computed
-        that way, those that stand in its messages are taken together with this turn's: ordered by the tree, in front of
-        the first question, and named where they stood. No other word is changed, and the new messages are the ones to
-        store. Without it earlier turns are never touched.
+        `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
+        computation, those in its messages and this turn's are ordered together, placed before the first question, and
+        named where they were. No other text changes; store the new messages.
 
-        Raises TypeError and ValueError for a history that is none, or begins with another system prompt, and for wrong
-        options.
+        Raises TypeError or ValueError for an invalid history, one with another system prompt, and wrong options.
         """
         from ragorder._turn_maker import make_turn
 
@@ -259,7 +259,7 @@ class PromptBuilder:
         return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:
-        """Return the segments of a `History`. Raises as `turn` does."""
+        """Return the segments of a `History`. Raise as `turn` does."""
         return segments_of(read_history(history, self.message_format)[0], self.message_format)
 
     @cached_property
@@ -294,7 +294,7 @@ class PromptBuilder:
         )
 
     def _header(self, document: Document) -> str:
-        """The beginning of a document in the prompt, up to its text."""
+        """Return the document's beginning, up to its text."""
         header = []
         for literal, name, *_ in Formatter().parse(self._document_template):
             header.append(literal)
@@ -312,19 +312,19 @@ class PromptBuilder:
         return sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
 
     def document_text(self, document: Document) -> str:
-        """The document as it stands in the prompt."""
+        """Return the document as the prompt shows it."""
         text = self._render(document)
         return text if self._align_to is None else text + "\n" * self._segment(document).padding
 
     def user_message(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message. `ranking`: the documents' retrieval ranks."""
+        """`ranking`: the documents' retrieval ranks."""
         texts = map(self.document_text, documents)
-        # Again as a whole: two documents must not form a special token between them.
+        # Escaped again as a whole, because two adjacent documents must not form a special token.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     @property
     def question_opening(self) -> str:
-        """The text in front of a question, behind which nothing of a document stands."""
+        """The text before a question, which ends the documents."""
         return next((text for text, *_ in Formatter().parse(self._question_template)), "")
 
     def label_of(self, document: Document) -> str:
@@ -338,7 +338,7 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Tokens of a question after the last document, without the ranking note."""
+        """Return the tokens of a question after the last document, without the ranking."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 

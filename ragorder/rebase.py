@@ -1,5 +1,4 @@
-"""Conversations laid out again: all their documents in front of the first question, the words of all turns as they
-were."""
+"""Rebased conversations: all documents before the first question, other words unchanged."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from typing import Any
 
 from ragorder.document import Document
 
-__all__ = ["Layout", "Standing", "lay_out_anew", "read_earlier"]
+__all__ = ["DocumentInMessage", "Layout", "read_earlier", "rebase_messages"]
 
 _BEARERS = ("user", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A document as it stands in a message: its whole `text`, which begins with its `header`, and the line by which it
-    is `named` instead."""
+class DocumentInMessage:
+    """A document in a message: its whole `text`, which begins with its `header`, and the line that names it,
+    `named`."""
 
     document: Document
     text: str
@@ -27,14 +26,17 @@ class Standing:
 
     @property
     def movable(self) -> bool:
-        """Whether it can be told from a part of another one."""
+        """Whether it can be distinguished from a part of another document."""
         return bool(self.text.strip() and self.header.strip()) and self.text.startswith(self.header)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Messages from which the `documents` have been taken, each named where it stood, but for those of the first
-    message: they are to stand in front of its content, behind the `system` prompt where that has no message."""
+    """A rebased conversation: its `documents`, removed from `messages` and named where they were, except in the first
+    message.
+
+    They belong before that message's content, after the `system` prompt if it has no message of its own.
+    """
 
     documents: list[Document]
     system: str
@@ -42,7 +44,7 @@ class Layout:
 
 
 def read_earlier(documents: Iterable[Document]) -> list[Document]:
-    """Raises TypeError for anything but documents."""
+    """Raise TypeError for objects that are not documents."""
     wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
     if isinstance(documents, bool) or not isinstance(documents, Iterable):
         raise TypeError(f"{wanted}, got {documents!r}")
@@ -53,24 +55,24 @@ def read_earlier(documents: Iterable[Document]) -> list[Document]:
     return earlier
 
 
-def lay_out_anew(
+def rebase_messages(
     messages: Sequence[Mapping[str, Any]],
-    asked: Sequence[Standing],
-    earlier: Sequence[Standing],
+    asked: Sequence[DocumentInMessage],
+    earlier: Sequence[DocumentInMessage],
     *,
     system: str,
     openings: tuple[str, ...],
 ) -> Layout | None:
-    """All documents `asked` for now, and those of `earlier` turns that stand in the messages, taken together.
+    """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message where the system prompt has none of its own. Directly behind a document stands one
-    of `openings` (none: anything). A document stays where it is if another version of it does. None if there is nothing
-    to move, or if one that is asked for would have to stay.
+    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`
+    (empty: by any text), and stays if another version of it does. Returns None if there is nothing to move, or if a
+    document asked for would have to stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
         return None
-    known: dict[str, Standing] = {}
+    known: dict[str, DocumentInMessage] = {}
     for each in (*asked, *earlier):
         if each.movable:
             known.setdefault(each.text, each)
@@ -95,20 +97,18 @@ def lay_out_anew(
         moved -= kept
     if not moved & standing or not all(each.movable and each.text in moved for each in asked):
         return None
-    anew = []
+    rebased = []
     for message, run in zip(messages, runs, strict=True):
         content = message.get("content")
         if run is not None:
             content = run.without(moved) if message is messages[0] else run.named(moved) + run.without(moved)
-        anew.append({**message, "content": content} if "content" in message else dict(message))
-    return Layout([each.document for each in known.values() if each.text in moved], system, anew)
+        rebased.append({**message, "content": content} if "content" in message else dict(message))
+    return Layout([each.document for each in known.values() if each.text in moved], system, rebased)
 
 
 class _Run:
-    """The documents with which a message begins, and what stands behind them."""
-
-    def __init__(self, content: str, known: Sequence[Standing], openings: tuple[str, ...]) -> None:
-        self.documents: list[Standing] = []
+    def __init__(self, content: str, known: Sequence[DocumentInMessage], openings: tuple[str, ...]) -> None:
+        self.documents: list[DocumentInMessage] = []
         end = 0
         while (found := _at(content, end, known, openings)) is not None:
             self.documents.append(found)
@@ -122,9 +122,11 @@ class _Run:
         return "".join(each.named for each in self.documents if each.text in moved)
 
 
-def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str, ...]) -> Standing | None:
-    """The longest document there: another one may be its beginning."""
-    found: Standing | None = None
+def _at(
+    content: str, place: int, known: Sequence[DocumentInMessage], openings: tuple[str, ...]
+) -> DocumentInMessage | None:
+    """Return the longest document at this place; a shorter one may be its beginning."""
+    found: DocumentInMessage | None = None
     for each in known:
         end = place + len(each.text)
         whole = end == len(content) or not openings or content.startswith(openings, end)
@@ -134,7 +136,6 @@ def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str
 
 
 def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None]) -> Iterator[str]:
-    """Texts in which no document is looked for."""
     for message, content in zip(messages, contents, strict=True):
         parts = message.get("content") if content is None and message.get("role") != "assistant" else None
         if isinstance(parts, str):
@@ -143,8 +144,8 @@ def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None
             yield from (str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
 
 
-def _opens(standing: Standing, text: str) -> bool:
-    """Whether the text has the document's header, other than in its name."""
+def _opens(standing: DocumentInMessage, text: str) -> bool:
+    """Return whether the text has the document's header, except in the line that names it."""
     place = text.find(standing.header)
     while place >= 0:
         if not text.startswith(standing.named, place):

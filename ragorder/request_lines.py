@@ -1,9 +1,10 @@
-"""Requests as JSON lines: the one format of the files that `ragorder replay`, `order`, `plan` and `fuse` read.
+"""Requests as JSON lines, the input format of the commands.
 
     {"time": 12.5, "tenant": "acme", "documents": ["a", {"id": "b", "text": "…"}], "query": "…"}
     {"time": 13.0, "tenant": "acme", "documents": ["b", "c"], "tokens": [210, 190], "output_tokens": 80}
 
-docs/observing.md has its fields. Two that contradict each other are refused.
+`ragorder replay`, `order`, `plan` and `fuse` read them. docs/observing.md describes the fields. Contradictory fields
+are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MAX_TOKENS = 10_000_000
 _MAX_TIME_S = 1e11
 _MAX_NAMES = 100
 _MAX_NAME_LENGTH = 40
-# Names that others give to a field, too far from it to be taken for a misprint.
+# Other names of fields that are too different to be recognised as misprints.
 _OTHER_NAMES = {"scope": "tenant", "timestamp": "time", "lengths": "tokens"}
 
 Length = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
@@ -46,7 +47,8 @@ PositiveLength = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 
 
 def seconds_of(time: float | str) -> float:
-    """Seconds from any origin, or ISO 8601 (UTC without an offset), in seconds. Raises ValueError."""
+    """Return seconds, from seconds of any origin or from ISO 8601 (UTC without an offset). Raise ValueError
+    otherwise."""
     if isinstance(time, str):
         try:
             moment = datetime.fromisoformat(time)
@@ -66,11 +68,11 @@ def _checked(time: float | str) -> float | str:
 
 
 Time = Annotated[int | float | str, AfterValidator(_checked)]
-"""As it was written; see `seconds_of`."""
+"""The time as written; see `seconds_of`."""
 
 
 class LineDocument(BaseModel):
-    """A document with more than its id. Without `tokens` its length is estimated from its `text`."""
+    """A document given as an object. Without `tokens` its length is estimated from its `text`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -81,14 +83,14 @@ class LineDocument(BaseModel):
 
     @property
     def name(self) -> Hashable:
-        """What it is known by: the id and, where there is one, the text."""
+        """Its identity: the id, and the text's digest if there is a text."""
         if self.text is None:
             return self.id
         return self.id, blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class Lengths(NamedTuple):
-    """Lengths of a line's documents in tokens, how many of them were estimated from texts, how many assumed."""
+    """Lengths of a line's documents in tokens, and the numbers of estimated and of assumed ones."""
 
     tokens: list[int]
     estimated: int
@@ -96,11 +98,12 @@ class Lengths(NamedTuple):
 
 
 class RequestLine(BaseModel):
-    """A request. Fields of other names are kept in `model_extra`.
+    """A request. Unknown fields are kept in `model_extra`.
 
-    `tenant`: tenants share no blocks. `documents`: best first, ids or objects; the same id with another text or another
-    length is another document. `tokens`: lengths with headers, one for each document or one for all. `prompt_tokens`:
-    in place of `suffix_tokens`."""
+    Tenants share no blocks. `documents` are ids or objects, best first; the same id with another text or length is
+    another document. `tokens` are lengths including headers, one for each or one for all. `prompt_tokens` replaces
+    `suffix_tokens`.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -125,7 +128,7 @@ class RequestLine(BaseModel):
         ):
             raise ValueError('give the lengths in "tokens" or in the documents, not in both')
         if self.prompt_tokens is not None and self.suffix_tokens is not None:
-            raise ValueError('"prompt_tokens" and "suffix_tokens" say the same: leave one of them out')
+            raise ValueError('"prompt_tokens" and "suffix_tokens" exclude each other: leave one of them out')
         return self
 
     @property
@@ -134,11 +137,13 @@ class RequestLine(BaseModel):
 
     @property
     def names(self) -> list[Hashable]:
-        """What its documents are known by."""
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """`document_tokens`: of a document without length and text. Estimates are `Estimate`s."""
+        """Return the documents' lengths. A document without length and text has `document_tokens`.
+
+        Estimates are `Estimate`s.
+        """
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
@@ -155,8 +160,11 @@ class RequestLine(BaseModel):
         return Lengths(tokens, estimated, assumed)
 
     def tokens_after_documents(self, tokens_before: int) -> int | None:
-        """Tokens of the prompt from its documents' end, where `tokens_before` end; None if the line does not say.
-        Raises ValueError for a prompt that is shorter than its documents."""
+        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if the line does not
+        give them.
+
+        Raises ValueError for a prompt that is shorter than its documents.
+        """
         if self.prompt_tokens is None:
             return self.suffix_tokens
         if self.prompt_tokens <= tokens_before:
@@ -171,9 +179,7 @@ _FIELDS = tuple(RequestLine.model_fields)
 
 
 class UnreadFields:
-    """Fields of lines that have no meaning here, and in how many lines each stood.
-
-    The number of names is bounded: each line of a foreign file may have one of its own."""
+    """Unknown fields, with the number of lines that have each. The number of names is bounded."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -190,7 +196,7 @@ class UnreadFields:
 
     @property
     def doubtful(self) -> list[str]:
-        """Fields that may be meant for one of the format, or that are parallel to documents, each with the reason."""
+        """Unknown fields that resemble a known one or are parallel to the documents, each with the reason."""
         said = []
         for name, count in self.lines.items():
             if _meant(name):
@@ -207,7 +213,7 @@ class UnreadFields:
 
 
 def describe(name: str, lines: int) -> str:
-    """An unread field, in how many lines it stood, and which one may have been meant."""
+    """Return an unknown field, the number of its lines, and the known field that it resembles."""
     meant = _meant(name)
     return f"{name} ({lines:,} line{'s' * (lines != 1)}{f'; was {meant} meant?' if meant else ''})"
 

@@ -1,4 +1,4 @@
-"""Settings of the orderer, from keyword arguments or the environment."""
+"""Settings of the orderer."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ _MOVES = ("earned", "free", "prefix")
 
 
 class Settings(BaseSettings):
-    """Properties of the engine and the prompt, and policies of the orderer, also from the environment
-    (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or value.
+    """Properties of the engine and the prompt, and policies of the orderer.
 
         Settings(capacity_tokens=262_144, block_size=16, moves="prefix")
+
+    The environment sets them too (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or
+    value.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
 
     capacity_tokens: int | None = Field(
-        262_144, ge=1, description="Tokens that the engine's KV cache holds, or unlimited."
+        262_144, ge=1, description="Capacity of the engine's KV cache in tokens, or unlimited."
     )
     host_tokens: int = Field(
-        0, ge=0, description="Tokens that the engine holds in host memory, the tier after that cache; 0: no such tier."
+        0, ge=0, description="Capacity of the engine's host memory tier in tokens; 0: no such tier."
     )
-    disk_tokens: int = Field(0, ge=0, description="Tokens that it holds on disk; 0: no such tier.")
+    disk_tokens: int = Field(0, ge=0, description="Capacity of its disk tier in tokens; 0: no such tier.")
     tier_policy: str = Field("pgdsf", validate_default=False, description="Replacement policy of the tiers.")
     tier_copies: Literal["computed", "evicted"] = Field(
         "computed",
-        description="What the engine copies to host memory and disk: all that it computes, as vLLM with ragorder's "
-        "tiers does, or what the tier above evicts, as the embedded engine does.",
+        description="KV that the engine copies to host memory and disk: all computed KV, like vLLM with ragorder's "
+        "tiers, or KV evicted from the tier above, like the embedded engine.",
     )
     profile: Path | None = Field(
         None,
-        description="Prefill and load times on this engine, from `ragorder profile`: cached prefixes are then "
+        description="File of prefill and load times on this engine, from `ragorder profile`. Cached prefixes are then "
         "compared in seconds.",
         json_schema_extra={"unset": "in tokens"},
     )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt before the first document.")
-    suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which fill the cache as well.")
+    suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which also use the cache.")
 
     search: Annotated[SearchName, AfterValidator(searches.check)] = Field(
         "best",
@@ -59,59 +61,60 @@ class Settings(BaseSettings):
     )
     moves: Annotated[TailName, AfterValidator(tails.check)] = Field(
         "earned",
-        description=f"Which documents move beyond the cached prefix. {tails.help_of(_MOVES)}. For comparison: "
+        description=f"Which documents move after the cached prefix. {tails.help_of(_MOVES)}. For comparison: "
         f"{tails.help_of(name for name in tails.names if name not in _MOVES)}.",
         json_schema_extra={"enum": [*tails.names]},
     )
     min_gain: float = Field(
         MIN_GAIN,
         ge=0,
-        description="Tokens that a document must be expected to save, in the next 300 requests, for each place that it "
-        "moves ahead of its rank beyond the cached prefix.",
+        description="Tokens that moving a document forward must be expected to save, in the next 300 requests, for "
+        "each position that it moves after the cached prefix.",
     )
     best: Literal["any", "first", "last"] = Field(
         "any",
-        description="Where the most relevant document should stand: first, last (next to the question), or anywhere. "
+        description="Preferred position of the most relevant document: first, last (next to the question), or any. "
         "Models differ: `ragorder eval quality --places` measures it.",
     )
     best_tokens: int = Field(
         128,
         ge=0,
-        description="Cached tokens that a request gives up at most to have its most relevant document there.",
+        description="Maximum cached tokens that a request may lose for this position.",
     )
     reuse: Literal["exact", "fused"] = Field(
         "exact",
-        description="exact: the engine reuses documents in an exact prefix only; fused: it also reuses those that it "
-        "computed in other prompts (the embedded engine, see docs/fusion.md).",
+        description="exact: the engine reuses only exact prefixes; fused: it also reuses documents computed in other "
+        "prompts (embedded engine, see docs/fusion.md).",
     )
     recompute: float = Field(
-        0.15, ge=0, le=1, description="Share of the tokens reused off the prefix that a fused request recomputes."
+        0.15, ge=0, le=1, description="Share of the tokens reused outside the prefix that a fused request recomputes."
     )
     copies: Literal["served", "all"] = Field(
         "served",
-        description="Documents that can be reused off the prefix: those in the engine's cache, or all (of `ragorder "
-        "fuse build`).",
+        description="Documents that can be reused outside the prefix: those in the engine's cache, or all (after "
+        "`ragorder fuse build`).",
     )
     invest: bool = Field(
         True,
-        description="With copies of all documents: whether documents of many requests are recomputed exactly, so "
-        "that later requests find them in an exact prefix.",
+        description="With copies of all documents: whether to recompute documents of many requests exactly, so that "
+        "later requests find them in an exact prefix.",
     )
-    residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
-    feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
+    residency: Literal["lru", "none"] = Field(
+        "lru", description="Model of the engine's evictions: least recently used first, or no evictions."
+    )
+    feedback: bool = Field(True, description="Whether the engine's reported cached tokens correct this model.")
     partial_blocks_first: bool = Field(
-        True, description="Whether the engine reuses blocks that were not filled before all others, as vLLM does."
+        True, description="Whether the engine evicts partly filled blocks first, like vLLM."
     )
-    search_budget: int = Field(1024, ge=1, description="Nodes that one prefix search may look at.")
 
     keep_first: int = Field(0, ge=0, description="Number of top-ranked documents that stay first.")
     keep_last: int = Field(
-        0, ge=0, description="Number of top-ranked documents that stand last, rank 1 next to the question."
+        0, ge=0, description="Number of top-ranked documents that come last, rank 1 next to the question."
     )
     max_displacement: int | None = Field(
         None,
         ge=0,
-        description="Positions by which a document may move from its rank.",
+        description="Maximum positions that a document may move from its rank.",
         json_schema_extra={"unset": "any number"},
     )
     keep_groups: bool = Field(False, description='Keep the order of documents with the same metadata "source".')
@@ -119,21 +122,15 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=1,
-        description="Share of retrieval order's discounted cumulative gain (nDCG, relevance 1/rank) that the "
-        "order may lose.",
+        description="Maximum share of retrieval order's discounted cumulative gain (nDCG, relevance 1/rank) that "
+        "may be lost.",
         json_schema_extra={"unset": "any share"},
     )
 
-    events_endpoint: str | None = Field(
-        None, description="ZMQ endpoint of the engine's KV events (tcp://host:5557), for Orderer.for_vllm."
-    )
+    events_endpoint: str | None = Field(None, description="ZMQ endpoint of vLLM's KV events, such as tcp://host:5557.")
     replay_endpoint: str | None = Field(None, description="ZMQ endpoint that replays lost KV events.")
     events_topic: str = Field("", description="Topic of the KV events; empty: any.")
 
-    max_nodes: int = Field(100_000, ge=1, description="Nodes of all scopes' trees together, whatever the capacity.")
-    max_scopes: int = Field(
-        1024, ge=1, description="Scopes remembered; beyond that the least recently used is forgotten."
-    )
     strict: bool = Field(False, description="Raise internal errors instead of falling back to retrieval order.")
 
     @model_validator(mode="before")
@@ -166,13 +163,13 @@ class Settings(BaseSettings):
     def _fused_in_process(self) -> Self:
         if self.reuse == "fused" and self.events_endpoint is not None:
             raise ValueError(
-                "reuse 'fused' is of the embedded engine, which has no KV events: leave events_endpoint out"
+                "reuse='fused' needs the embedded engine, which has no KV events: leave events_endpoint out"
             )
         return self
 
     @property
     def held_tokens(self) -> int | None:
-        """Those of all tiers, each counted once."""
+        """Capacity of all tiers, without duplicates."""
         if self.capacity_tokens is None:
             return None
         tiers = self.capacity_tokens, self.host_tokens, self.disk_tokens
@@ -183,7 +180,7 @@ class Settings(BaseSettings):
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups, self.max_gain_lost)
 
     def changed(self, **changes: Any) -> Self:
-        """A copy with other values, which are not checked. Raises ValueError for an unknown name."""
+        """Return a copy with other values, which are not validated. Raise ValueError for an unknown name."""
         _check_names(changes, type(self).model_fields)
         return self.model_copy(update=changes)
 
@@ -223,7 +220,6 @@ class OrdererOptions(TypedDict, total=False):
     residency: Literal["lru", "none"]
     feedback: bool
     partial_blocks_first: bool
-    search_budget: int
     keep_first: int
     keep_last: int
     max_displacement: int | None
@@ -232,6 +228,4 @@ class OrdererOptions(TypedDict, total=False):
     events_endpoint: str | None
     replay_endpoint: str | None
     events_topic: str
-    max_nodes: int
-    max_scopes: int
     strict: bool

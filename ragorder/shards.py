@@ -1,4 +1,4 @@
-"""Batches for several engines that share nothing: a plan for each."""
+"""Batches planned for several independent engines."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ def plan_shards(
     key: Callable[[Any], Hashable] | None = None,
     tokens: Callable[[Any], int] | None = None,
 ) -> list[list[Ordering[D]]]:
-    """Orderings for each of `shards` engines, in serving order, from empty caches.
+    """Return orderings for each of `shards` engines, in serving order, from empty caches.
 
         for engine, orderings in zip(engines, plan_shards(requests, len(engines)), strict=True):
             for ordering in orderings:
                 engine.serve(questions[ordering.index], ordering.documents)
 
-    Requests that share documents are in one shard, and shards have about as many tokens each. Documents, `key`
-    and `tokens` are as for `Orderer`; `prefix_documents` and `cached_tokens` of an ordering are what its request shares
-    with the one before. No orderer counts them: `confirm` and `discard` have no effect. Requests of different tenants
-    are planned by separate calls. For batches larger than memory: `ragorder plan`.
+    Requests that share documents are in one shard; shards have about equal tokens. Documents, `key` and `tokens` are
+    those of `Orderer`. `prefix_documents` and `cached_tokens` are shared with the request before. `confirm` and
+    `discard` have no effect. Plan tenants separately. For batches larger than memory use `ragorder plan`.
 
-    Raises TypeError for objects that are no documents, ValueError for less than one shard.
+    Raises TypeError for objects that are not documents, ValueError for less than one shard.
     """
     reader = RequestReader(key, tokens, None, None, by_group=False)
     read = [_read(reader, list(documents)) for documents in requests]

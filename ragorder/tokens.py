@@ -1,4 +1,4 @@
-"""Tokenizer of the served model, applied segment by segment, and its special tokens, escaped in texts."""
+"""Tokenizer of the served model, applied segment by segment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ragorder import _fork
 __all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
 
 PLACEHOLDER = "@@ragorder-documents@@"
-"""Text that stands in a rendered chat template where the documents will be."""
+"""Text in a rendered chat template in place of the documents."""
 
-# A tokenizer takes some 150 bytes for each character of a text.
+# A tokenizer needs about 150 bytes for each character of a text.
 _PIECE_CHARACTERS = 1 << 15
-# A piece may end this far back, in front of white space: tokens do not extend across the beginning of a word.
+# A piece may end up to this far back, before white space, because tokens do not extend across the start of a word.
 _BACK_CHARACTERS = 256
 
 # Special tokens of common chat templates, for use without the served model's tokenizer.
@@ -30,12 +30,13 @@ _COMMON_SPECIAL_TOKENS = re.compile(
 _PASSES = 8
 # An upper bound of the pattern's matches, in characters.
 _LONGEST = 128
-# A regular expression search blocks all other threads: long texts are searched window by window.
+# A regular expression search blocks all other threads, so long texts are searched window by window.
 _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text around the user's turn, which opens with the system prompt unless `system_role`."""
+    """The chat template's text before and after the user's turn. The turn opens with the system prompt unless
+    `system_role`."""
 
     before: str
     after: str
@@ -43,7 +44,7 @@ class PromptFrame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a transformers tokenizer (TypeError for anything else). Thread-safe."""
+    """Wraps a transformers tokenizer. Thread-safe. Raises TypeError for any other object."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -57,14 +58,14 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Lone surrogates, which no tokenizer takes, are replaced."""
+        """Return the token ids. Lone surrogates, which tokenizers refuse, are replaced."""
         text = repair_unicode(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def special_tokens(self) -> Iterator[str]:
-        """Texts that become a special token wherever they stand."""
+        """Yield texts that become a special token at any position."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content
@@ -72,7 +73,8 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """Raises ValueError if the chat template does not show the user's text exactly once."""
+        """Return the template's text around the user's turn. Raise ValueError unless the template shows it exactly
+        once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -81,7 +83,7 @@ class SegmentTokenizer:
         try:
             rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
         except Exception:
-            # Some templates (Gemma's, Mistral's first) know no system role.
+            # Some templates (Gemma's, Mistral's first) have no system role.
             system_role = False
             rendered = self._render([{"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"}])
         before, slot, after = rendered.partition(PLACEHOLDER)
@@ -90,8 +92,10 @@ class SegmentTokenizer:
         return PromptFrame(before, after, system_role)
 
     def between_turns(self, system: str) -> str:
-        """The chat template's text between an answer and the next turn of the user; empty for a template that does not
-        show them one behind the other."""
+        """Return the chat template's text between an answer and the user's next turn.
+
+        Returns "" if the template does not show them one after the other.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             return ""
         said = [PLACEHOLDER, f"{PLACEHOLDER} answered", f"{PLACEHOLDER} again"]
@@ -117,8 +121,10 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """A function that breaks each special token in a text by a space after its first character, or removes it.
-    `special_tokens` are the served model's (None: those of common chat templates)."""
+    """Return a function that escapes special tokens in a text by a space after the first character, or removes them.
+
+    `special_tokens` are the served model's (None means those of common chat templates).
+    """
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
         longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
@@ -129,7 +135,7 @@ def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callab
 
     def escape_special_tokens(text: str) -> str:
         text = repair_unicode(text)
-        # A broken token can leave an overlapping one behind, or form another with the space.
+        # An escaped token can leave an overlapping one, or form another with the space.
         for _ in range(_PASSES):
             broken = _replace(pattern, longest, text, _break)
             if broken is None:
@@ -152,12 +158,12 @@ def _drop(match: re.Match[str]) -> str:
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
-    """`pattern.sub` in windows, for matches of at most `longest`; None without a match."""
+    """Do `pattern.sub` in windows, for matches of at most `longest` characters. Return None without a match."""
     pieces: list[str] = []
     copied = start = 0
     while start < len(text):
         seam = start + _WINDOW
-        # A match that begins behind the seam may be cut off; it is the first of the next window.
+        # A match that begins after the seam may be cut off; it is the first of the next window.
         for match in pattern.finditer(text, start, seam + longest):
             if match.start() >= seam:
                 break
@@ -168,8 +174,10 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Pieces of at most 32,768 characters, cut before white space if possible. A cut adds or saves at most two
-    tokens."""
+    """Yield pieces of at most 32,768 characters, cut before white space if possible.
+
+    Each cut changes the number of tokens by at most two.
+    """
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

@@ -1,4 +1,4 @@
-"""Topic of a set of documents: the key by which a router sends requests that share documents to one replica."""
+"""Topic of documents: a routing key for requests that share documents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SECRET_VARIABLE", "Topics", "checked_header"]
 
 SECRET_VARIABLE = "RAGORDER_TOPIC_SECRET"  # noqa: S105
 
-# A topic cannot be tried against documents: without a secret the key exists in this process only.
+# The key prevents guessing the documents of a topic. Without a secret it exists in this process only.
 _KEY = secrets.token_bytes(32)
-# Popularity counts in powers of two to this one.
+# Popularity is compared in steps of this power of two.
 _POWER = 3
-# Requests that are no large share yet.
+# A topic with fewer requests than this is never split.
 _FEW = 16.0
 _TOKEN = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
 _OWNED = frozenset({"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"})
@@ -31,12 +31,14 @@ class Topics:
         topics = Topics(secret="the same in all processes")
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
-    A set's topic is its scope and its most popular document; while the requests of a topic are more than `share` of
-    all, the next popular document is part of it. Popularity counts in orders of magnitude (8 times), and among equals a
-    digest decides: so a topic does not depend on the order of the documents, seldom changes, and is the same in
-    processes that see samples of the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the
-    environment, or else one of this process alone), without which a topic says nothing about its documents. Raises
-    ValueError for an empty secret and for a `share` that is not above 0 and at most 1.
+    A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
+    next popular document is added. Popularity is compared in orders of magnitude (8 times), ties by a digest. So a
+    topic does not depend on the documents' order, seldom changes, and is the same in processes that see samples of the
+    same traffic.
+
+    These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, else one of this process alone).
+    Without it a topic reveals nothing about its documents. Raises ValueError for an empty secret, and for a `share`
+    outside 0 (exclusive) to 1.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
@@ -53,8 +55,10 @@ class Topics:
         self._counts = DecayedSketch()
 
     def of(self, keys: Iterable[Hashable], scope: Hashable = None) -> str | None:
-        """The topic of the documents with these keys, which are counted; None without documents. Keys and scopes are
-        texts, bytes or numbers, or else have a `repr` that is the same in all processes."""
+        """Count the documents with these keys and return their topic, or None without documents.
+
+        Keys and scopes are texts, bytes or numbers, or have a `repr` that is the same in all processes.
+        """
         tenant = _encoded(scope)
         documents = {self._digest(b"document", tenant, _encoded(key)) for key in keys}
         if not documents:
@@ -63,7 +67,7 @@ class Topics:
         counts.step()
         first, *others = sorted((-(frexp(counts.add(each))[1] // _POWER), each) for each in documents)
         topic = self._digest(b"topic", tenant, first[1])
-        # Decayed counts are rounded.
+        # The factor tolerates rounding of decayed counts.
         most = 1.000001 * max(_FEW, self.share * counts.steps)
         for _, document in others:
             if counts.add(topic) <= most:
@@ -80,7 +84,7 @@ class Topics:
 
 
 def checked_header(name: str) -> str:
-    """The name of the header for topics. Raises ValueError for one that cannot be."""
+    """Return the name of the header for topics. Raise ValueError for an unusable name."""
     if not _TOKEN.fullmatch(name) or name.lower() in _OWNED:
         raise ValueError(f"{name!r} cannot be the header of topics: give a name such as x-session-id")
     return name

@@ -1,1 +1,1 @@
-"""Knowledge tree with prefix searches, tail policies, residency and batch plans."""
+"""Knowledge tree, prefix searches, tail policies, residency and batch plans."""

@@ -1,4 +1,4 @@
-"""Remembered requests, by the documents they have in common."""
+"""Recent requests, indexed by document."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Cohorts"]
 
 
 class Cohorts:
-    """The last `size` requests: for each document, one bit mask of the requests that contain it.
+    """The last `size` requests: for each document, a bit mask of the requests that contain it.
 
         cohorts = Cohorts(2048)
         cohorts.add(["a", "b"])
         (cohorts.masks["a"] & cohorts.masks["b"]).bit_count()  # 1 request with both
 
-    A request keeps its bit until it is forgotten. Fewer are remembered while they have more than `max_documents`
-    different documents; a document takes about 0.3 KB.
+    Fewer requests are kept while they have more than `max_documents` different documents; a document takes about 0.3
+    KB.
     """
 
     def __init__(self, size: int = 2048, max_documents: int = 16_384) -> None:
@@ -35,7 +35,7 @@ class Cohorts:
         return self.added - self._first
 
     def add(self, keys: Sequence[Key]) -> list[int]:
-        """A request with these documents, all different. Returns the mask of each before."""
+        """Add a request with distinct documents. Return their previous masks."""
         if len(self) == self.size:
             self._forget_first()
         masks = self.masks
@@ -53,16 +53,15 @@ class Cohorts:
         return former
 
     def latest(self, count: int, skip: int = 0) -> int:
-        """The mask of the `count` requests before the last `skip`, together at most `size`."""
+        """Return the mask of the `count` requests before the last `skip`; count + skip is at most `size`."""
         mask = ((1 << count) - 1) << (self.added - skip - count) % self.size
         return (mask | mask >> self.size) & self.all
 
     def before(self, count: int) -> int:
-        """The mask of all requests but the last `count`."""
         return self.all ^ self.latest(count)
 
     def newest(self, mask: int) -> Sequence[Key]:
-        """The documents of the newest request in a mask that is not 0."""
+        """Return the documents of the newest request in a mask, which must not be 0."""
         wrapped = mask & (1 << self.added % self.size) - 1
         return self._requests[(wrapped or mask).bit_length() - 1]
 

@@ -1,4 +1,4 @@
-"""Forecast of the requests that will contain given documents."""
+"""Forecast of future requests that contain given documents."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from ragorder.trie.tree import Key
 __all__ = ["HORIZON", "ExpectedUses"]
 
 HORIZON = 300
-"""The coming requests over which uses are counted: about as long as a path stays cached."""
+"""Number of future requests over which uses are counted: about as long as a path stays cached."""
 
-# The latest requests do not vote: what they share with this one is a burst, or is cached already.
+# The latest requests do not vote: documents that they share with this one belong to a burst, or are cached already.
 _RECENT = 32
-# Of the requests in the last `_RECENT` that belong to a burst, about a third is counted: bursts are longer than that.
+# About a third of a burst's requests is counted in the last `_RECENT`: bursts are longer than that.
 _BURST_LENGTH = 3.0
 _RANKS = 64
 
 
 class ExpectedUses:
-    """How many of the next `HORIZON` requests will contain all of some documents.
+    """Expected number of the next `HORIZON` requests that will contain all of some documents.
 
         uses = ExpectedUses()
         uses.observe(["a", "b"])
         uses.along(["b", "a"])  # with b; with b and a
 
-    The remembered requests with these documents, at the rate at which such counts have come true, and the rest of the
-    present burst. A request counts from the next one on.
+    The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
+    of the present burst. A request counts from the next one on.
     """
 
     def __init__(self, remembered: int = 2048) -> None:
         self.cohorts = Cohorts(remembered)
         self.voters = 0
         """Mask of the requests that vote."""
-        # Masks of the latest requests, then and now.
+        # Masks of the latest requests, after each recent request and now.
         self._latest: deque[int] = deque([0], maxlen=3 * _RECENT + 1)
         self.per_vote = 0.0
-        """Expected uses for one vote."""
+        """Expected uses per vote."""
         self.burst = 0.0
         """Expected requests of the present burst."""
         self._recurrence = _Recurrence()
@@ -50,16 +50,16 @@ class ExpectedUses:
 
     @property
     def kept(self) -> Sequence[float]:
-        """By rank, the share of a burst's requests that keep a document; the last also for all further ranks."""
+        """By rank, the share of a burst's requests that keep a document. The last value applies to all further
+        ranks."""
         return self._bursts.kept
 
     def observe(self, keys: Sequence[Key]) -> None:
-        """A request, in rank order."""
+        """Record a request, in rank order."""
         self.learn()
         self._pending = keys
 
     def learn(self) -> None:
-        """Count the request observed last."""
         keys, self._pending = self._pending, ()
         if not keys:
             return
@@ -75,7 +75,7 @@ class ExpectedUses:
         self.burst = _BURST_LENGTH * self._bursts.related / cohorts.added
 
     def along(self, keys: Sequence[Key]) -> list[float]:
-        """Expected uses of the first document, the first two, …"""
+        """Return the expected uses of the first document, the first two, …"""
         self.learn()
         masks, votes, burst, kept = self.cohorts.masks, self.voters, self.burst, self.kept
         expected = []
@@ -86,9 +86,9 @@ class ExpectedUses:
         return expected
 
     def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
-        """Expected uses of the documents `placed` together with each of `candidates`, all given by rank in `keys`.
+        """Return the expected uses of the documents `placed` with each of `candidates`, by rank in `keys`.
 
-        Of the requests learnt so far: the request observed last does not count.
+        The request observed last does not count.
         """
         masks, kept, votes, burst = self.cohorts.masks, self.kept, self.voters, self.burst
         for rank in placed:
@@ -100,11 +100,10 @@ class ExpectedUses:
         ]
 
     def in_the_long_run(self, keys: Sequence[Key]) -> list[float]:
-        """Expected uses of the first document, the first two, … by as many requests as are remembered, and by the one
-        observed last.
+        """Return the expected uses of the first document, the first two, …, over the number of recorded requests, plus
+        one for the request observed last.
 
-        As often as so far, without the calibration: that compares documents of one request, and here paths of different
-        requests are compared.
+        Without calibration, which only compares documents of one request.
         """
         cohorts, kept = self.cohorts, self.kept
         masks, votes, burst = cohorts.masks, cohorts.latest(len(cohorts)), _BURST_LENGTH * self._bursts.excess
@@ -131,9 +130,9 @@ class _Sample(NamedTuple):
 
 
 class _Recurrence:
-    """The rate at which remembered requests recur: the slope of later over former counts of a request's documents.
+    """Rate at which recorded requests recur: the slope of later over earlier counts of a request's documents.
 
-    Counts are compared within a request: between requests they differ for reasons that no order can use.
+    Between requests counts differ for reasons that no order can use.
     """
 
     # Requests after which a sample is compared, requests between two samples, and weights of the regression.
@@ -155,7 +154,7 @@ class _Recurrence:
         self._samples.append(_Sample(cohorts.added, keys[:_RANKS], votes))
         if self._samples and cohorts.added - self._samples[0].added >= self._AHEAD:
             self._compare(self._samples.popleft(), cohorts)
-        # As often as before, until learnt otherwise.
+        # The prior: documents recur as often as before.
         expected = self._AHEAD / max(self._AHEAD, len(cohorts))
         slope = (self._products + self._PRIOR * expected) / (self._squares + self._PRIOR)
         self.slope = max(0.0, slope) * HORIZON / self._AHEAD
@@ -178,7 +177,7 @@ class _Recurrence:
 
 
 class _Bursts:
-    """Requests shortly after one another that share documents, and the ranks whose documents they keep."""
+    """Bursts of requests that share documents, and the share of documents kept by rank."""
 
     def __init__(self) -> None:
         self.related = 0
@@ -190,7 +189,7 @@ class _Bursts:
 
     @property
     def excess(self) -> float:
-        """Recent requests that are related to one, beyond as many earlier ones that are: those of its burst."""
+        """Recent minus earlier related requests of a request: the size of its burst."""
         return max(0, self._excess) / max(1, self._compared)
 
     @property
@@ -202,7 +201,8 @@ class _Bursts:
     def learn(
         self, keys: Sequence[Key], masks: Sequence[int], recent: int, earlier: int | None, cohorts: Cohorts
     ) -> None:
-        """The request added last, its documents' masks before that, and as many recent and earlier requests."""
+        """Learn from the request added last: its documents' masks before it, and equal numbers of recent and earlier
+        requests."""
         among = recent | (earlier or 0)
         # The requests that share one document with it, and those that share two or more.
         sharing = twice = 0
@@ -223,12 +223,12 @@ class _Bursts:
                 self._kept[rank] += key in now
             self._learnt += 1
             if self._learnt >= self._next_estimate:
-                # Further bursts change little: estimated again after 2 % more of them.
+                # Further bursts change little: estimate again after 2 % more.
                 self._next_estimate = self._learnt + 1 + self._learnt // 50
                 self._shares = None
 
     def _estimate(self) -> list[float]:
-        """Shares by rank, as far as they differ significantly from the mean."""
+        """Return the shares by rank; only significant differences from the mean count."""
         mean = (sum(self._kept) + 1) / (sum(self._seen) + 2)
         shares = []
         for kept, seen in zip(self._kept, self._seen, strict=True):

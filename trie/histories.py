@@ -33,8 +33,8 @@ class Segment:
 
         Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
 
-    `key` identifies its content, `tokens` is its length in the prompt, template text included. Raises TypeError for a
-    key that is no string or a length that is no integer, ValueError for a negative one.
+    `key` identifies the content, `tokens` is its length in the prompt, including template text. Raises TypeError if the
+    key is not a string or the length is not an integer, ValueError if the length is negative.
     """
 
     key: str
@@ -54,15 +54,15 @@ Question = Segment | Sequence[Segment]
 
 
 class History:
-    """The place of a request's documents in a conversation.
+    """The messages around a request's documents in a conversation.
 
         History(builder.segments(messages), question=Segment("…", tokens=20))
 
-    - `segments` come before the documents; none in a first turn
+    - `segments` come before the documents; a first turn has none
     - `question` comes after them: one segment, or several of a rebased conversation, the question last
-    - `sent`: the ranks in the order in which an earlier request sent these documents, which are then sent so again
+    - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
 
-    `chains` has a digest for each segment, of it and all before it. Raises TypeError for other objects.
+    `chains` has a digest for each segment, covering it and all before it. Raises TypeError for other objects.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -96,16 +96,15 @@ class History:
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node, which ends where the engine has reported, whatever the lengths before it."""
+    """Key of an answer's node. Its end comes from the engine's report, not from the lengths before it."""
 
 
 class TurnEnd:
-    """A conversation's request in the tree.
+    """Record of a conversation's request in the tree.
 
-    In its lease's path `history_nodes` come before the documents, the last of which is node `documents`; the question
-    and what follows it come after them. `sizes` counts the nodes of each segment of the history. `message` (the one
-    with the documents) and `answer` are the keys by which later histories name the turn, with `closing_tokens` of
-    template text after the answer.
+    Its path has `history_nodes`, documents up to number `documents`, then the question and later segments. `sizes`
+    counts the nodes of each segment of the history. Later histories use the keys `message` (the one with the documents)
+    and `answer`; `closing_tokens` is template text after the answer.
     """
 
     __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")
@@ -121,7 +120,7 @@ class TurnEnd:
 
     @property
     def opens(self) -> bool:
-        """Whether its prompt is documents and a question, without any other message."""
+        """Whether the prompt has no messages except documents and a question."""
         return not self.history_nodes and not self._history.following
 
     @property
@@ -131,7 +130,7 @@ class TurnEnd:
             return None
         if self._history.question is None:
             return AnswerKey(_link(_link(b"answer", self.message), self.answer))
-        # As after the documents of a rebased conversation.
+        # The key that answers have after the documents of a rebased conversation.
         return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
@@ -190,8 +189,8 @@ class KnownSegments:
 class Histories:
     """Served segments of histories as nodes of a tree.
 
-    A message is the nodes of its documents and its question, so it shares them with other requests, and is predicted
-    while the engine holds a part of it. An unknown segment (forgotten, or of another process) is one opaque node.
+    A message is stored as the nodes of its documents and its question, which other requests share. An unknown segment
+    (dropped, or of another process) is one opaque node.
     """
 
     _numbers = count()
@@ -199,7 +198,7 @@ class Histories:
     def __init__(self, tree: KnowledgeTree, known: KnownSegments | None = None) -> None:
         self._tree = tree
         self._known = KnownSegments() if known is None else known
-        # No two scopes have a segment in common.
+        # Scopes never share segments.
         self._own = b"%d:" % next(self._numbers)
 
     def add(self, chain: bytes, nodes: Sequence[Node]) -> None:
@@ -235,7 +234,7 @@ class Histories:
         return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
     def end(self, history: History) -> Node | None:
-        """Return the last node of a history, or None if the tree does not have it."""
+        """Return the last node of a history, or None if the tree lacks it."""
         wanted = self._path(history).keys
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None
@@ -288,7 +287,7 @@ def find_below(
 
 
 def held(node: Node) -> bool:
-    """Return whether the engine holds the whole node, as a lease sees it."""
+    """Return whether the engine holds the whole node, as a lease counts it."""
     return bool(node.stamp) and not node.missing
 
 

@@ -1,6 +1,6 @@
-"""Plan of a batch: the order of requests and their documents, from scratch or from a warm cache.
+"""Order of a batch's requests and of their documents.
 
-Served depth first along a trie, a batch prefills every node once: the best plan is the cheapest trie in which every
+Served depth first along a trie, a batch prefills every node once. So the best plan is the cheapest trie in which each
 request, as a set of documents, is a path.
 """
 
@@ -22,21 +22,20 @@ _Documents = frozenset[int]
 Planned = tuple[int, list[Key]]
 
 _SCARCITY = 0.05
-"""Price of a document that a merge leaves behind: this share of its tokens for every e-fold of its popularity."""
+"""Price of a document that a merge leaves unshared: this share of its tokens for every e-fold of its popularity."""
 
 _MOST_HOLDERS = 512
-"""A document of more requests than this is branched on, so that no list of candidates is longer."""
+"""Documents with more requests than this become branches, which bounds the lists of candidates."""
 
 _MOST_CANDIDATES = 1024
-"""Candidates examined for the partner of one cluster."""
+"""Candidates examined as partners of one cluster."""
 
 
 def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[Planned]:
-    """(index of the request, its documents in order) in serving order.
+    """Return (index of the request, its documents in order) in serving order.
 
-    Requests that share documents follow one another and start with what they share: an LRU cache of little more than
-    one prompt suffices. Never worse than the given orders, near-linear in the number of documents, and the same in
-    every process.
+    Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
+    suffices. Never worse than the given orders, and near-linear in the number of documents.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -71,10 +70,10 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents: leaves (one for each distinct request), root, inner nodes.
+    """A trie over sets of documents. Leaves are the distinct requests.
 
-    A node holds *all* documents of its path, which never change. Siblings share only their parent's documents: at most
-    one child continues with a document (`branch`).
+    A node holds *all* documents of its path. Siblings share only their parent's documents, so at most one child
+    continues with a given document (`branch`).
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -117,7 +116,6 @@ class _Trie:
         return parent
 
     def dissolve(self, node: int) -> int:
-        """Replace the node by its only child, which is returned."""
         (child,) = self.children[node]
         self.detach(child)
         self.attach(child, self.detach(node))
@@ -145,7 +143,7 @@ class _Trie:
         return most, place
 
     def graft(self, node: int, place: int) -> None:
-        """Attach a cut-off subtree where it shares its common documents with `place`."""
+        """Attach a detached subtree to the documents that it shares with `place`."""
         shared = self.documents[node] & self.documents[place]
         if place < self.root or len(shared) < len(self.documents[place]):
             fork = self.add(shared)
@@ -173,7 +171,7 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """(leaf, its documents) depth first; unshared documents keep their preferred order."""
+        """Return (leaf, its documents) depth first. Unshared documents keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -186,7 +184,7 @@ class _Trie:
 
 
 def _build(trie: _Trie) -> None:
-    """Branch on documents of very many requests top-down, and merge the rest bottom-up."""
+    """Branch on frequent documents top-down, then merge the rest bottom-up."""
     groups = [(trie.root, list(range(trie.leaves)))]
     while groups:
         base, members = groups.pop()
@@ -221,10 +219,11 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise; a cluster is what its members share beyond the base.
+    """Clusters of the members of `base`, merged pairwise. A cluster has the documents that its members share beyond the
+    base.
 
-    A merge saves the tokens of the intersection. Its price: every other document of its parts might have been shared,
-    the more probably the more popular it is.
+    A merge saves the tokens of the intersection, and costs the other documents by their popularity: they might have
+    been shared.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -319,7 +318,7 @@ class _Clusters:
 
 
 class CachedPath(NamedTuple):
-    """A request's best cached path: documents, held tokens, time of last use."""
+    """A request's best cached path: its documents, cached tokens, and time of last use."""
 
     keys: tuple[Key, ...]
     tokens: int
@@ -329,10 +328,10 @@ class CachedPath(NamedTuple):
 def plan_backlog(
     requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
 ) -> list[Planned]:
-    """`plan` for a cache that holds a path for each request.
+    """Plan for a cache that holds a path for each request.
 
-    Requests that gain more from their cached path than from a plan from scratch are served first, before it is evicted:
-    least recently used paths first, requests of one path together.
+    Requests that gain more from their path than from a plan from scratch are served before it is evicted: least
+    recently used paths first.
     """
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}
@@ -343,7 +342,7 @@ def plan_backlog(
     on_path: list[Planned] = []
     moved: set[int] = set()
     for path in sorted(places, key=lambda path: path.stamp):
-        # Requests of one path share on it what they share in the plan: they move together, or alone.
+        # Requests of one path share the same documents on it as in the plan: they move together, or alone.
         for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
             extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
             if path.tokens + _saved_on_path(extended, tokens) > scratch.cost(group):
@@ -370,7 +369,7 @@ class _Scratch:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive places."""
+    """Yield (first, last) of each run of consecutive places."""
     first = last = None
     for place in places:
         if first is None or last is None:
@@ -397,7 +396,7 @@ def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int
 
 
 def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
-    """Of the documents with which both orders begin."""
+    """Return the tokens of the documents with which both orders begin."""
     shared = 0
     for key, opposite in zip(one, other, strict=False):
         if key != opposite:

@@ -1,4 +1,4 @@
-"""Registry of a kind of policy: classes by name."""
+"""Registry of policy classes by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ C = TypeVar("C")
 
 
 class Registry(Generic[P]):
-    """The policies of a package, registered by its modules.
+    """Policies of one kind, registered by their modules.
 
-        @tails.register("prefix", "only the cached prefix moves")
-        class RankTail(Tail): ...
-
-    A new policy is one new file.
+    @tails.register("prefix", "only the cached prefix moves")
+    class RankTail(Tail): ...
     """
 
     def __init__(self, kind: str) -> None:
@@ -36,7 +34,6 @@ class Registry(Generic[P]):
         return add
 
     def load(self, package: str, path: Iterable[str]) -> None:
-        """Import all modules of a package, which register their policies."""
         for module in iter_modules(path):
             import_module(f"{package}.{module.name}")
 
@@ -55,7 +52,7 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
-        """Raises ValueError for an unknown name."""
+        """Raise ValueError for an unknown name."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Prefix searches: the cached path that a request extends."""
+"""Searches for the cached prefix that a request extends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = [
+    "SEARCH_BUDGET",
     "BestPathSearch",
     "GreedySearch",
     "Permits",
@@ -22,18 +23,23 @@ __all__ = [
     "searches",
 ]
 
+SEARCH_BUDGET = 1024
+"""Nodes that one search of an orderer examines."""
+
 Permits = Callable[[Sequence[int]], bool]
-"""Whether an order may begin with these ranks."""
+"""Return whether an order may begin with these ranks."""
 
 
 class PrefixSearch(Protocol):
-    """Finds a cached path of the request's documents, within a `budget` of nodes."""
+    """Finds a cached path of the request's documents."""
 
     def __init__(self, budget: int) -> None: ...
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
-        """The last node of the path; the root if no document is cached. `ranks`: retrieval rank by document key, in
-        rank order; `permits` restricts the allowed orders."""
+        """Return the last node of the path, or the root if no document is cached.
+
+        `ranks` maps keys to retrieval ranks, in rank order.
+        """
 
 
 def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:
@@ -50,13 +56,12 @@ searches: Registry[PrefixSearch] = Registry("search")
 
 @searches.register("best", "the longest cached path in tokens")
 class BestPathSearch(PrefixSearch):
-    """Depth-first search of all paths within the request's documents, over at most `budget` nodes.
+    """Depth-first search for the longest cached prefix in tokens; ties go to the most recently used.
 
-    The longest cached prefix in tokens wins, among equals the most recently used. A partly held node counts with that
-    part and ends its path.
+    At most `budget` nodes are examined. A partly cached node counts with its cached part and ends its path.
     """
 
-    def __init__(self, budget: int = 1024) -> None:
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
         self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
@@ -90,10 +95,12 @@ class BestPathSearch(PrefixSearch):
 
 @searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
 class GreedySearch(PrefixSearch):
-    """At each node takes the cached child with the best rank; under guards at most `budget` orders are checked. The
-    paper's code iterates over a `set`, in hash order; here it is retrieval order, as Algorithm 1 is written."""
+    """Takes the cached child with the best rank at each node, in retrieval order as Algorithm 1 says.
 
-    def __init__(self, budget: int = 1024) -> None:
+    The paper's code iterates over a `set` in hash order. Under guards at most `budget` orders are checked.
+    """
+
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
         self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
@@ -121,17 +128,17 @@ class GreedySearch(PrefixSearch):
 
 
 class Price(Protocol):
-    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) and the loads before it."""
+    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus loads."""
 
     def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Of the cached tokens some are loaded from host memory and some from disk."""
+        """Some cached tokens are loaded from host memory and from disk."""
 
 
 class Rest(NamedTuple):
-    """What a request needs beside its cached path.
+    """What a request computes and loads besides its cached path.
 
-    `new_tokens`: those computed behind so many cached ones. `loads`: of documents taken over if they are not on
-    the path, the tokens loaded from host memory and from disk.
+    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads` has the tokens of reused
+    documents to load from host memory and disk, if not on the path.
     """
 
     new_tokens: Callable[[int], float]
@@ -139,10 +146,9 @@ class Rest(NamedTuple):
 
 
 class PricedPaths:
-    """The cached path that saves most seconds, among equals the longest, then the most recently used.
+    """Search for the cached path that saves most seconds; ties go to the longest, then the most recently used.
 
-    `loads`: the blocks of a node that the engine loads from host memory and from disk. At most `budget` nodes are
-    examined.
+    `loads` returns the blocks of a node to load from host memory and from disk.
     """
 
     def __init__(self, budget: int, price: Price, loads: Callable[[Node], tuple[int, int]]) -> None:
@@ -158,13 +164,12 @@ class PricedPaths:
         rest: Rest,
         permits: Permits | None = None,
     ) -> Node:
-        """The last node of the path. If the device has the whole `longest` one, no other saves more. `ranks` and
-        `permits` are those of a search."""
+        """Return the last node of the best path. No path is better than a `longest` one that is all on the device."""
         if self._on_device(longest):
             return longest
         price, loads, size = self._price, self._loads, tree.block_size
         best = tree.root
-        # The prompt's beginning is loaded whichever path follows.
+        # The prompt's beginning is loaded for every path.
         host, disk = map(sum, zip((0, 0), *rest.loads.values(), strict=True))
         merit = (-price(best.end, rest.new_tokens(best.end), host, disk), best.end, best.stamp)
         stack = [(child, host, disk) for child in _children(best, ranks)]
@@ -201,4 +206,4 @@ def _children(node: Node, ranks: Mapping[Key, int]) -> list[Node]:
 
 
 SearchName = Literal["best", "greedy"] | str
-"""The registered names; type checkers see these."""
+"""Registered names, listed for type checkers."""

@@ -1,4 +1,4 @@
-"""Tree of a cache under a policy that need not be the one that is served."""
+"""Simulated cache of a policy that is not served."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_REQUESTS = 4096
 
 
 class Shadow:
-    """What the engine would hold, had all requests been served in the orders given to `serve`.
+    """The engine's contents if all requests had been served in the orders given to `serve`.
 
         shadow = Shadow(prefix_tokens=64)
-        found = search.find(shadow.tree, ranks)  # a path that is held
+        found = search.find(shadow.tree, ranks)  # a cached path
         shadow.serve(found, keys, tokens, order, stamp=2)  # the rest of the order, after that path
         shadow.forget(before=2)
 
-    A path is held for as long as the engine holds what was last used at the same time, and at most the last 4,096 are.
+    At most the last 4,096 paths are kept.
     """
 
     def __init__(self, prefix_tokens: int = 0) -> None:
@@ -29,8 +29,8 @@ class Shadow:
         self._uses: deque[tuple[int, Node]] = deque()
 
     def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
-        """Documents `keys[i]` of `tokens[i]` tokens are served after the path to `found`, for each i in `rest`. Stamps
-        grow."""
+        """Serve documents `keys[i]` of `tokens[i]` tokens after the path to `found`, for i in `rest`. Stamps must
+        increase."""
         node: Node | None = found
         while node is not None:
             node.stamp = stamp
@@ -57,11 +57,11 @@ class Shadow:
         return self._uses[0][0] if self._uses else 0
 
     def forget(self, before: int) -> None:
-        """Evict what was last used before that stamp."""
+        """Evict paths last used before this stamp."""
         uses = self._uses
         while uses and uses[0][0] < before:
             _, node = uses.popleft()
-            # No child was used after its parent.
+            # A parent is used at least as recently as its children.
             while node.parent is not None and node.stamp < before:
                 parent, siblings = node.parent, node.parent.children
                 if siblings is None or siblings.get(node.key) is not node:

@@ -1,4 +1,4 @@
-"""Shards of a batch: requests that share popular documents stand in one, so that each is planned by itself."""
+"""Shards of a batch, planned independently."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ragorder.trie.tree import Key
 __all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
 
 _PARTS = 8
-"""Groups of this share of the mean shard are not split, so no shard is much larger than the mean."""
+"""Groups smaller than 1/8 of the mean shard are not split, so no shard is much larger than the mean."""
 
 _DEEPEST = 8
-"""Documents of a path: each costs a pass over all requests that are in large groups."""
+"""Maximum documents of a path: each costs a pass over all requests in large groups."""
 
 _LARGEST_EXPONENT = 0.6
 
@@ -26,8 +26,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class ShardRequest(NamedTuple):
-    """A request for `ShardPaths`: distinct documents by number, not negative, their lengths in tokens, and the number
-    of its tenant."""
+    """A request for `ShardPaths`: numbers of its distinct documents (not negative), their lengths, and its tenant's
+    number."""
 
     documents: Sequence[int]
     tokens: Sequence[int]
@@ -35,8 +35,11 @@ class ShardRequest(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
-        """A request by the names of its documents and of its tenant. Their numbers have 63 bits and are the same in
-        every process; repeated documents have numbers of their own, and no tenant has another's."""
+        """Return a request from the names of its documents and its tenant.
+
+        Numbers have 63 bits and are the same in every process; repeated documents and different tenants have different
+        ones.
+        """
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}
         for name in names:
@@ -53,16 +56,13 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by their tenant, then by the document whose requests should share most tokens; groups that are
-    too large for a shard are split by the next such document of each request, up to eight. Groups in the order of their
-    paths are packed into shards of about as many tokens each. What remains in a large group without a frequent document
-    is spread by its next document, so requests that share that one stay together.
+    Requests are grouped by tenant, then by the document whose requests should share most tokens; large groups are split
+    by the next such document, up to eight times, and finally by any next document. Groups are packed in path order into
+    shards of about equal tokens.
 
-    What a request should share with the best of the others that have a document is estimated from the mean and the
-    deviation of what two consecutive ones share. So a document of one topic counts more than a frequent one that
-    requests of all topics have.
-
-    A shard depends on the request alone, and requests that were not counted have one, too: counts of a sample suffice.
+    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share, so a
+    document of one topic ranks above a more frequent one of all topics. A shard depends on the request alone, so counts
+    of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -72,10 +72,10 @@ class ShardPaths:
 
     @classmethod
     def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
-        """The paths of these requests, which are iterated up to ten times.
+        """Return the paths of these requests, which are iterated up to ten times.
 
-        Up to `most_documents` distinct documents are counted; of more the rarest are left out while counting (Manku and
-        Motwani 2002), and are as good as one another. Raises ValueError for less than one shard.
+        Beyond `most_documents` distinct documents the rarest are dropped while counting (Manku and Motwani 2002).
+        Raises ValueError for less than one shard.
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -92,14 +92,14 @@ class ShardPaths:
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:
-        """The request's path: its tenant, as a negative number, then its documents, best first."""
+        """Return the tenant, as a negative number, then the documents, best first."""
         worth = self._worth.get
         ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
         path = [document for _, document in ranked]
         return path if request.scope is None else [~request.scope, *path]
 
     def shard(self, request: ShardRequest, number: int = 0) -> int:
-        """The request's shard, from 0. By its `number` requests are spread that have no document left to go by."""
+        """Return the request's shard, from 0. `number` spreads requests that have no further document."""
         group, cell = self._find(self.branch(request), number)
         return group.shards[cell]
 
@@ -115,7 +115,6 @@ class ShardPaths:
         return group, _cell(number, len(group.cells)) if group.cells else 0
 
     def _grow(self, requests: Iterable[ShardRequest], frequent: set[int], limit: int) -> None:
-        """Split groups level by level, each in a pass over the requests."""
         large = [self._root]
         for depth in range(_DEEPEST + 1):
             for group in large:
@@ -162,8 +161,11 @@ class ShardPaths:
 
 
 class _Group:
-    """Requests of one path. A large one has a group for each frequent document that comes next, and cells for the
-    requests that have none; while it is open, these are counted."""
+    """Requests of one path.
+
+    A large group has a child for each frequent next document, and cells for requests without one. An open group counts
+    requests.
+    """
 
     __slots__ = ("cells", "children", "open", "requests", "shards", "size")
 
@@ -179,7 +181,6 @@ class _Group:
         self.cells, self.shards = [0] * cells, [0] * cells
 
     def walk(self) -> Iterator[_Group]:
-        """This group and all below it, depth first."""
         yield self
         for branch in sorted(self.children):
             yield from self.children[branch].walk()
@@ -193,7 +194,7 @@ class _Counted(NamedTuple):
 
 
 class _Facts:
-    """What is known of a document: its requests, the tokens that two after another share, and the last one."""
+    """Statistics of a document's requests."""
 
     __slots__ = ("last", "requests", "shared", "squares")
 
@@ -206,8 +207,8 @@ class _Facts:
         pairs = self.requests - 1
         mean = self.shared / pairs
         deviation = sqrt(max(0.0, self.squares / pairs - mean * mean))
-        # The largest of n normal ones has an exponent of 1/2: a little more makes up for the noise of rare documents.
-        # One request of the group is the first.
+        # The largest of n normal values has an exponent of 1/2; a larger one compensates the noise of rare documents.
+        # The first request of a group shares nothing.
         largest: float = (2 * log(self.requests)) ** _LARGEST_EXPONENT
         return (mean + deviation * largest) * pairs / self.requests
 
@@ -248,7 +249,7 @@ def _digest(name: str, salt: bytes = b"", size: int = 8) -> bytes:
 
 
 def _size(request: ShardRequest) -> int:
-    # A request without tokens takes a place, too.
+    # A request without tokens counts too.
     return 1 + sum(request.tokens)
 
 
@@ -257,10 +258,10 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """The `plan` of each shard: (index of the request, its documents in order) in serving order.
+    """Return the `plan` of each shard, which may be empty.
 
-    For engines that share nothing, or batches too large for one plan: time and memory are those of the largest shard. A
-    shard may be empty. Raises ValueError for less than one shard.
+    For engines that share nothing, and batches too large for one plan: time and memory are those of the largest shard.
+    Raises ValueError for less than one shard.
     """
     number: dict[Key, int] = {}
     counted = [
@@ -278,7 +279,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 
 
 class PlannedRequest(NamedTuple):
-    """A request in its place: the ranks of its documents in prompt order, and what it shares with the one before."""
+    """A request with the ranks of its documents in prompt order, and the prefix shared with the request before it."""
 
     number: int
     permutation: list[int]
@@ -287,7 +288,7 @@ class PlannedRequest(NamedTuple):
 
 
 def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
-    """The `plan` of one shard, tenants one after another. Of different lengths of a document the last one counts."""
+    """Yield the `plan` of one shard, tenant by tenant. If a document has different lengths, the last one counts."""
     by_scope: dict[int | None, list[int]] = {}
     for index, request in enumerate(requests):
         by_scope.setdefault(request.scope, []).append(index)
@@ -306,7 +307,7 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
 
 
 def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    """Leading documents that two orders share."""
+    """Return the number of leading documents in common."""
     shared = 0
     for document, other in zip(order, before, strict=False):
         if document != other:

@@ -14,15 +14,15 @@ _RESCALE = 1e200
 
 
 class DecayedSketch:
-    """How often each digest was counted, an occurrence `half_life` steps ago half as much.
+    """Counts of digests; an occurrence `half_life` steps ago counts half.
 
         counts = DecayedSketch()
         counts.step()
         counts.add(digest)
 
-    A count-min sketch with conservative updates (Estan and Varghese 2002): a count is never too small, and too large
-    only if the digest shares a cell with a more frequent one in each of four rows of `width` (a power of two). Digests
-    have 16 bytes. Threads may lose each other's counts and steps, no more.
+    A count-min sketch with conservative updates (Estan and Varghese 2002). A count is too large only if a more frequent
+    digest shares its cell in each of four rows of `width` (a power of two). Digests have 16 bytes. Concurrent threads
+    may lose counts.
     """
 
     def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:
@@ -31,13 +31,13 @@ class DecayedSketch:
         self._growth = 2.0 ** (1 / half_life)
         self._steps = 0.0
         self._width = width
-        # Instead of decaying every count, each new step weighs more than the one before. One tuple: a thread never has
-        # counts with another weight than theirs.
+        # Instead of decaying every count, each new step weighs more than the one before. Counts and weight are one
+        # tuple, so that threads always read a matching pair.
         self._weighted = array("d", bytes(8 * 4 * width)), 1.0
 
     @property
     def steps(self) -> float:
-        """The number of steps, decayed as the counts are."""
+        """Number of steps, decayed like the counts."""
         return self._steps
 
     def step(self) -> None:
@@ -49,7 +49,7 @@ class DecayedSketch:
         self._weighted = cells, weight
 
     def add(self, digest: bytes) -> float:
-        """Count one occurrence; the count with it."""
+        """Count one occurrence and return the new count."""
         (cells, weight), width = self._weighted, self._width
         places = [row * width + (place & width - 1) for row, place in enumerate(_ROWS.unpack(digest))]
         count: float = min([cells[place] for place in places]) + weight

@@ -1,4 +1,4 @@
-"""Tail policies: the order of the documents after the cached prefix."""
+"""Tail policies: the order of documents after the cached prefix."""
 
 from __future__ import annotations
 
@@ -27,75 +27,73 @@ __all__ = [
 ]
 
 Waiting = Sequence[frozenset[Key]]
-"""The document keys of each request that already waits, next first."""
+"""Document keys of each waiting request, next request first."""
 
 
 class Tail(ABC):
-    """Orders the documents after the cached prefix for the requests to come; a document is named by its rank.
+    """Orders the documents after the cached prefix for future requests. Documents are given by rank.
 
         @tails.register("reversed", "the least relevant document first")
         class ReversedTail(Tail):
             def arrange(self, request, prefix, rest, waiting):
                 return rest[::-1]
 
-    The defaults are those of a policy without memory: others override `observe`, `observing` and `copy`.
+    The defaults suit a policy without memory.
     """
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        """The policy for an orderer with these `ragorder.Settings`."""
+        """Return the policy for an orderer with these `ragorder.Settings`."""
         return cls()
 
     def observe(self, request: RequestedDocuments) -> None:  # noqa: B027
-        """A request is about to be arranged."""
+        """Record a request that will be arranged next."""
 
     def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
-        """A block within which the request counts as observed."""
+        """Return a context in which the request counts as observed."""
         return nullcontext()
 
     def served(self, path: Sequence[Node]) -> None:  # noqa: B027
-        """The engine has computed a request's path, from the root."""
+        """Record a request's path, from the root, that the engine has computed."""
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
-        """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
+        """Return the expected requests with the first document, the first two, …, or nothing without a forecast."""
         return ()
 
     def coming_uses(
         self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
     ) -> Sequence[float]:
-        """For each of `candidates`, how many of the next `expected_uses.HORIZON` requests will contain it and all
-        documents `placed`, all given by rank; empty without a forecast."""
+        """Return for each of `candidates` how many of the next `expected_uses.HORIZON` requests will contain it and
+        `placed`, or nothing."""
         return ()
 
     def copy(self) -> Self:
-        """An independent policy with the same memory."""
+        """Return an independent policy with the same memory."""
         return self
 
     @abstractmethod
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:
-        """The ranks in `rest` (in rank order) in the order in which they follow `prefix`."""
+        """Return the ranks in `rest`, given in rank order, in the order after `prefix`."""
 
 
 tails: Registry[Tail] = Registry("tail")
 
 
-@tails.register("prefix", "only the cached prefix moves, all other documents stay as ranked (RAGCache++)")
+@tails.register("prefix", "only the cached prefix moves; other documents keep retrieval order (RAGCache++)")
 class RankTail(Tail):
-    """The most relevant document first."""
-
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:
         return rest
 
 
-@tails.register("queue", "for the waiting requests, and without any as ranked")
+@tails.register("queue", "documents of waiting requests first, else retrieval order")
 class QueueTail(Tail):
-    """Next come the documents of most waiting requests, among those that can still share the prefix.
+    """Places next the document of most waiting requests that can still share the prefix.
 
-    Once none can, the fallback policy (by default rank order) arranges the rest.
+    Then the fallback policy (by default rank order) arranges the rest.
     """
 
     def __init__(self, fallback: Tail | None = None) -> None:
@@ -147,15 +145,15 @@ class QueueTail(Tail):
 
 MIN_GAIN = 10.0
 
-# Documents among which the next one is chosen: those behind them keep their order.
+# Number of documents from which the next one is chosen; later documents keep their order.
 _CHOICES = 64
 
 
 @tails.register("cohort", "documents first that later requests are expected to share")
 class CohortTail(Tail):
-    """Next comes the document that saves most tokens, if the requests to come contain it and all documents before it.
+    """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    A document moves ahead only where that is expected to save `min_gain` tokens for each place, in the next
+    A document moves forward only if that should save `min_gain` tokens for each place, in the next
     `expected_uses.HORIZON` requests: 0 moves for any gain, infinity keeps rank order.
     """
 
@@ -171,12 +169,12 @@ class CohortTail(Tail):
         self.uses.observe(request.keys)
 
     def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
-        # A request counts only from the next one on.
+        # A request counts from the next one on.
         self.uses.learn()
         return nullcontext()
 
     def served(self, path: Sequence[Node]) -> None:
-        # Off the path of the next request.
+        # Learning here keeps it off the latency of the next request.
         self.uses.learn()
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
@@ -209,10 +207,10 @@ class CohortTail(Tail):
             burst *= kept[rank]
         left, arranged = rest[:_CHOICES], []
         longest = max(tokens)
-        # They only decrease, so former numbers of votes are bounds.
+        # Votes only decrease, so earlier counts are upper bounds.
         count = votes.bit_count() if prefix else len(uses.cohorts)
         counts = [count] * len(masks)
-        # Until no document can save enough for a single place.
+        # Stop when no document can save enough for a single place.
         while len(left) > 1 and (per_vote * count + burst) * longest > min_gain:
             best, price = -inf, 0.0
             for rank in left:
@@ -231,9 +229,9 @@ class CohortTail(Tail):
         return [*arranged, *left, *rest[_CHOICES:]]
 
 
-@tails.register("free", "documents move for the waiting requests, and without any for those expected, as cohort")
+@tails.register("free", "queue for waiting requests, cohort without any")
 class FreeTail(QueueTail):
-    """`QueueTail` while requests wait, else `CohortTail`."""
+    """Uses `QueueTail` while requests wait, else `CohortTail`."""
 
     fallback: CohortTail
 
@@ -252,10 +250,12 @@ class FreeTail(QueueTail):
         return super().arrange(request, prefix, rest, waiting)
 
 
-@tails.register("earned", "as free, but without waiting requests only while that has paid, else as prefix")
+@tails.register("earned", "as free, but cohort only while it saves tokens, else prefix")
 class EarnedTail(FreeTail):
-    """`FreeTail` for waiting requests and while `pays`, else rank order. Whoever measures what moves gain sets `pays`
-    (`ragorder._earned.EarnedMoves`); it begins as False."""
+    """Uses `FreeTail` for waiting requests and while `pays`, else rank order.
+
+    `ragorder._earned.EarnedMoves` sets `pays`, at first False, from measurements.
+    """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
         super().__init__(min_gain)
@@ -270,7 +270,7 @@ class EarnedTail(FreeTail):
         self._gate.pays = pays
 
     def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
-        """The order of `rest` after `prefix` for the expected requests, whether that pays or not."""
+        """Return the order of `rest` after `prefix` for the expected requests, even if `pays` is False."""
         return self._gate.forecast(request, prefix, rest)
 
     @property
@@ -281,7 +281,7 @@ class EarnedTail(FreeTail):
 
 class _GatedTail(CohortTail):
     pays = False
-    # The last forecast: it is asked for twice, for what is served and for what is measured.
+    # The last forecast, since it is needed twice: for serving and for measuring.
     _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
 
     def arrange(
@@ -301,4 +301,4 @@ class _GatedTail(CohortTail):
 
 
 TailName = Literal["cohort", "earned", "free", "prefix", "queue"] | str
-"""The registered names; type checkers see these."""
+"""Registered names, listed for type checkers."""

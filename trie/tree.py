@@ -1,4 +1,4 @@
-"""Knowledge tree: served document sequences, as a trie (RAGCache++ section 3.2)."""
+"""Knowledge tree: a trie of served document sequences (RAGCache++ section 3.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TokenIds = Sequence[int]
 
 
 class RequestedDocuments(Protocol):
-    """A request's documents in rank order; `token_ids` may be empty."""
+    """A request's documents in rank order. `token_ids` may be empty."""
 
     @property
     def keys(self) -> Sequence[Key]: ...
@@ -27,9 +27,9 @@ class RequestedDocuments(Protocol):
 class Node:
     """One document after a particular sequence of documents.
 
-    `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
-    token lies: of its `blocks` the engine lacks the last `missing`, and holds `provisional` only for requests in
-    flight. `stamp` is the time of the last use, `leases` counts requests in flight. A residency maintains these four.
+    `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
+    lacks the last `missing` of its `blocks`; it holds `provisional` blocks only for requests in flight. `stamp` is the
+    time of the last use, `leases` the requests in flight.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -57,12 +57,12 @@ class Node:
 
 
 class KnowledgeTree:
-    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens.
+    """A trie over document keys. The root is the system prompt.
 
         tree = KnowledgeTree(block_size=16)
         path = tree.insert(["a", "b"], [48, 32], order=[1, 0])
 
-    A residency marks what the engine holds. With `indexed`, `nodes_of` has all nodes of a document.
+    With `indexed`, `nodes_of` lists the nodes of each document.
     """
 
     def __init__(self, block_size: int, prefix_tokens: int = 0, *, indexed: bool = False) -> None:
@@ -72,8 +72,7 @@ class KnowledgeTree:
         self.nodes_of: dict[Key, list[Node]] | None = {} if indexed else None
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
-        """The path, from the root, of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`. New nodes
-        miss every block."""
+        """Insert documents `keys[i]` of `tokens[i]` tokens, for i in `order`. Return their path from the root."""
         block_size = self.block_size
         node = self.root
         path = [node]
@@ -112,7 +111,7 @@ class KnowledgeTree:
                     del self.nodes_of[node.key]
 
     def cached_tokens(self, node: Node) -> int:
-        """Held prompt tokens up to the node, if all ancestors are held whole."""
+        """Return the cached prompt tokens up to the node, if its ancestors are cached completely."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:
@@ -124,7 +123,7 @@ class KnowledgeTree:
             copies[node] = copy = node.copy(parent)
             if parent is None:
                 tree.root = copy
-        # Children keep their order: searches depend on it.
+        # Searches depend on the order of children.
         for node, copy in copies.items():
             if node.children is not None:
                 copy.children = {key: copies[child] for key, child in node.children.items()}

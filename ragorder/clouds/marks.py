@@ -1,4 +1,4 @@
-"""Choice of the marks that a request sets."""
+"""Choice of a request's cache breakpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _COUNTS = 5
 _RATED_PLACES = 11
 CELLS = _COUNTS * _RATED_PLACES
 TURN_END = CELLS
-"""The cell of the ends of conversations' turns, at which the next ones resume."""
+"""The cell of the ends of turns, where the next turns resume."""
 
-# Reads expected before anything is learnt: of prefixes that so many requests (0, 1, 2 or 3, 4 to 7, more) have asked
-# for within the last life of an entry, each further document is in fewer requests; and of the end of a turn.
+# Reads expected before anything is learned: for prefixes requested 0, 1, 2 or 3, 4 to 7, or more times within one TTL
+# (each further document is in fewer requests), and for the end of a turn.
 _FIRST = (0.5, 0.75, 1.5, 3.0, 8.0, 1.0)
 _NEXT = 0.85
 _WEIGHT = 1.0
 _MOST = 50.0
 _DECAY = 0.99
-# Lives beyond this are learnt from this part of them.
+# Of longer TTLs only this part is observed.
 _LONGEST_S = 3600.0
 
 _SHARE = 0.015
@@ -34,27 +34,27 @@ _PROMPTS = 4
 
 
 def cell_of(count: int, places: int) -> int:
-    """Prefixes that are alike: `count` requests asked for them, and they end `places` documents behind the cached
+    """Return the cell of prefixes that `count` requests contained and that end `places` documents after the cached
     ones."""
     return min(count.bit_length(), _COUNTS - 1) * _RATED_PLACES + min(places, _RATED_PLACES - 1)
 
 
 class MarkRates:
-    """Expected requests that contain a prefix's documents within the life of an entry (`ttl_s`), by cell.
+    """Expected requests that contain a prefix's documents within an entry's TTL (`ttl_s`), by cell.
 
         rates = MarkRates(300)
         rates.begin([cell_of(0, 1), cell_of(0, 2)], started=0.0)
         rates.passed(cell_of(0, 1))
         rates.expected(cell_of(0, 1), now=20.0)
 
-    Learnt from samples, of which those that are still young count with their share of a life.
+    Learned from samples; younger ones count with their share of the TTL.
     """
 
     def __init__(self, ttl_s: float) -> None:
         self.life_s = min(ttl_s, _LONGEST_S)
         self._reads = [0.0] * (CELLS + 1)
         self._lives = [0.0] * (CELLS + 1)
-        # Of the samples that are still watched: their number, and the sum of their starts.
+        # Number of the samples still observed, and the sum of their start times.
         self._open = [0] * (CELLS + 1)
         self._starts = [0.0] * (CELLS + 1)
 
@@ -76,7 +76,7 @@ class MarkRates:
         life = min(1.0, max(0.0, (now - started) / self.life_s))
         for cell in cells:
             self._open[cell] -= 1
-            # Rounding must not add up over months.
+            # Reset at zero, so that rounding does not add up over months.
             self._starts[cell] = self._starts[cell] - started if self._open[cell] else 0.0
             self._lives[cell] += life
             if self._lives[cell] > _MOST:
@@ -91,10 +91,10 @@ class MarkRates:
 
 
 class WriteBudget:
-    """What may be spent on writes, in input tokens at the plain price.
+    """Budget for cache writes, in input tokens at the plain price.
 
-    However badly reads are predicted, prompts never cost more than 1.5 % more than without a cache, and eight prompts:
-    of what reads have saved, four prompts at most are kept for writes, and so many are lent.
+    Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache: at most four
+    prompts of savings are kept for writes, and four are lent.
     """
 
     def __init__(self) -> None:
@@ -104,23 +104,22 @@ class WriteBudget:
         return surcharge <= self.balance + _PROMPTS * prompt_tokens
 
     def add(self, plain: float, cost: float) -> None:
-        """A prompt of `plain` tokens that costs `cost`."""
+        """Record a prompt of `plain` tokens that costs `cost`."""
         self.balance = min(self.balance + (1 + _SHARE) * plain - cost, _PROMPTS * plain)
 
     def correct(self, excess: float) -> None:
-        """It costs so much more than was thought."""
         self.balance -= excess
 
     def copy(self) -> Self:
         return shallow_copy(self)
 
 
-# Watched at once in a scope; half of them may be as young as they like.
+# Samples observed at the same time in a scope; the first half may start at any time.
 _SAMPLES = 256
 
 
 class _Sample(NamedTuple):
-    """The documents of a request from the first on, those `cells` behind its cached ones."""
+    """The documents of a request from the first on; `cells` are of those after its cached ones."""
 
     started: float
     keys: tuple[Key, ...]
@@ -129,7 +128,7 @@ class _Sample(NamedTuple):
 
 
 class MarkSamples:
-    """Some of a scope's requests, each for one life of an entry: `rates` learns which of them come again."""
+    """Samples of a scope's requests, each observed for one TTL, from which `rates` learns."""
 
     def __init__(self, rates: MarkRates) -> None:
         self._rates = rates
@@ -137,18 +136,15 @@ class MarkSamples:
         self._sampled = float("-inf")
 
     def copy(self, rates: MarkRates) -> MarkSamples:
-        """One that teaches other rates."""
         copy = MarkSamples(rates)
         copy._samples, copy._sampled = self._samples.copy(), self._sampled
         return copy
 
     def close(self, now: float) -> None:
-        """The scope is forgotten."""
         while self._samples:
             self._end_first(now)
 
     def observe(self, asked: Set[Key], now: float) -> None:
-        """A request for documents."""
         samples, rates = self._samples, self._rates
         while samples and samples[0].started <= now - rates.life_s:
             self._end_first(now)
@@ -160,7 +156,7 @@ class MarkSamples:
                     rates.passed(sample.cells[place - sample.cached])
 
     def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
-        """Watch a request whose first `cached` documents can be read already, if there are not too many."""
+        """Observe a request whose first `cached` documents can be read already, unless there are too many samples."""
         samples, rates = self._samples, self._rates
         sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
         if len(samples) < _SAMPLES and sparse:
@@ -173,17 +169,19 @@ class MarkSamples:
         self._rates.end(sample.cells, sample.started, now)
 
 
-# Documents behind what is cached among which marks are chosen.
+# Number of documents after the cached prefix among which breakpoints are chosen.
 _PLACES = 24
-# Marks of which none can be spared for what is found from the next one anyway.
+# With this number of breakpoints or fewer, none is used for prefixes that the next breakpoint finds anyway.
 _FEW = 2
-# Nodes by which the end of a turn is recognised in a later one.
+# Number of nodes that identify the end of a turn in a later one.
 _TURN_NODES = 64
 
 
 class _Path(NamedTuple):
-    """What is known of a request's places: tokens up to each, how many requests contained it, and how many are expected
-    to read it; the place where it resumes (-1: none), and other entries."""
+    """A request's places: tokens up to each, past requests that contained it, and expected reads.
+
+    `held` is the place where the request resumes (-1: nowhere), `live` are other entries.
+    """
 
     ends: Sequence[int]
     counts: Sequence[int]
@@ -193,14 +191,14 @@ class _Path(NamedTuple):
 
 
 class MarkChoice:
-    """Chooses marks by the reads that they are expected to bring, for one scope.
+    """Chooses breakpoints for one scope by their expected reads.
 
         choice = MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
         choice.choose(["a", "b"], [600, 1200, 1800], held=0, live=(), prompt_tokens=1860, now=0.0)
 
-    Expected are as many requests as have contained the documents up to a mark within the last life of an entry, at the
-    rate at which such counts have come true. A mark costs what writing adds to the price of the tokens up to it, and
-    saves what reading takes off, for each request that resumes there.
+    Expected reads are the requests within the last TTL that contained the documents, times the rate at which such
+    counts came true. A breakpoint costs the surcharge for writing, and saves the discount for each request that resumes
+    there.
     """
 
     def __init__(self, rules: CacheRules, rates: MarkRates, budget: WriteBudget) -> None:
@@ -220,18 +218,18 @@ class MarkChoice:
         return copy
 
     def close(self, now: float) -> None:
-        """Its scope is forgotten."""
         self._samples.close(now)
         self._turns.close(now)
 
     def choose(
         self, keys: Sequence[Key], ends: Sequence[int], held: int, live: Sequence[int], prompt_tokens: int, now: float
     ) -> tuple[int, ...]:
-        """The marks of a request, as numbers of documents in front of each, ascending; it counts from the next one on.
+        """Return a request's breakpoints as numbers of documents before each, ascending. The request counts from the
+        next one on.
 
-        `ends[i]`: tokens up to the end of document i, and `ends[0]` those in front of the first. The request can resume
-        behind `held` documents (-1: nowhere), and does so if one of its marks stands there, or less than the rules'
-        `lookback_parts` behind that; `live` are other entries on its path.
+        `ends[i]`: tokens up to the end of document i; `ends[0]`: before the first. The request can resume after `held`
+        documents (-1: nowhere), if one of its breakpoints is there or less than `lookback_parts` after it. `live` are
+        other entries on its path.
         """
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)
@@ -250,8 +248,10 @@ class MarkChoice:
         prompt_tokens: int,
         now: float,
     ) -> tuple[int, ...]:
-        """The same for a turn of a conversation: `keys` are `history` nodes, documents up to number `documents`, and
-        the question, at whose end the next turn resumes. What stands behind a history is shared by nothing else."""
+        """Return the breakpoints of a turn of a conversation.
+
+        `keys` are `history` nodes, documents up to number `documents`, and the question, where the next turn resumes.
+        """
         own = keys[:documents] if not history else ()
         counts = self._counts(own, now)
         reads = dict(enumerate(self._expected(counts, held, now))) if not history else {}
@@ -266,7 +266,7 @@ class MarkChoice:
         if not history:
             self._observe(own, asked, counts, held, now)
         counts += [0] * (len(ends) - len(counts))
-        # How many parts a message of the history has is not known: what is resumed gets a mark of its own.
+        # A history's messages have an unknown number of parts, so the place to resume gets its own breakpoint.
         return self._select(_Path(ends, counts, reads, held, live), prompt_tokens, 1)
 
     def _select(self, path: _Path, prompt_tokens: int, lookback_parts: int) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ class MarkChoice:
         }
         base = ends[held] if held >= 0 else 0
         again: tuple[int, ...] = (held,) if held >= 0 else ()
-        # One is for where most requests part from this one, if there is room.
+        # If there is room, one breakpoint is for the place where most requests diverge from this one.
         slots = rules.marks - (held > 0 and rules.marks > _FEW)
         new = best_marks(ends, gains, base, slots - len(again))
         if again and len(new) == slots - 1:
@@ -293,25 +293,26 @@ class MarkChoice:
     def _crowded(
         self, path: _Path, gains: Mapping[int, float], new: tuple[int, ...], slots: int, lookback_parts: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Where a mark for what is resumed leaves too little room: the new marks, that one, if it is set again, and the
-        tokens behind which is written."""
+        """Choose breakpoints when one for the place to resume leaves too little room.
+
+        Returns the new breakpoints, that one if it is set again, and the tokens after which the request writes.
+        """
         ends, held = path.ends, path.held
         near = best_marks(ends, gains, ends[held], slots)
         gained = _gain(ends, gains, ends[held], new)
         found = bool(near) and near[0] - held < lookback_parts
-        # Where there is room a third new mark gains less than was expected.
+        # With more breakpoints a third new one gains less than expected.
         if found and self.rules.marks <= _FEW and _gain(ends, gains, ends[held], near) > gained:
             return near, (), ends[held]
         if slots == 1:
-            # A cache with one mark gets a deeper one only if this request forgoes what it could read.
+            # With one breakpoint a deeper one is possible only if this request does not read its cached prefix.
             afresh = best_marks(ends, gains, 0, 1)
             if _gain(ends, gains, 0, afresh) > (1 - self.rules.read) * ends[held] * (1 + path.reads[held]):
                 return afresh, (), 0
         return new, (held,), ends[held]
 
     def _with_inner(self, path: _Path, marks: list[int]) -> tuple[int, ...]:
-        """With marks within what is cached, which cost nothing: where most requests part from this one, then those that
-        live."""
+        """Add free breakpoints inside the cached prefix: places where requests diverge first, then live entries."""
         rules, ends, counts, held = self.rules, path.ends, path.counts, path.held
         inner = [place for place in range(max(held, 0)) if ends[place] >= rules.minimum_tokens]
         parting = [place for place in inner if counts[place] > counts[place + 1]][:_PLACES]
@@ -323,7 +324,7 @@ class MarkChoice:
         return tuple(sorted(marks))
 
     def _counts(self, keys: Sequence[Key], now: float) -> list[int]:
-        """Requests within the last life that contain no document, the first, the first two, …"""
+        """Return the requests within the last TTL that contain no document, the first, the first two, …"""
         times, oldest = self._times, now - self._rates.life_s
         while times and times[0] <= oldest:
             times.popleft()
@@ -339,7 +340,7 @@ class MarkChoice:
         return counts + [0] * (len(keys) + 1 - len(counts))
 
     def _expected(self, counts: Sequence[int], held: int, now: float) -> list[float]:
-        """Reads of each mark: no more than of one in front of it."""
+        """Return the expected reads of each breakpoint; they never increase along the path."""
         rates, found = self._rates, []
         least = float("inf")
         start = max(held, 0)
@@ -347,7 +348,7 @@ class MarkChoice:
             if place > start:
                 least = min(least, rates.expected(cell_of(count, place - start), now))
             else:
-                # What is cached is not written; the system prompt is in all requests.
+                # Cached prefixes are not written again; the system prompt is in all requests.
                 least = max(float(count), rates.expected(cell_of(count, 0), now))
             found.append(least)
         return found
@@ -355,7 +356,6 @@ class MarkChoice:
     def _observe(
         self, keys: Sequence[Key], asked: frozenset[Key], counts: Sequence[int], held: int, now: float
     ) -> None:
-        """A request whose documents `keys`, of all that it has `asked` for, others may share."""
         self._samples.observe(asked, now)
         cached = max(held, 0)
         if cached < len(keys):
@@ -369,9 +369,9 @@ class MarkChoice:
 
 
 def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots: int) -> tuple[int, ...]:
-    """At most `slots` of the places in `gains`, ascending, that gain most; none if none gains.
+    """Return at most `slots` of the places in `gains`, ascending, that gain most together.
 
-    A mark at a place gains `gains[place]` for each token between the mark before it, or `base`, and `ends[place]`.
+    A breakpoint gains `gains[place]` for each token between the one before it, or `base`, and `ends[place]`.
     """
     best = 0.0
     chosen: tuple[int, ...] = ()
@@ -394,7 +394,6 @@ def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots
 
 
 def _gain(ends: Sequence[int], gains: Mapping[int, float], base: int, marks: Sequence[int]) -> float:
-    """As `best_marks` counts it."""
     found = 0.0
     for mark in marks:
         found += (ends[mark] - base) * gains[mark]

@@ -1,4 +1,4 @@
-"""Residency in a cache that resumes a prefix only at marks, or at intervals, and forgets it after a time."""
+"""Residency in a cache that resumes at breakpoints or intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "M
 
 
 class CacheReport(NamedTuple):
-    """What a provider reports of a request; None: not reported."""
+    """A provider's report of a request. None means not reported."""
 
     cached_tokens: float | None = None
     written_tokens: float | None = None
@@ -28,7 +28,7 @@ class CacheReport(NamedTuple):
 
 
 class RequestTokens(NamedTuple):
-    """Of `prompt` tokens, those read from the cache and those written into it."""
+    """Tokens of the prompt, of those read from the cache, and of those written into it."""
 
     prompt: float
     cached: float
@@ -36,13 +36,12 @@ class RequestTokens(NamedTuple):
 
 
 class MarkPlan:
-    """The marks of a request in flight.
+    """The breakpoints of a request in flight.
 
-    `breakpoints`: nodes of its path in front of each mark to set; of a plain request, documents. It could resume at
-    `live` nodes, and does so at the last that a mark finds, its own or one less than `lookback_parts` behind it;
-    `depths`: all entries that it makes or renews, and `states` the places in tokens at which it keeps those of a hybrid
-    model. Predicted are `cached_tokens`, `written_tokens` behind them, and `prompt_tokens`, of which the answer's
-    expected tokens are none.
+    `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
+    `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
+    renews. `states`: places, in tokens, where a hybrid model keeps its state. Predicts `cached_tokens`, then
+    `written_tokens`, and `prompt_tokens` (without the answer).
     """
 
     __slots__ = (
@@ -84,13 +83,12 @@ class MarkPlan:
     def of_intervals(
         cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, started_s: float
     ) -> MarkPlan:
-        """Of a cache that needs no marks: a request resumes in a node, and leaves entries at all."""
+        """Return the plan for a cache without breakpoints: the request leaves entries at all nodes."""
         plan = cls((), (), (), 1, prompt_tokens, started_s)
         plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, resumed, depths
         return plan
 
     def set(self, breakpoints: Sequence[int]) -> None:
-        """These marks and no others."""
         self.breakpoints = tuple(breakpoints)
         within = self._lookback_parts
         found = (place for place in self._live if any(place <= mark < place + within for mark in self.breakpoints))
@@ -102,20 +100,19 @@ class MarkPlan:
             self.written_tokens = max(0, self._ends[self.breakpoints[-1]] - self.cached_tokens)
 
     def keep(self, breakpoints: Collection[int]) -> None:
-        """Of the marks these alone."""
         self.set([mark for mark in self.breakpoints if mark in breakpoints])
 
     @property
     def tokens(self) -> RequestTokens:
-        """As reported, else as predicted."""
+        """Tokens as reported, else as predicted."""
         cached, written, prompt = self.report
         prompt = float(self.prompt_tokens) if prompt is None else prompt
         if cached is None:
             cached = min(float(self.cached_tokens), prompt)
-        # A prompt that is shorter than what was found of it was counted without that.
+        # A reported prompt shorter than its cached tokens was counted without them.
         prompt = max(prompt, cached)
         if written is None:
-            # It writes up to the same mark, wherever it resumed.
+            # It writes up to the same breakpoint, independent of where it resumed.
             written = float(self.cached_tokens + self.written_tokens) - cached if self.breakpoints else 0.0
         return RequestTokens(prompt, cached, max(0.0, min(written, prompt - cached)))
 
@@ -125,7 +122,7 @@ class MarkPlan:
 
 
 _ESTIMATES_EXCEED = 4 / 3
-# Providers wrap each part of a prompt in tokens of their own.
+# Providers add tokens around each part of a prompt.
 _TOLERANCE_TOKENS = 64
 _TOLERANCE = 0.02
 _LIKE = 0.3
@@ -136,9 +133,9 @@ class MarksResidency(LRUResidency):
 
         residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
-    A request's marks live from its first token (`publish`) on, for a time that begins with the request and that later
-    requests on them renew. Nodes leave the tree with the last mark below them. `choice` says which marks a request
-    sets; `clock()` is in seconds, and a step back of it is no time that passes.
+    Entries can be read from their request's first token (`publish`) on. Their TTL begins with the request; requests
+    that use them renew it. Nodes leave the tree with the last entry below them. `clock()` is in seconds; backward steps
+    count as no time.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
@@ -148,10 +145,9 @@ class MarksResidency(LRUResidency):
         self.choice = choice
         self.plans: dict[Lease, MarkPlan] = {}
         self._clock = clock
-        self._behind_s = 0.0
+        self._offset_s = 0.0
 
     def copy(self) -> MarksResidency:
-        """An independent residency at the time of the last `refresh`."""
         tree, copies = self.marked.copy()
         now = tree.now
         mirror = type(self)(tree, self.pool, self.choice.copy(), lambda: now)
@@ -180,11 +176,9 @@ class MarksResidency(LRUResidency):
         return self._begin(path, suffix_tokens, None)
 
     def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int) -> Lease:
-        """The same for a request in a conversation, whose next turn resumes at the end of this one."""
         return self._begin(path, suffix_tokens, turn)
 
     def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
-        """Of its marks the request has these alone."""
         plan = self.plans.get(lease)
         if plan is None or plan.readable or self.rules.resume != "marks":
             return
@@ -196,7 +190,7 @@ class MarksResidency(LRUResidency):
         lease.cached_documents, lease.cached_tokens = max(0, plan.resumed), plan.cached_tokens
 
     def publish(self, lease: Lease) -> None:
-        """The request's first token is there: what it writes can be read."""
+        """Record the request's first token, after which its entries can be read."""
         plan = self.plans.get(lease)
         if plan is None or not lease.open:
             return
@@ -209,7 +203,7 @@ class MarksResidency(LRUResidency):
             node = lease.path[place]
             known = tree.marks.get(node, 0.0)
             if node.end > written_end:
-                # It was thought to be written, and was not.
+                # The entry was predicted, but not written.
                 if known == until:
                     del tree.marks[node]
             elif until > known:
@@ -217,7 +211,7 @@ class MarksResidency(LRUResidency):
                 tree.marks.move_to_end(node)
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """The provider has found so many tokens of a request's prompt: entries that it should have found are gone."""
+        """Drop entries that the provider should have found, if it found only `cached_tokens` of a request's prompt."""
         likely = cached_tokens * (_ESTIMATES_EXCEED if estimated else 1)
         if likely >= lease.cached_tokens * (1 - _TOLERANCE) - _TOLERANCE_TOKENS:
             return
@@ -242,14 +236,14 @@ class MarksResidency(LRUResidency):
             self.publish(lease)
             del self.plans[lease]
         if lease.turn is not None:
-            # An answer is in no entry before a later request has a mark behind it.
+            # No entry contains an answer before a later request has a breakpoint after it.
             lease.turn.answer = ""
         super().release(lease)
         self._prune(path[-1])
         self.pool.count(self)
 
     def cancel(self, lease: Lease) -> None:
-        """A request that fails behind its first token has written all the same."""
+        """End a failed request. If it failed after its first token, its entries are written."""
         if not lease.open:
             return
         plan = self.plans.get(lease)
@@ -273,7 +267,7 @@ class MarksResidency(LRUResidency):
         lease.path = ()
 
     def holds(self, node: Node) -> bool:
-        """True also for a node too short to be kept, and for one that a request in flight will mark."""
+        """Return whether the node has an entry, is too short for one, or will get one from a request in flight."""
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
@@ -305,25 +299,25 @@ class MarksResidency(LRUResidency):
         return MarkPlan(marks, live, ends, 1, prompt_tokens, now)
 
     def _read_clock(self) -> float:
-        now, last = self._clock() + self._behind_s, self.marked.now
+        now, last = self._clock() + self._offset_s, self.marked.now
         if not isfinite(now):
             return last
         if now < last:
-            self._behind_s += last - now
+            self._offset_s += last - now
         return max(now, last)
 
     def _surcharge(self, tokens: RequestTokens) -> float:
         return self.rules.cost(*tokens) - tokens.prompt
 
     def _written_end(self, plan: MarkPlan) -> float:
-        """The end of what is cached once the request is served; nothing is known without a report."""
+        """Return the end of the entries once the request is served, or infinity without a report."""
         cached, written, _ = plan.report
         if cached is None or written is None or self.rules.resume != "marks":
             return inf
         return _ESTIMATES_EXCEED * (cached + written) + _TOLERANCE_TOKENS if cached + written else 0.0
 
     def _pend(self, lease: Lease, plan: MarkPlan, change: int) -> None:
-        """Requests in flight that will mark the nodes of a plan are one more, or one less."""
+        """Change the number of requests in flight that will write entries at the plan's nodes."""
         pending = self.marked.pending
         for place in plan.depths:
             node = lease.path[place]
@@ -333,7 +327,6 @@ class MarksResidency(LRUResidency):
                 pending.pop(node, None)
 
     def _prune(self, node: Node) -> None:
-        """Nodes that lead to no mark leave the tree."""
         marks = self.marked.marks
         while node.parent is not None and node.stamp and not (node.children or node.leases or node in marks):
             parent = node.parent
@@ -347,8 +340,7 @@ class MarksResidency(LRUResidency):
 
 
 class MarkedFeedback(FeedbackResidency):
-    """`MarksResidency` corrected by reported tokens: an entry that is not found says nothing about others but those
-    behind it."""
+    """`MarksResidency` corrected by reported tokens."""
 
     mirror: MarksResidency
 
@@ -357,7 +349,7 @@ class MarkedFeedback(FeedbackResidency):
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
         predicted, history = lease.cached_tokens, lease.turn.history_nodes if lease.turn is not None else 0
-        # Far off it is another entry that was found.
+        # A very different count means that another entry was found.
         if not history and abs(cached_tokens - predicted) < _LIKE * predicted:
             start = self.tree.root.end
             held = lease.path[lease.cached_documents].end - start
@@ -369,11 +361,11 @@ class MarkedFeedback(FeedbackResidency):
 
 
 class JunctionsResidency(MarksResidency):
-    """The nodes of prompts that a hybrid model has computed, and the places in them of which it has kept its state.
+    """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
-    Such an engine (vLLM's "align") keeps the KV of whole prompts, and the state of its other layers at the last
-    multiple of `interval_tokens` in a prompt, and at the last one within what a request has in common with earlier
-    prompts, if it did not resume there: so it is found from the third request on.
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state of other layers only at the last
+    multiple of `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts, if it did
+    not resume there. So a shared prefix is found from the third request on.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:
@@ -384,7 +376,7 @@ class JunctionsResidency(MarksResidency):
             if not tree.lives(node) or node.missing:
                 break
             shared = node.end
-        # Engines compute the last token of a prompt.
+        # Engines always compute the last token of a prompt.
         ends = min(shared, prompt_tokens - 1) // size * size, (prompt_tokens - 1) // size * size
         plan.states = tuple(end for end in ends if end >= max(1, plan.cached_tokens))
         return plan
@@ -401,7 +393,7 @@ class JunctionsResidency(MarksResidency):
                 states[node] = max(end, states.get(node, 0))
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """The engine has found so many tokens of a request's prompt: states that it should have found are gone."""
+        """Drop states that the engine should have found, if it found only `cached_tokens` of a request's prompt."""
         if cached_tokens >= lease.cached_tokens * (1 - _TOLERANCE):
             return
         states = self.marked.states

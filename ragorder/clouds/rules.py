@@ -1,4 +1,4 @@
-"""Rules of a cache that resumes a prefix only at marks, or at intervals."""
+"""Rules of a cache that resumes at breakpoints or intervals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["CacheRules", "UsageFields"]
 
 
 class UsageFields(NamedTuple):
-    """Names of reported token counts, members separated by dots.
+    """Names of reported token counts, with dots between members.
 
-    Of `prompt` tokens some are read and some written (inclusive), or `prompt` are those that are neither (`additive`).
+    The `prompt` tokens include those read and written, or exclude them (`additive`).
     """
 
     read: str
@@ -23,25 +23,25 @@ class UsageFields(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """What a cache keeps, for how long, and what it charges.
+    """A cache's limits, TTL and prices.
 
         CacheRules("mine", minimum_tokens=1024, marks=4, ttl_s=300, write=1.25, read=0.1)
 
-    - `minimum_tokens`: shorter prefixes are not kept, and nothing says so
-    - `resume`: a request resumes at "marks" that earlier ones have set, or at any multiple of `interval_tokens`
-      ("interval"), or at the last of these in an earlier prompt and where requests have parted before ("junctions")
-    - `marks`: at most so many a request
-    - `read_marks`: (first, latest): a request may have more marks, of which the latest `marks` are written, and so many
-      are looked at. None: more are refused
-    - `lookback_parts`: content parts in front of each mark, its own counted, at whose ends an entry is looked for
-    - `ttl_s`: life of an entry from the start of a request; requests that read it renew it. `ttl`: as the provider
-      spells it
+    - `minimum_tokens`: shorter prefixes are not cached, without an error
+    - `resume`: a request resumes at breakpoints of earlier requests ("marks"), at any multiple of `interval_tokens`
+      ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
+    - `marks`: maximum breakpoints per request
+    - `read_marks`: (first, latest) numbers of breakpoints that are looked up in a request with more than `marks`; its
+      latest `marks` are written. Default: such a request is refused
+    - `lookback_parts`: content parts before each breakpoint, including its own, at whose ends an entry is looked up
+    - `ttl_s`: TTL in seconds from the start of a request; requests that read the entry renew it. `ttl`: the provider's
+      name of it
     - `write`, `read`: prices in multiples of the plain input price
-    - `readable`: from its writer's "first token" on, or from its "start", an entry can be read
-    - `usage`: names of the reported counts; None: OpenAI's
-    - `source`, `date`: where the figures were read, and when
+    - `readable`: an entry can be read from its writer's "first token", or from its "start"
+    - `usage`: names of the reported counts (default: OpenAI's)
+    - `source`, `date`: source of the figures, and the date of reading
 
-    Raises ValueError for figures that cannot be.
+    Raises ValueError for impossible figures.
     """
 
     name: str
@@ -68,7 +68,7 @@ class CacheRules:
         if self.minimum_tokens < 0 or self.marks < 0:
             raise ValueError("minimum_tokens and marks must not be negative")
         if self.interval_tokens < 1 or self.lookback_parts < 1:
-            raise ValueError("interval_tokens and lookback_parts must be 1 at least")
+            raise ValueError("interval_tokens and lookback_parts must be at least 1")
         if self.read_marks is not None and not (min(self.read_marks) >= 0 and self.read_marks[1] >= self.marks):
             raise ValueError(
                 f"read_marks are (first, latest), and latest is at least {self.marks}, got {self.read_marks}"
@@ -76,17 +76,17 @@ class CacheRules:
         if not self.ttl_s > 0:
             raise ValueError(f"ttl_s must be positive, got {self.ttl_s}")
         if not (0 <= self.write < inf and 0 <= self.read < inf):
-            raise ValueError("write and read are multiples of the plain input price: neither may be negative")
+            raise ValueError("write and read are multiples of the plain input price: give finite numbers, 0 or more")
         if self.resume == "marks" and not self.marks:
-            raise ValueError("a cache that resumes at marks takes one at least: raise marks")
+            raise ValueError("marks is 0, but the cache resumes at marks: give 1 or more")
 
     @property
     def break_even(self) -> float:
-        """Expected reads of what is written, above which writing it saves money."""
+        """Expected reads of a written prefix above which writing it saves money."""
         if self.write <= 1:
             return 0.0
         return (self.write - 1) / (1 - self.read) if self.read < 1 else inf
 
     def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
-        """Of a prompt, in input tokens at the plain price."""
+        """Return the cost of a prompt, in input tokens at the plain price."""
         return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens

@@ -1,4 +1,4 @@
-"""Knowledge tree of a cache that resumes at marks."""
+"""Knowledge tree of a cache that resumes at breakpoints."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from ragorder.clouds.rules import CacheRules
-from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
+from ragorder.trie.search import SEARCH_BUDGET, Permits, PrefixSearch, ranks_on_path
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["MarkedPathSearch", "MarkedTree"]
 
 
 class MarkedTree(KnowledgeTree):
-    """A tree in whose nodes a request can resume, or not.
+    """A tree that knows at which nodes a request can resume.
 
-    `marks`: until when (by the residency's clock, of which `now` is the last reading) an entry lives that ends with the
-    node, the soonest first. `pending`: nodes that requests in flight will mark, with their number. `states`: of a cache
-    that resumes at junctions, the last place within a node, in tokens of the prompt, that it has kept the state of.
+    `marks`: expiry of the entry that ends with each node, soonest first (`now` is the clock's last reading). `pending`:
+    number of requests in flight that will write an entry there. `states`: for a cache that resumes at junctions, the
+    last place within a node, in tokens of the prompt, with its state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
@@ -29,11 +29,11 @@ class MarkedTree(KnowledgeTree):
         self.now = 0.0
 
     def lives(self, node: Node) -> bool:
-        """Whether an entry ends with the node."""
+        """Return whether an entry ends with the node."""
         return self.marks.get(node, self.now) > self.now
 
     def resumable(self, node: Node) -> int:
-        """Tokens at which a request resumes by the node's own entry; 0 without one."""
+        """Return the tokens at which a request resumes by the node's own entry, or 0 without one."""
         if not self.lives(node):
             return 0
         rules, end = self.rules, node.end - node.missing
@@ -47,11 +47,11 @@ class MarkedTree(KnowledgeTree):
         return end if end >= rules.minimum_tokens else 0
 
     def joins(self, node: Node) -> bool:
-        """Whether it helps later requests if this one shares the node, even if it reads nothing there."""
+        """Return whether later requests gain if this one shares the node without reading there."""
         return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
 
     def cached_tokens(self, node: Node) -> int:
-        """By the deepest entry at the node or above it."""
+        """Return the tokens of the deepest entry at the node or above it."""
         at: Node | None = node
         while at is not None:
             if found := self.resumable(at):
@@ -70,14 +70,13 @@ class MarkedTree(KnowledgeTree):
 
 
 class MarkedPathSearch(PrefixSearch):
-    """Depth-first search of all paths within the request's documents, over at most `budget` nodes of a `MarkedTree`.
+    """Depth-first search of a `MarkedTree`, over at most `budget` nodes.
 
-    The path that resumes latest wins, and ends at its mark: unmarked nodes are only walked through. Among equals comes
-    the one that later requests gain most by, as requests in flight mark it or a junction will be there, then the most
-    recently used.
+    The path with most resumable tokens wins, and ends at its entry. Ties go to a deeper node that requests in flight
+    will write or that will be a junction, then to the most recently used.
     """
 
-    def __init__(self, budget: int = 1024) -> None:
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
         self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:

@@ -189,7 +189,7 @@ class TestBudgets:
     def test_that_are_no_sizes_are_refused(self, flag: str, size: str, config: Path) -> None:
         done = doctor("--model", config, f"{flag}={size}")
         assert done.exit_code == 2
-        assert "is no size" in done.stderr
+        assert "is not a size" in done.stderr
 
     def test_that_are_not_given_are_this_machines(self) -> None:
         pytest.importorskip("psutil")

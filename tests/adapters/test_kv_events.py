@@ -1256,13 +1256,13 @@ class TestEngineBlocks:
         assert max(cost(1 << 13) for _ in range(12)) < 6 * first
         assert len(table._contents) == 1 << 16
 
-    def test_h1_no_call_of_an_orderer_waits_for_a_writer(self) -> None:
+    def test_h1_no_call_of_an_orderer_waits_for_a_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
             block_size=BLOCK,
             capacity_tokens=40 * BLOCK,
-            max_scopes=2,
             blocks=table,
             prefix_ids=[1] * BLOCK,
             prefix_tokens=BLOCK,

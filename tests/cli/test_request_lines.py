@@ -170,7 +170,7 @@ class TestFields:
         [
             ({"tokens": [1]}, '"tokens" has 1 entries and "documents" has 2: give one for each'),
             ({"documents": ["x", {"id": "y", "tokens": 5}], "tokens": [1, 2]}, 'in "tokens" or in the documents, not'),
-            ({"prompt_tokens": 5, "suffix_tokens": 5}, "say the same: leave one of them out"),
+            ({"prompt_tokens": 5, "suffix_tokens": 5}, "exclude each other: leave one of them out"),
             ({"tokens": 100, "prompt_tokens": 200}, '"prompt_tokens" must be more than prefix and documents together'),
             ({"time": "noon"}, '"time" is not an ISO 8601 date and time'),
             ({"tenant": 5}, '"tenant" must be a string, not an integer'),

@@ -246,8 +246,9 @@ def test_a_collection_of_another_thread_at_any_step_disturbs_no_outcome(end: str
 class TestLengthsThatACloneLearnsAtTheSameTime:
     """They are of both, and each has its own lock."""
 
-    def test_scopes_that_it_adds(self, documents: list[Document]) -> None:
-        orderer, scopes = Orderer(strict=True, capacity_tokens=10**8, max_scopes=10_000), count()
+    def test_scopes_that_it_adds(self, documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 10_000)
+        orderer, scopes = Orderer(strict=True, capacity_tokens=10**8), count()
         clone = orderer.clone()
         orderer.order(documents[:3]).confirm(0)
         lost = orderer.order(documents[:3])

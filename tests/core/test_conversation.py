@@ -278,7 +278,7 @@ class TestPredictions:
         waiting = server.orderer.order(server.pick(), history=History(told.segments, question=question))
         for _ in range(3):
             told, other = server.ask(told, server.pick()), server.ask(other, server.pick())
-        waiting.remember_as("m in flight", "a in flight")
+        waiting.set_history_keys("m in flight", "a in flight")
         waiting.discard()
         told, other = server.ask(told, server.pick()), server.ask(other, server.pick())
         assert server.predicted == server.reported

@@ -212,9 +212,12 @@ def traced() -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("capacity_tokens", [20_000, None])
-def test_memory_is_bounded(capacity_tokens: int | None, traced: Callable[[], int]) -> None:
-    """Whatever the engine holds: at most 4,096 requests are remembered."""
-    orderer, numbers = make(capacity_tokens=capacity_tokens, max_nodes=10_000), count()
+def test_memory_is_bounded(
+    capacity_tokens: int | None, traced: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any capacity at most 4,096 requests are kept."""
+    monkeypatch.setattr("ragorder._scopes.MAX_NODES", 10_000)
+    orderer, numbers = make(capacity_tokens=capacity_tokens), count()
 
     def order(requests: int) -> int:
         for number in islice(numbers, requests):

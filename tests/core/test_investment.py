@@ -1,4 +1,4 @@
-"""Documents that are computed exactly although they could be taken over: only where later requests pay for it."""
+"""Documents that are computed exactly although they have copies: only where later requests pay for it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ ROOT = Node(None, None, 0, 0)
 ABC = Documents("abc", [100, 100, 50])
 
 
-def investment(tail: Tail, taken_over: int = PLENTY, **options: object) -> Investment:
+def investment(tail: Tail, reused_tokens: int = PLENTY, **options: object) -> Investment:
     """After requests that took over so many tokens."""
     chosen = {"reuse": "fused", "copies": "all", "recompute": 0.2, "min_gain": 0.0} | options
     found = Investment(Settings(**chosen), tail)  # type: ignore[arg-type]
-    found.begin([ROOT], 0, [], taken_over)
+    found.begin([ROOT], 0, [], reused_tokens)
     return found
 
 
@@ -112,8 +112,8 @@ class TestMeans:
     def test_are_earned_by_what_requests_compute_anew(self) -> None:
         tail = Foreseen({"a": 100, "ab": 100})
         # A document costs 80 tokens; 20 % are recomputed, and 1 % of that may be spent.
-        for taken_over, chosen in ((39_999, []), (40_000, [0]), (79_999, [0]), (80_000, [0, 1])):
-            found = investment(tail, taken_over)
+        for reused_tokens, chosen in ((39_999, []), (40_000, [0]), (79_999, [0]), (80_000, [0, 1])):
+            found = investment(tail, reused_tokens)
             assert choose(found, [], [0, 1, 2]) == chosen
             assert (found.uses(ABC, ABC.tokens, [0], 1, 80.0) is None) == (len(chosen) < 2)
 
@@ -153,7 +153,7 @@ class TestForecasts:
     """Count as far as former ones have come true."""
 
     def after(self, uses: int, promised: float, requests: int = 300) -> bool:
-        """Whether 8 expected uses pay, twice as many as it takes, once so many were promised and seen."""
+        """Whether 8 expected uses pay, twice as many as it takes, after this number was forecast and seen."""
         found = investment(Foreseen({"a": 8.0}))
         path = KnowledgeTree(1).insert("b", [100], [0])
         found.begin(path, 0, [Invested(0, promised)], 0)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from support.rings import examples, grid
 
 from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
+from ragorder._scopes import MAX_NODES
 from ragorder.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -61,8 +62,10 @@ def ids(ordering: Ordering[Document]) -> str:
     return "".join(document.id for document in ordering.documents)
 
 
-def strict(**options: Any) -> Orderer:
-    return Orderer(strict=True, **options)
+def strict(*, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ragorder._scopes.MAX_NODES", max_nodes)
+        return Orderer(strict=True, **options)
 
 
 def serve(orderer: Orderer, *requests: str, **options: Any) -> str:
@@ -802,16 +805,18 @@ class TestScopes:
         assert orderer.order(documents("z"), scope="other").fallback
         assert orderer.order(documents("cba"), scope="one").cached_tokens == 96
 
-    def test_so_many_scopes_are_remembered_the_least_recently_used_is_forgotten(self) -> None:
-        orderer = strict(max_scopes=3)
+    def test_the_least_recently_used_scope_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 3)
+        orderer = strict()
         for scope in [1, 2, 3, 1, 4]:
             serve(orderer, "ab", scope=scope)
         assert list(orderer._scopes) == [3, 1, 4]
         assert orderer.order(documents("ba"), scope=1).cached_tokens == 64
         assert orderer.order(documents("ba"), scope=2).cached_tokens == 0
 
-    def test_a_request_of_a_forgotten_scope_can_still_be_confirmed(self) -> None:
-        orderer = strict(max_scopes=1)
+    def test_a_request_of_a_forgotten_scope_can_still_be_confirmed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 1)
+        orderer = strict()
         ordering = orderer.order(documents("ab"), scope=1)
         orderer.order(documents("ab"), scope=2)
         ordering.confirm(0)

@@ -84,11 +84,12 @@ def interrupted(work: Callable[[], object], line: int) -> bool:
 
 class TestL1Interrupts:
     @pytest.mark.parametrize("end", ["confirm", "discard"])
-    def test_l1_before_any_line_of_an_order_or_of_its_end(self, end: str) -> None:
+    def test_l1_before_any_line_of_an_order_or_of_its_end(self, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing stays pinned, miscounted or locked, wherever the interrupt comes."""
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
         line, again = 1, True
         while again:
-            orderer = Orderer(capacity_tokens=1_600, max_scopes=2)
+            orderer = Orderer(capacity_tokens=1_600)
             for first in range(0, 12, 3):
                 orderer.order(DOCUMENTS[first : first + 5], scope=first % 2).confirm(None, 700)
 
@@ -313,7 +314,7 @@ class TestWhatIsNoNumberOfTokens:
 
 def test_what_is_no_number_of_tokens_is_logged_once_without_its_content(python: Any) -> None:
     done = python("-c", REPORTED)
-    assert done.returncode == 0 and done.stderr.count("no number of tokens (str") == 1, done.stderr
+    assert done.returncode == 0 and done.stderr.count("an invalid token count (str") == 1, done.stderr
     assert "SECRET" not in done.stderr and "retrieval order" not in done.stderr
 
 
@@ -350,8 +351,11 @@ class Changing:
 
 class TestL10Names:
     @pytest.mark.parametrize("make", [BadHash, BadEqual, Changing])
-    def test_l10_a_scope_that_cannot_be_found_again_raises_nothing(self, make: Callable[[], Any]) -> None:
-        orderer = Orderer(max_scopes=2)
+    def test_l10_a_scope_that_cannot_be_found_again_raises_nothing(
+        self, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
+        orderer = Orderer()
         for _ in range(4):
             scope = make()
             ordering = orderer.order(DOCUMENTS[:3], scope=scope)
@@ -415,8 +419,11 @@ class TestM6Bounds:
         ids=str,
     )
     @pytest.mark.parametrize("tokens", [0, 16])
-    def test_m6_nodes_are_bounded_over_all_scopes(self, options: dict[str, Any], tokens: int) -> None:
-        orderer = Orderer(max_nodes=300, strict=True, **options)
+    def test_m6_nodes_are_bounded_over_all_scopes(
+        self, options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 300)
+        orderer = Orderer(strict=True, **options)
         rng = random.Random(0)
         for number in range(400):
             documents = [Document(f"{number} {place}", "", tokens) for place in range(rng.randint(1, 40))]
@@ -426,9 +433,10 @@ class TestM6Bounds:
             assert orderer.tree_size <= 300
         check(orderer)
 
-    def test_m6_those_in_use_share_the_nodes(self) -> None:
+    def test_m6_those_in_use_share_the_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Round robin over scopes that do not fit together: each keeps what it used last, and none loses all."""
-        orderer = Orderer(max_nodes=120, strict=True, residency="none")
+        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 120)
+        orderer = Orderer(strict=True, residency="none")
         cached = 0
         for turn in range(20):
             for scope in range(8):
@@ -438,18 +446,18 @@ class TestM6Bounds:
                 ordering.confirm()
         assert cached >= 19 * 8 * 480
 
-    def test_m6_with_events_whole_scopes_go(self) -> None:
-        orderer = Orderer(
-            token_ids=lambda document: range(16), blocks=EngineBlocks(16), max_nodes=100, strict=True, prefix_tokens=0
-        )
+    def test_m6_with_events_whole_scopes_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 100)
+        orderer = Orderer(token_ids=lambda document: range(16), blocks=EngineBlocks(16), strict=True, prefix_tokens=0)
         for number in range(60):
             documents = [Document(f"{number} {place}", "", 16) for place in range(10)]
             orderer.order(documents, scope=str(number % 20)).confirm()
             assert orderer.tree_size <= 100
         assert orderer._scopes, "the one in use stays"
 
-    def test_m6_names_that_are_never_used_again_leave_nothing_behind(self) -> None:
-        orderer = Orderer(max_scopes=4, strict=True)
+    def test_m6_names_that_are_never_used_again_leave_nothing_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 4)
+        orderer = Orderer(strict=True)
         for number in range(2_000):
             orderer.order(DOCUMENTS[:2], scope=number).confirm()
         assert len(orderer._scopes.pool.holders) == 4

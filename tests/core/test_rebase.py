@@ -335,7 +335,7 @@ class RebasingServer(ToldServer):
         self.reported.append(done.cached_tokens)
         answered = [*answer, *self.tokens(CLOSING)]
         opening = f"m{hash((*shown, *said[0][1]))}"
-        ordering.remember_as(opening, f"a{hash(tuple(answered))}", closing_tokens=CLOSING)
+        ordering.set_history_keys(opening, f"a{hash(tuple(answered))}", closing_tokens=CLOSING)
         ordering.confirm(done.cached_tokens, len(prompt) + len(answer), prompt_tokens=len(prompt))
         said = [*said, (f"a{hash(tuple(answered))}", answered)]
         first = Segment(opening, len(shown) + len(said[0][1]))
@@ -401,38 +401,38 @@ class TestLost:
 
     def test_what_is_held_is_not_lost_and_what_was_evicted_is(self) -> None:
         server, told = self.served()
-        assert not server.orderer.has_lost(told.segments)
+        assert not server.orderer.has_lost(History(told.segments))
         server.fill()
-        assert server.orderer.has_lost(told.segments)
+        assert server.orderer.has_lost(History(told.segments))
 
     def test_not_if_it_is_held_up_to_a_later_turn(self) -> None:
         server, told = self.served(None)
-        assert not server.orderer.has_lost([*told.segments, Segment("never seen", 500)])
+        assert not server.orderer.has_lost(History([*told.segments, Segment("never seen", 500)]))
 
     def test_what_was_never_served_here_is_unknown(self) -> None:
         server, told = self.served()
         server.fill()
-        assert not server.orderer.has_lost([])
-        assert not server.orderer.has_lost([Segment("another", 40), *told.segments[1:]])
-        assert not server.orderer.has_lost(told.segments, scope="another tenant")
+        assert not server.orderer.has_lost(History([]))
+        assert not server.orderer.has_lost(History([Segment("another", 40), *told.segments[1:]]))
+        assert not server.orderer.has_lost(History(told.segments), scope="another tenant")
 
     def test_it_is_not_known_of_engines_that_take_documents_over(self) -> None:
         orderer = Orderer(strict=True, reuse="fused")
-        assert not orderer.has_lost([Segment("m", 40)])
+        assert not orderer.has_lost(History([Segment("m", 40)]))
 
     def test_in_shadow_mode_nothing_is_laid_out_anew(self) -> None:
         server, told = self.served()
         server.fill()
-        assert ObservedOrderer(server.orderer).has_lost(told.segments)
+        assert ObservedOrderer(server.orderer).has_lost(History(told.segments))
         shadow = ObservedOrderer(server.orderer, shadow=True)
-        assert not shadow.has_lost(told.segments)
+        assert not shadow.has_lost(History(told.segments))
 
     def test_a_question_says_nothing(self) -> None:
         server, told = self.served()
         size = server.orderer.tree_size
-        server.orderer.has_lost(told.segments)
+        server.orderer.has_lost(History(told.segments))
         assert server.orderer.tree_size == size
 
     def test_other_segments_are_refused(self) -> None:
-        with pytest.raises(TypeError, match="Segment"):
-            Orderer(strict=True).has_lost(["text"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="History"):
+            Orderer(strict=True).has_lost(["text"])  # type: ignore[arg-type]

@@ -39,6 +39,6 @@ class TestARecord:
 
     def test_with_another_permutation_is_refused(self) -> None:
         there = orderer()
-        with pytest.raises(ValueError, match="each rank once"):
+        with pytest.raises(ValueError, match="exactly once"):
             there.record(DOCUMENTS[:3], permutation=[0, 1, 1])
         assert there.tree_size == orderer().tree_size

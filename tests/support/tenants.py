@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
+
 from ragorder import Document, Lengths, Orderer
+from ragorder._scopes import MAX_NODES
 from ragorder.eval.engines.sim import Like, SimEngine
 from ragorder.trie.residency.blocks import EngineBlocks
 
@@ -58,6 +61,7 @@ class Tenants:
         apart: bool = False,
         like: Like = "vllm-0.32",
         told_capacity: float = 1.0,
+        max_nodes: int = MAX_NODES,
         name: Callable[[int, int], int] = lambda tenant, document: document,
         **options: Any,
     ) -> None:
@@ -67,6 +71,7 @@ class Tenants:
         self._tell_every = tell_every
         self._apart = apart
         self._name = name
+        self._max_nodes = max_nodes
         self._blocks = EngineBlocks(BLOCK)
         self._noted: set[int] = set()
         self._untold: deque[tuple[Any, ...]] = deque()
@@ -88,7 +93,9 @@ class Tenants:
     def orderer(self, tenant: int) -> Orderer:
         name = tenant if self._apart else None
         if name not in self._orderers:
-            self._orderers[name] = Orderer(**self._options)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("ragorder._scopes.MAX_NODES", self._max_nodes)
+                self._orderers[name] = Orderer(**self._options)
         return self._orderers[name]
 
     def serve(

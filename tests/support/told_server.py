@@ -83,7 +83,7 @@ class ToldServer:
             return told
         said = [*answer, *self.tokens(CLOSING)]
         keys = f"m{hash(tuple(sent))}", f"a{hash(tuple(said))}"
-        ordering.remember_as(*keys, closing_tokens=CLOSING)
+        ordering.set_history_keys(*keys, closing_tokens=CLOSING)
         ordering.confirm(done.cached_tokens, len(prompt) + len(answer), prompt_tokens=len(prompt))
         message = Segment(keys[0], len(sent) - len(told.tokens))
         return Told([*told.segments, message, Segment(keys[1], len(said))], [*sent, *said])

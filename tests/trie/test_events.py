@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.rings import examples, grid
 
 from ragorder import Document, Lengths, Orderer
+from ragorder._scopes import MAX_NODES
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.trie.residency.blocks import EngineBlocks
@@ -96,20 +97,22 @@ class Live:
         self.served = 0
         self.total_tokens: int | None = None
 
-    def make_orderer(self, **options: Any) -> Orderer:
-        return Orderer(
-            token_ids=token_ids,
-            prefix_ids=SYSTEM,
-            blocks=self.blocks,
-            **{
-                "capacity_tokens": self.engine.sim.capacity_tokens,
-                "block_size": BLOCK,
-                "prefix_tokens": len(SYSTEM),
-                "partial_blocks_first": False,
-                "strict": True,
-            }
-            | options,
-        )
+    def make_orderer(self, *, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ragorder._scopes.MAX_NODES", max_nodes)
+            return Orderer(
+                token_ids=token_ids,
+                prefix_ids=SYSTEM,
+                blocks=self.blocks,
+                **{
+                    "capacity_tokens": self.engine.sim.capacity_tokens,
+                    "block_size": BLOCK,
+                    "prefix_tokens": len(SYSTEM),
+                    "partial_blocks_first": False,
+                    "strict": True,
+                }
+                | options,
+            )
 
     @property
     def residency(self) -> EventsResidency:
@@ -789,7 +792,8 @@ class TestTenants:
         assert orderer.order(documents, scope=scope).cached_tokens == 0
         assert orderer.order(documents, scope=scope).cached_tokens == 28
 
-    def test_a_forgotten_scope_receives_no_events(self) -> None:
+    def test_a_forgotten_scope_receives_no_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
         blocks = EngineBlocks(BLOCK)
         orderer = Orderer(
             token_ids=token_ids,
@@ -797,7 +801,6 @@ class TestTenants:
             blocks=blocks,
             block_size=BLOCK,
             prefix_tokens=10,
-            max_scopes=2,
             strict=True,
         )
         for scope in "abcdef":

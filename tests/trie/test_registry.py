@@ -1,4 +1,4 @@
-"""A tail or a search is added by one file."""
+"""A tail or a search is added by one class."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TAIL = """
-from ragorder.trie.tail import Tail, tails
-
 @tails.register("reversed", "the least relevant document first")
 class ReversedTail(Tail):
     def arrange(self, request, prefix, rest, waiting):
@@ -22,8 +20,6 @@ class ReversedTail(Tail):
 """
 
 SEARCH = """
-from ragorder.trie.search import PrefixSearch, searches
-
 @searches.register("nothing", "no cached document is reused")
 class NoSearch(PrefixSearch):
     def __init__(self, budget):
@@ -50,8 +46,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "ragorder", folder / "ragorder", symlinks=True)
     for name in ("adapters", "eval", "kernels", "pipelining"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "trie" / "tail" / "reversed.py").write_text(TAIL)
-    (folder / "trie" / "search" / "nothing.py").write_text(SEARCH)
+    for name, policy in (("tail", TAIL), ("search", SEARCH)):
+        with open(folder / "trie" / f"{name}.py", "a") as file:
+            file.write(policy)
     return folder
 
 

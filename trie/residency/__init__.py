@@ -1,4 +1,4 @@
-"""Residency: the part of the knowledge tree that the engine still holds."""
+"""Residency: which parts of the knowledge tree the engine still holds."""
 
 from ragorder.trie.residency.base import Lease, Loads, Place, Places, RequestedDocuments, Residency, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency

@@ -15,9 +15,9 @@ __all__ = ["Lease", "Loads", "Place", "Places", "RequestedDocuments", "Residency
 class Lease:
     """A request in flight since `stamp`.
 
-    `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held at its start. After the
-    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
-    use of the last held node (0: in use). `turn`: of a request in a conversation.
+    At its start the engine held `cached_documents` and `cached_tokens` (including the system prompt) of its `path`.
+    After the documents it fills `suffix_blocks` blocks and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
+    use of the last cached node (0: in use).
     """
 
     __slots__ = (
@@ -65,18 +65,17 @@ class Lease:
 
 
 class Residency(Protocol):
-    """Marks the nodes that the engine holds, and removes evicted ones.
+    """Tracks which nodes the engine holds. The caller serialises all calls.
 
-    The caller serialises all calls. Every lease ends with one `release` or `cancel`; a forgotten one counts as served
-    when its room is needed.
+    Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
     """
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply the engine's news, and find the requested documents in its cache. Called before each search."""
+        """Apply the engine's news, and look for the requested documents in its cache. Called before each search."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """A request starts, with `suffix_tokens` (question and answer) after its documents. What it computes counts as
-        held at once."""
+        """Start a request with `suffix_tokens` (question and answer) after its documents. Its blocks count as held at
+        once."""
 
     def release(
         self,
@@ -85,15 +84,14 @@ class Residency(Protocol):
         total_tokens: float | None = None,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The request is served; the engine reported `cached_tokens` reused, `total_tokens` of prompt and answer,
-        `prompt_tokens`."""
+        """End a served request, with the token counts that the engine reported."""
 
     def cancel(self, lease: Lease) -> None:
-        """The request failed: what it alone would have computed is not held."""
+        """End a failed request: blocks that only it would have computed are not held."""
 
 
 class Place(IntEnum):
-    """Fastest first."""
+    """Tiers of an engine, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -101,7 +99,7 @@ class Place(IntEnum):
 
 
 class Loads(NamedTuple):
-    """Blocks that the engine loads from host memory and from disk before it reuses them."""
+    """Blocks that the engine must load from host memory and from disk."""
 
     host: int = 0
     disk: int = 0
@@ -109,11 +107,10 @@ class Loads(NamedTuple):
 
 @runtime_checkable
 class Places(Protocol):
-    """A residency in an engine with several tiers: where blocks of nodes are."""
+    """A residency that knows the tier of each block."""
 
     def loads(self, node: Node) -> Loads:
-        """Of the node's held blocks."""
+        """Return the loads of the node's held blocks."""
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
-        """The request of a new lease brings its path to the device. Without room the lease has ended already.
-        `expected_uses`: forecast uses of its documents' nodes, or none."""
+        """Put the path of a new lease's request on the device. Without room the lease has ended already."""

@@ -1,4 +1,4 @@
-"""Blocks of an engine's KV cache, from its events."""
+"""Blocks of an engine's KV cache, tracked by its events."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ragorder.trie.residency.base import Place
 __all__ = ["BlockWatcher", "Content", "EngineBlocks", "PathContents", "block_content", "chain_root", "pack_tokens"]
 
 Content = bytes
-"""A digest of a block's tokens and of all that stands before them, whatever hash the engine gives the block."""
+"""Digest of a block's tokens and all tokens before them, independent of the engine's block hash."""
 
 _TOKEN_BYTES = array("q").itemsize
 
 
 class BlockWatcher(Protocol):
-    """Receives in `changed` the contents of stored and removed blocks that it watches."""
+    """Receives the contents of stored and removed blocks that it watches in `changed`."""
 
     changed: dict[Content, None]
 
 
 def chain_root(salt: str | None = None) -> Content:
-    """The content before a prompt's first block: the tenant's `cache_salt`, or nothing."""
+    """Return the content before a prompt's first block: the tenant's `cache_salt`, or nothing."""
     return _keyed((salt,)) if salt else b""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Raises TypeError for no token id, OverflowError beyond 63 bits."""
+    """Return the tokens as bytes. Raise TypeError if one is not a token id, OverflowError beyond 63 bits."""
     return array("q", token_ids).tobytes()
 
 
 def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
-    """The content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
+    """Return the content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
     return _digest(parent, pack_tokens(token_ids))
 
 
@@ -49,8 +49,8 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 
 class PathContents:
-    """Contents of the `blocks` that the last part of a path fills, of the `last` block before its end, and the packed
-    tokens after it, `rest`."""
+    """Contents of the `blocks` that a path's last part fills, of the `last` complete block, and packed tokens after it,
+    `rest`."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -60,7 +60,7 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """The content of the first block that these tokens would fill after the path."""
+        """Return the content of the first block that these tokens complete after the path, or None."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -85,9 +85,8 @@ class EngineBlocks:
         blocks = EngineBlocks(block_size=16)
         blocks.store(["hash"], None, range(16))
 
-    `generation` changes when blocks may have gone without events, `epoch` with the engine. At most `max_blocks` are
-    remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans`: blocks with
-    unknown parents.
+    `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
+    are recorded, held or not: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -97,7 +96,7 @@ class EngineBlocks:
         self.epoch = 0
         self.orphans = 0
         self._lock = Lock()
-        # A hash always stands for the same content: it is remembered beyond the block's life.
+        # A hash always identifies the same content, so it is kept after the block is evicted.
         # OrderedDict: a dict scans all deleted entries to find the oldest.
         self._contents: OrderedDict[Hashable, Content] = OrderedDict()
         self._held: dict[Content, _Held] = {}
@@ -110,13 +109,13 @@ class EngineBlocks:
         return content in self._held
 
     def place(self, content: Content) -> Place:
-        """The fastest of the media that are places; by default the device."""
+        """Return the fastest medium that is a `Place`; the default is the device."""
         held = self._held.get(content)
         media = held.media if held is not None else ()
         return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """A block has one watcher, the last one."""
+        """Set the block's only watcher."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -131,10 +130,10 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """The engine filled consecutive blocks after the block `parent` (None: at the start of a prompt).
+        """Record consecutive blocks after the block `parent` (None means the start of a prompt).
 
-        `extra_keys`: for each block what its hash covers besides tokens. A block is held as long as any `medium` (tier)
-        holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for no token id.
+        `extra_keys`: each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
+        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid token id.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -146,14 +145,14 @@ class EngineBlocks:
                     self.orphans += len(hashes)
                     return
                 above = content = self._contents[parent]
-            # All or nothing: an unreadable event must not be half applied.
+            # An invalid event must not be applied in part.
             stored: dict[Hashable, Content] = {}
             for number, block_hash in enumerate(hashes):
                 keys = _keyed(extra_keys[number]) if extra_keys else b""
                 content = block_content(content + keys, token_ids[number * size : (number + 1) * size])
                 stored[block_hash] = content
             if above:
-                # A block with children is held: its removal was that of a duplicate.
+                # A block with children is held: only a duplicate of it was removed.
                 self._hold(above, parent, medium)
             for block_hash, content in stored.items():
                 known = self._contents.pop(block_hash, content)
@@ -164,7 +163,7 @@ class EngineBlocks:
             self._forget_oldest()
 
     def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
-        """A tier stored blocks whose contents are known by their hashes; returns the number of unknown ones."""
+        """Record blocks that a tier stored, by hash. Return the number of unknown ones."""
         with self._lock:
             known = [block_hash for block_hash in hashes if block_hash in self._contents]
             for block_hash in known:
@@ -173,7 +172,7 @@ class EngineBlocks:
         return len(hashes) - len(known)
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """A tier evicted blocks; unknown ones are ignored."""
+        """Record blocks that a tier evicted. Unknown ones are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)
@@ -191,7 +190,7 @@ class EngineBlocks:
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take over the state of `other`, which is not used afterwards."""
+        """Take the state of `other`, which must not be used afterwards."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans
@@ -199,7 +198,7 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """An empty object for `replace`; the same engine's hashes stay known."""
+        """Return an empty object for `replace`, with the known hashes of the same engine."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:

@@ -1,4 +1,4 @@
-"""Residency from the engine's KV events."""
+"""Residency that follows the engine's KV events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """Ranks of consecutive documents and their contents; the engine holds all but the last whole."""
+    """Ranks of consecutive documents and their contents. The engine holds all but the last completely."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -31,12 +31,11 @@ def discover(
     taken: Container[Content],
     requested: RequestedDocuments,
 ) -> Iterator[ServedPath]:
-    """The paths of a request's documents that the engine holds beyond those of the tree (`known` contents, `taken`
-    blocks).
+    """Yield paths of the request's documents that the engine holds but the tree does not.
 
-    The first block of each document after a path is looked up in the engine's table: at most `_BUDGET` times, depth
-    first, in rank order. Only the request's documents and the scope's own prefix and salt are tried: nothing of another
-    tenant can be found.
+    `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
+    looked up, at most `_BUDGET` times, depth first in rank order. With the scope's own prefix and salt, another
+    tenant's blocks cannot be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -45,7 +44,7 @@ def discover(
     heads = {
         rank: pack_tokens(ids[:size])
         for rank, (ids, length) in enumerate(zip(requested.token_ids, requested.tokens, strict=True))
-        # An empty document fills nothing, wherever it stands.
+        # An empty document fills no block.
         if len(ids) == length > 0
     }
     budget = _BUDGET
@@ -64,15 +63,15 @@ def discover(
                 continue
             budget -= 1
             first = end.first_block(head, size)
-            # Documents of equal tokens are one to the engine, and the tree already has it.
+            # The engine stores documents of equal tokens once, and the tree already has that one.
             if first is not None and (first in taken or not blocks.holds(first)):
                 continue
-            behind = end.extend(pack_tokens(requested.token_ids[rank]), size)
-            longer = _extend(path, rank, behind)
+            extended = end.extend(pack_tokens(requested.token_ids[rank]), size)
+            longer = _extend(path, rank, extended)
             if first is not None:
                 yield longer
-            if all(map(blocks.holds, behind.blocks)):
-                further.append((longer, behind, None))
+            if all(map(blocks.holds, extended.blocks)):
+                further.append((longer, extended, None))
         stack += reversed(further)
 
 
@@ -81,10 +80,10 @@ def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
 
 
 class EventsResidency(LRUResidency):
-    """The nodes of one scope's tree that the engine holds, found among its blocks by their contents.
+    """The nodes of one scope's tree that the engine holds, identified by the contents of its blocks.
 
-    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents with unknown tokens
-    are followed by the mirror alone.
+    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Without tokens a document
+    uses the mirror alone.
     """
 
     pool: FollowedPool
@@ -119,7 +118,7 @@ class EventsResidency(LRUResidency):
                 self.mark_held(node, self._held_blocks(node))
                 if node.missing:
                     break
-                # Its last use is unknown: a report about it says nothing about others.
+                # Its last use is unknown, so a report about it does not apply to other nodes.
                 node.stamp = -1
         pool = self.pool
         if pool.doomed:
@@ -174,10 +173,10 @@ class EventsResidency(LRUResidency):
         return Loads(places.count(Place.HOST), places.count(Place.DISK))
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
-        """No effect: events show where blocks go."""
+        """Do nothing: events report where blocks are."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Only without events about the request: these are exact."""
+        """Correct only requests without events, since events are exact."""
         if any(node in self._contents and self._held_blocks(node) for node in lease.path):
             return None
         return super().correct(lease, alone=alone)
@@ -218,7 +217,7 @@ class EventsResidency(LRUResidency):
         for node in reversed(path):
             if not (node.stamp or node.children):
                 self._remove(node)
-        # It takes the room of evicted blocks of ours.
+        # Its blocks replace evicted blocks of this orderer.
         room = pool.capacity_blocks + self.used_blocks - used_blocks
         pool.capacity_blocks = max(pool.capacity_blocks, min(room, pool.nominal_capacity_blocks))
         pool.count(self)
@@ -235,7 +234,7 @@ class EventsResidency(LRUResidency):
         return count
 
     def _follows_held(self, node: Node) -> bool:
-        """Nothing is missing before it; a doomed parent without blocks of its own says nothing about that."""
+        """Return whether nothing before the node is missing. A doomed parent without own blocks does not count."""
         parent = node.parent
         return parent is None or not (parent.missing or parent in self.pool.doomed)
 
@@ -243,7 +242,7 @@ class EventsResidency(LRUResidency):
         if not self._blocks.holds(content):
             position = self._contents[node].blocks.index(content)
             if position < node.blocks - node.missing:
-                # Another client took the room: the capacity shrinks.
+                # Another client uses the room, so the capacity shrinks.
                 used_blocks = self.used_blocks
                 self.truncate(node, position)
                 pool = self.pool
@@ -251,11 +250,11 @@ class EventsResidency(LRUResidency):
         elif node.missing and self._follows_held(node):
             self.mark_held(node, self._held_blocks(node))
             if node.parent is None:
-                # Another client computed the system prompt: it ages like anything else.
+                # Another client computed the system prompt, which ages like other nodes.
                 self.pool.append(UseEntry(self, node, node.stamp, 0))
 
     def _evict(self, node: Node) -> None:
-        """Evict a node in the mirror; the engine's decision shows once it has begun the request."""
+        """Evict a node in the mirror; events confirm it once the engine has begun the request."""
         pool = self.pool
         nodes = pool.nodes - self.counted_nodes + self.tree.size
         if nodes <= pool.max_nodes and (node.children or (node in self._contents and self._held_blocks(node))):
@@ -264,12 +263,12 @@ class EventsResidency(LRUResidency):
             node.missing = node.blocks
             node.stamp = 0
         else:
-            # Only doomed nodes, which hold nothing, can be below it.
+            # All descendants are doomed nodes without blocks.
             for each in reversed(list(self.tree.walk(node))):
                 self._remove(each)
 
     def _evict_root(self, root: Node) -> None:
-        # Not doomed: it stays where it is, and another client's events about it count at once.
+        # The root is not doomed: it stays, and another client's events about it count at once.
         super()._evict_root(root)
         self.pool.displaced.append((self, root))
 
@@ -305,5 +304,5 @@ class EventsResidency(LRUResidency):
             return
         self._forget(node)
         self.tree.remove(node)
-        # Several entries of the log may lead to a node that had been put back.
+        # Several log entries may lead to a node that was restored.
         node.stamp = 0

@@ -1,4 +1,4 @@
-"""Residency corrected by reported cached tokens."""
+"""Residency corrected by the engine's reported cached tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_TOKENS = 1 << 32
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    Engines evict in order of use: if a block was gone, so is everything used before it. Differences of less than a
-    block are ignored, and for estimated lengths all but clear ones. Residencies of different orders of the same
-    requests may share `lengths`.
+    Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
+    are ignored, and with estimated lengths all but clear ones. Residencies of different orders of the same requests may
+    share `lengths`.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -83,7 +83,7 @@ class FeedbackResidency:
         self.mirror.release(lease, None, total_tokens)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """The whole prompt's length with documents of `documents_tokens`."""
+        """Learn from the length of a whole prompt whose documents have `documents_tokens`."""
         if self._learns and 0 <= prompt_tokens < _MAX_TOKENS:
             self.lengths.learn_prompt(documents_tokens, prompt_tokens)
 
@@ -93,23 +93,23 @@ class FeedbackResidency:
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
         lengths, root, size = self.lengths, self.tree.root, self.tree.block_size
         last = lease.path[lease.cached_documents]
-        # Where the engine holds part of a document, the mirror may be wrong about which.
+        # If the engine holds part of a document, the mirror may have the wrong part.
         certain = _ends_in_documents(lease) and lease.cached_tokens == last.end // size * size
         if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
             lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
-        # A learnt prefix may be wrong by some tokens, hence by a block.
+        # A learned prefix may be wrong by some tokens, hence by a block.
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             self._confirmed = self._confirmed or last is not root
             return
-        # A template may show an answer otherwise than it was generated: it is recomputed, and nothing was lost.
+        # A template may change a generated answer: it is recomputed, although nothing was evicted.
         if last is not root and cached_tokens >= _history_sent(lease) - 2 * size:
             return
-        # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
+        # Every request uses the prefix, so a smaller report means a shorter prefix, not an eviction.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
         self.corrections += 1
-        # A scope whose hits never come, say for a time of day in its prompts, says nothing about the others.
+        # A scope without any hits, say because its prompts contain the time of day, is no evidence about other scopes.
         alone = not self._confirmed and len(self.mirror.pool.holders) > 1
         self._confirmed = False
         kept_blocks = self.mirror.correct(lease, alone=alone)
@@ -118,12 +118,12 @@ class FeedbackResidency:
 
 
 def _ends_in_documents(lease: Lease) -> bool:
-    """What is held ends with a document, not the last one, and no history is in front of it."""
+    """Return whether the cached prefix ends with a document, except the last one, without a history before it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
-    """Where the prompt ended whose answer is the last of the history."""
+    """Return the end, in tokens, of the prompt whose answer ends the history, or infinity without a history."""
     return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

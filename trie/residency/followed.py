@@ -1,4 +1,4 @@
-"""Block pool that follows the engine's KV events."""
+"""Block pool corrected by the engine's KV events."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Follower(Holder, Protocol):
     """A residency whose nodes have known contents."""
 
     def settle(self, node: Node, content: Content) -> None:
-        """A block of a node was stored or removed."""
+        """Apply the storage or removal of a node's block."""
 
     def resynchronise(self) -> None:
-        """Blocks may have gone without events."""
+        """Look all blocks up again, since some may have been evicted without events."""
 
     def in_doubt(self, node: Node) -> bool:
-        """Whether the engine may still hold what the mirror has evicted of a node."""
+        """Return whether the engine may still hold blocks that the mirror has evicted."""
 
     def reconsider(self, node: Node) -> None:
-        """The engine has made its room: what it still holds of a node stays."""
+        """Restore the blocks of a node that the engine still holds after its evictions."""
 
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
 
 class _Pending(NamedTuple):
-    """Expected evictions for a request in flight; `marker`: content of a block that it will fill."""
+    """Expected evictions for a request in flight, which will fill a block of content `marker`."""
 
     lease: Lease
     marker: Content | None
@@ -43,8 +43,8 @@ class _Pending(NamedTuple):
 class FollowedPool(Pool):
     """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events are late: the mirror predicts what requests that the engine has not begun will fill and displace. Nodes that
-    they displace are `doomed`: they stay in their trees, hidden, until the engine has begun the request.
+    Events arrive late, so the mirror predicts what requests will fill and evict. Evicted nodes are `doomed`: hidden in
+    their trees until the engine has begun the request.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FollowedPool(Pool):
         self.displaced: list[tuple[Follower, Node]] = []
         self.pending: list[_Pending] = []
         self.nominal_capacity_blocks = self.capacity_blocks
-        # What nodes of requests in flight have lost: they may fill it again until the request ends.
+        # Removed blocks of requests in flight, which may fill them again until they end.
         self._unsettled: dict[Content, None] = {}
         self._generation = blocks.generation
         self._epoch = blocks.epoch
@@ -82,13 +82,13 @@ class FollowedPool(Pool):
             self.blocks.unwatch(content, self)
 
     def follow(self, current: Holder) -> None:
-        """Apply the engine's news to all trees; `current` is being changed."""
+        """Apply the engine's news to all trees. `current` is being changed."""
         if self._generation != self.blocks.generation:
             self._resynchronise(current)
         changed = self.changed
         if not (changed or self._ended):
             return
-        # An interrupt may lose news of another scope: then all are looked up again.
+        # An interrupt may lose news of another scope; then all blocks are looked up again.
         generation, self._generation = self._generation, -1
         while changed:
             content, _ = changed.popitem()
@@ -107,13 +107,12 @@ class FollowedPool(Pool):
         self._generation = generation
 
     def end(self) -> None:
-        """A request has ended."""
         self._ended = True
         self.changed |= self._unsettled
         self._unsettled.clear()
 
     def expect_events(self, lease: Lease, marker: Content | None, current: Holder) -> None:
-        """What was displaced for a request is in doubt until the engine holds `marker`, or the request has ended."""
+        """Keep evictions for a request in doubt until the engine holds `marker`, or the request has ended."""
         displaced = [(holder, node) for holder, node in self.displaced if not holder.closed and holder.in_doubt(node)]
         if displaced:
             self.pending.append(_Pending(lease, marker, displaced))
@@ -124,7 +123,7 @@ class FollowedPool(Pool):
     def _resolve(self, current: Holder) -> None:
         self._ended = False
         heard = [pending.marker is not None and self.blocks.holds(pending.marker) for pending in self.pending]
-        # An answer may precede its events; those of a request that began later follow them.
+        # An answer may arrive before its events; events of later requests arrive after them.
         last = len(heard) - heard[::-1].index(True) if any(heard) else 0
         waiting = []
         for number, pending in enumerate(self.pending):
@@ -132,7 +131,7 @@ class FollowedPool(Pool):
             if not begun:
                 waiting.append(pending)
                 continue
-            # Parents were displaced after their children.
+            # Children were evicted before their parents.
             for holder, node in reversed(pending.displaced):
                 self.change(holder, current, holder.reconsider, node)
             self._drop([node for _, node in pending.displaced], current)
@@ -150,7 +149,7 @@ class FollowedPool(Pool):
                 self._drop(list(self.doomed), current)
                 return True
         elif self.used_blocks <= self.nominal_capacity_blocks:
-            # Other clients must have given room back.
+            # Other clients must have freed blocks.
             self.capacity_blocks = self.used_blocks
             return True
         return super()._overflow(current)

@@ -1,10 +1,10 @@
-"""Prompt lengths learnt from the engine's reports.
+"""Prompt lengths learned from the engine's reports.
 
-- Prefix. If `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
-  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals differ
-  among themselves: the prefix lies where more than half of the latest meet. For estimates only `x = 0` counts.
+- Prefix: with `x` tokens of documents held whole, and nothing of the next document, the engine reuses `cached =
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where
+  more than half of the latest intervals meet. With estimated lengths only `x = 0` counts.
 - Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x`, or the least-squares slope of
-  prompt tokens over estimated document tokens. The one with the smaller standard error counts.
+  prompt tokens over estimated document tokens, with the smaller standard error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """Learnt lengths of one engine's prompts. `ratio`: tokens per estimated token. `losses` counts evictions by other
-    clients, of which the last left `kept_blocks` of the engine's pool."""
+    """Learned lengths of one engine's prompts.
+
+    `ratio`: tokens per estimated token. `losses` counts evictions by other clients; the last left `kept_blocks` of the
+    pool.
+    """
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -60,7 +63,7 @@ class LearnedLengths:
         if self._seen < self._next_look:
             return
         self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
-        # Copied first: an orderer and its clone learn under different locks.
+        # Copied because an orderer and its clone learn under different locks.
         error, ratio = min(_median(list(self._hits)), _slope(list(self._prompts)))
         # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
@@ -68,16 +71,17 @@ class LearnedLengths:
             self._changed()
 
     def _changed(self) -> None:
-        # `values` would look at one after the other, while a clone adds more.
+        # `values` would iterate while a clone adds more.
         for known in self._scopes.valuerefs():
             if (scope := known()) is not None:
                 scope.version += 1
 
 
 class ScopeLengths:
-    """Learnt lengths of one scope's prompts.
+    """Learned lengths of one scope's prompts.
 
-    `prefix_tokens` is None while nothing contradicts the settings. `version` changes with it and with the `engine`'s.
+    `prefix_tokens` is None while reports agree with the settings. `version` changes with it and with the `engine`'s
+    lengths.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -93,7 +97,7 @@ class ScopeLengths:
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
         if not self.estimated:
-            # The scope's trees follow from the next request on, this one's nodes included.
+            # The scope's trees change with the next request, including this one's nodes.
             self.estimated = True
             self.version += 1
             return tokens
@@ -101,7 +105,8 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """Behind a prefix of `prefix_tokens`, `held_tokens` of documents were held; `cached_tokens` were reused."""
+        """Learn from `cached_tokens` reused when `held_tokens` of documents were held after a prefix of
+        `prefix_tokens`."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
@@ -117,7 +122,7 @@ class ScopeLengths:
             self.engine.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """The middle of where more than half of the latest reports agree; a prefix that agrees with them stays."""
+        """Set the prefix to the middle of the interval on which more than half of the latest reports agree."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):

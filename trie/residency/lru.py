@@ -1,4 +1,4 @@
-"""Residency that mirrors what an engine's block pool holds of one scope."""
+"""Residency that mirrors one scope's part of an engine's block pool."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_TOKENS = 1 << 32
 
 
 class LRUResidency:
-    """The nodes of one scope's tree that the engine holds, which `pool` evicts in its order of use.
+    """The nodes of one scope's tree that the engine holds. `pool` evicts them in order of use.
 
-    `knows_tokens`: the tokens of documents and prefix are known, so no report teaches their lengths.
+    `knows_tokens`: lengths are known, so reports do not teach them.
     """
 
     knows_tokens = False
@@ -31,7 +31,6 @@ class LRUResidency:
         self.closed = False
 
     def copy(self) -> LRUResidency:
-        """An independent residency; others keep their part of its pool."""
         tree, copies = self.tree.copy()
         mirror = LRUResidency(tree, self.pool)
         mirror.used_blocks = self.used_blocks
@@ -39,7 +38,6 @@ class LRUResidency:
         return mirror
 
     def close(self) -> None:
-        """Its scope is forgotten."""
         self.pool.forget(self)
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
@@ -110,11 +108,11 @@ class LRUResidency:
         pool.count(self)
         lease.path = ()
         if total_tokens is not None and pool.used_blocks > pool.capacity_blocks:
-            # It alone exceeds the cache: its head stays.
+            # The request alone exceeds the cache: its head stays.
             pool.make_room(self)
 
     def _count_answer(self, lease: Lease, total_tokens: float) -> None:
-        """The last token of an answer is never computed on: its keys and values are nowhere."""
+        """Count the reported tokens without the last token of the answer, whose KV is never computed."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
         kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size
@@ -123,7 +121,6 @@ class LRUResidency:
         lease.suffix_blocks, lease.partial_blocks = suffix_blocks, partial_blocks
 
     def _end_turn(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> Sequence[Node]:
-        """The path, with a node for an answer that later requests may continue: what it has filled is found there."""
         path, lease.turn = lease.path, None
         node = self._keep_answer(lease, turn, total_tokens) if turn.answer_key is not None else None
         turn.keep(path, node)
@@ -166,18 +163,21 @@ class LRUResidency:
         lease.path = ()
 
     def holds(self, node: Node) -> bool:
-        """True also for a node that a request in flight fills."""
+        """Return whether the engine holds the node, or a request in flight fills it."""
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """The request found less than predicted, since others use the engine; returns the remaining blocks. Everything
-        used before the missing blocks is gone (`alone`: of this scope), and others' blocks, as young as new ones, have
-        its room."""
+        """Evict everything used before the missing blocks of a request that found less than predicted.
+
+        Other clients get the room (with `alone` only this scope's). Returns the remaining blocks.
+        """
         return self.pool.lose(lease.previous_stamp, self, alone=alone)
 
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """The prefix has `prefix_tokens`, every document `ratio` times the assumed tokens. Whole nodes stay whole,
-        others keep their held blocks."""
+        """Set the prefix to `prefix_tokens` and multiply the length of every document by `ratio`.
+
+        Nodes held completely stay so, others keep their held blocks.
+        """
         size, root = self.tree.block_size, self.tree.root
         ends = {node: node.end for node in self.tree.walk()}
         held_ends = [
@@ -207,12 +207,12 @@ class LRUResidency:
         if pool.used_blocks > pool.capacity_blocks:
             pool.make_room(self)
         if (excess := pool.used_blocks - pool.capacity_blocks) > 0 and not root.leases:
-            # A prefix that had filled no block may have no log entry by which it could be evicted.
+            # A prefix that filled no block so far may have no log entry to evict it by.
             self._mark_missing(root, min(excess, root.blocks - root.missing))
             pool.count(self)
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
-        """The engine holds the first `kept_blocks` of an unused node, and nothing below it."""
+        """Keep only the first `kept_blocks` of an unused node, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
             self._mark_missing(each, each.blocks - each.missing)
@@ -225,7 +225,7 @@ class LRUResidency:
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Marks a node's last blocks. A leaf without held blocks leaves the tree."""
+        """Mark a node's last blocks as missing. Remove a leaf without held blocks."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -233,7 +233,7 @@ class LRUResidency:
             node.stamp = 0
 
     def _take_back(self, node: Node) -> bool:
-        """Mark missing what only failed requests would have filled; True if nothing is left."""
+        """Mark blocks missing that only failed requests would have filled. Return True if nothing is left."""
         if node.leases or node.children or (node.blocks and not node.provisional):
             return False
         self.used_blocks -= node.provisional
@@ -244,18 +244,16 @@ class LRUResidency:
         return True
 
     def _remove(self, node: Node) -> None:
-        """Take a node that the engine does not hold out of the tree."""
         self.tree.remove(node)
 
     def _evict(self, node: Node) -> None:
-        """Take a node that the pool evicts out of the tree."""
         self._remove(node)
 
     def _evict_root(self, root: Node) -> None:
         root.missing = root.blocks
 
     def evict(self, use: UseEntry, blocks: int) -> bool:
-        """At most `blocks` of what `use` was the last to use; False if nothing of that is left."""
+        """Evict at most `blocks` last used by `use`. Return False if none are left."""
         node = use.skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:

@@ -1,4 +1,4 @@
-"""Mirror of an engine's block pool, shared by the residencies of its scopes."""
+"""Mirror of an engine's block pool, shared by all scopes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_IN_FLIGHT = 1024
 class Holder(Protocol):
     """A residency in a pool: the blocks of one scope.
 
-    `counted_nodes` and `counted_blocks` are its shares of the pool's totals. `whole` is False while it changes, and
-    after an error or an interrupt in a change; it is `closed` once its scope is forgotten.
+    `counted_nodes` and `counted_blocks` are its shares of the totals. `whole` is False during a change, and after an
+    error or interrupt in one. `closed`: its scope is dropped.
     """
 
     tree: KnowledgeTree
@@ -34,7 +34,7 @@ class Holder(Protocol):
     closed: bool
 
     def evict(self, use: UseEntry, blocks: int) -> bool:
-        """At most `blocks` of what `use` was the last to use; False if nothing of that is left."""
+        """Evict at most `blocks` last used by `use`. Return False if none are left."""
 
     def release(self, lease: Lease) -> None: ...
 
@@ -42,9 +42,9 @@ class Holder(Protocol):
 
 
 class UseEntry:
-    """A served request in the log: its deepest node, and the blocks after it still held.
+    """A served request in the log: its deepest node, and its held blocks after that.
 
-    Without `holder` these are blocks of other clients or of forgotten scopes.
+    Without `holder` the blocks are other clients' or dropped scopes'.
     """
 
     __slots__ = ("holder", "node", "stamp", "suffix_blocks")
@@ -69,7 +69,7 @@ class UseEntry:
 
     @property
     def blocks(self) -> int:
-        """Those that nothing has used since."""
+        """Blocks that nothing has used since."""
         blocks = self.suffix_blocks
         node: Node | None = self.skip_evicted()
         while node is not None and node.stamp == self.stamp and not node.leases:
@@ -79,16 +79,16 @@ class UseEntry:
 
 
 class Pool:
-    """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
+    """An LRU block pool. It evicts block by block, a request's tail before its head, as vLLM does.
 
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds all trees together regardless. Blocks of
-    requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks go first.
+    `capacity_tokens`: None means unlimited. `max_nodes` bounds all trees together. Requests in flight keep their
+    blocks. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
 
-    The order of use is a log with an entry for each served request; entries with an older stamp than their node's are
-    skipped. Stamps are unique over all trees.
+    The order of use is a log of served requests; entries older than their node's stamp are skipped. Stamps are unique
+    over all trees.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class Pool:
         self.log: deque[UseEntry] = deque()
         self.in_flight: deque[tuple[Holder, Lease]] = deque()
         self.holders: dict[Holder, None] = {}
-        # Those that have lost everything to others, for their owner to forget.
+        # Holders that other requests have emptied, for their owner to drop.
         self.emptied: list[Holder] = []
-        # Of the engine's reports: losses that are applied here; the capacity that other mirrors may know of.
+        # From the engine's reports: losses applied here, and the capacity passed on to other mirrors.
         self.losses: int | None = None
         self.passed_on_blocks = self.capacity_blocks
         self._others_blocks = 0
         self._log_limit = 1024
 
     def copy(self, holder: Holder, copy: Holder, copies: Mapping[Node, Node]) -> Pool:
-        """A pool for the copy of a holder, whose nodes' copies are `copies`. Others keep what all the rest hold."""
+        """Return a pool for the copy of a holder; `copies` maps its nodes to their copies."""
         pool = Pool(None, 1, self.max_nodes, self.partial_blocks_first)
         pool.clock = self.clock
         for use in self.log:
@@ -124,7 +124,7 @@ class Pool:
                 if use.live:
                     pool._add_others(use.stamp, use.blocks)
                 continue
-            # A node outside the tree has no copy: only its request's suffix is held.
+            # A node outside the tree has no copy; only its request's suffix is held.
             node = copies.get(use.skip_evicted(), copy.tree.root)
             pool.log.append(UseEntry(copy, node, use.stamp, use.suffix_blocks))
         pool.in_flight.extend(
@@ -139,14 +139,14 @@ class Pool:
 
     @property
     def held_since(self) -> int:
-        """A stamp: what was used before it is no longer held. 0 while nothing has been evicted."""
+        """A stamp: entries last used before it are evicted. 0 while nothing has been evicted."""
         if not self.evicted_blocks or not self.log:
             return 0
-        # The log has the ends of requests: others began meanwhile.
+        # The log has the ends of requests; other requests began before these.
         return self.log[0].stamp - 2 * len(self.in_flight)
 
     def begin(self, holder: Holder, lease: Lease) -> None:
-        """A request is in flight, and counted in the holder."""
+        """Record a request in flight, which its holder has counted already."""
         self.count(holder)
         in_flight = self.in_flight
         in_flight.append((holder, lease))
@@ -165,7 +165,6 @@ class Pool:
             self._log_limit = 2 * len(self.log) + 1024
 
     def count(self, holder: Holder) -> None:
-        """Add what has changed in a holder to the totals."""
         if holder.closed:
             return
         blocks, nodes = holder.used_blocks, holder.tree.size
@@ -176,7 +175,7 @@ class Pool:
         holder.counted_blocks, holder.counted_nodes = blocks, nodes
 
     def make_room(self, current: Holder, lease: Lease | None = None) -> None:
-        """Evict until the bounds hold; `current` is being changed, and so not whole, for its request `lease`."""
+        """Evict until the bounds hold. `current`, which is being changed for `lease`, is not whole."""
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.nodes > self.max_nodes:
             if self.log:
                 self._evict_oldest(excess if excess > 0 else maxsize, current)
@@ -184,13 +183,13 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served, without what is left of its answer; False without one."""
+        """Count the oldest request in flight as served, without the rest of its answer. Return False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
             if pinned:
                 self.change(holder, current, holder.release, lease)
-            # Only now: after an interrupt it would be pinned for ever.
+            # Removed last: otherwise an interrupt would leave it pinned for ever.
             self.in_flight.popleft()
             if pinned:
                 return True
@@ -199,8 +198,10 @@ class Pool:
     def change(
         self, holder: Holder, current: Holder, work: Callable[[*Arguments], T], *arguments: *Arguments
     ) -> T | None:
-        """Do work on a holder, and count what has changed. A holder that an earlier change has left damaged is
-        forgotten, unless it is the `current` one: then, and for a closed one, the result is None."""
+        """Do work on a holder, and count its changes.
+
+        A damaged holder is dropped first, unless it is `current`. Returns None for a closed one.
+        """
         if not holder.whole and not holder.closed and holder is not current:
             self.forget(holder)
         if holder.closed:
@@ -212,8 +213,8 @@ class Pool:
         return result
 
     def lose(self, stamp: int, current: Holder, *, alone: bool = False) -> int:
-        """Others have displaced what was used until `stamp` (`alone`: by `current`), and have its room; returns the
-        remaining blocks."""
+        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge it to other clients.
+        Return the remaining blocks."""
         used_blocks = self.used_blocks
         if alone:
             for use in takewhile(lambda use: use.stamp <= stamp, self.log):
@@ -228,14 +229,14 @@ class Pool:
         return kept_blocks
 
     def shrink_to(self, blocks: int, current: Holder) -> None:
-        """Others have displaced all but `blocks`."""
+        """Evict all but `blocks`, and charge them to other clients."""
         used_blocks = self.used_blocks
         while self.log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks, current)
         self._charge_others(used_blocks - self.used_blocks)
 
     def forget(self, holder: Holder) -> None:
-        """The engine keeps its blocks until others need their room, as the oldest."""
+        """Drop a holder. The engine keeps its blocks, as the oldest, until their room is needed."""
         if holder.closed:
             return
         holder.closed = True
@@ -247,7 +248,7 @@ class Pool:
             self.nodes -= holder.counted_nodes
             self.used_blocks -= holder.counted_blocks if self.unlimited else 0
         else:
-            # An interrupt may have come between two counts.
+            # An interrupt may have separated two counts.
             self.nodes = sum(each.counted_nodes for each in self.holders)
             self.used_blocks = sum(each.counted_blocks for each in self.holders) + self._others_blocks
 
@@ -287,12 +288,12 @@ class Pool:
         return not left
 
     def check_emptied(self, holder: Holder) -> None:
-        """A holder from which a request of another one has taken something."""
+        """Record a holder if another scope's request has evicted all its blocks."""
         if not (holder.used_blocks or holder.tree.size or holder.tree.root.leases):
             self.emptied.append(holder)
 
     def _overflow(self, current: Holder) -> bool:
-        """Requests in flight alone exceed the bounds; True if that could be changed."""
+        """Handle requests in flight that alone exceed the bounds. Return whether something changed."""
         return self.finish_oldest(current)
 
 
