@@ -6,8 +6,8 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, Duration, build, given, option, options_from, section
-from ragorder.cli.output import StreamFile
+from ragorder.cli.options import Command, build, given, option, options_from, section
+from ragorder.cli.values import Choice, Count, Duration, StreamFile
 from ragorder.eval.cli.options import (
     SEEDS,
     arrival_rates,
@@ -39,7 +39,8 @@ _DELAY_S = 0.05
         "ov0.0-kept to ov0.8-kept (the same, in their places), mix8 (eight streams at once), zipf10 (ten documents by "
         "popularity), zipf10-X (popularity exponent X), geo (documents near a moving place), disjoint and unique (no "
         "two neighbours, or no two requests, share a document); or pydocs. "
-        "Repeatable. [default: paper-shuf]",
+        "Repeatable.",
+        unset="paper-shuf",
     ),
     option(
         "--corpus",
@@ -71,7 +72,8 @@ _DELAY_S = 0.05
         metavar="NAME",
         help="none (no prefix cache), retrieval, reversed, sorted, recency, random, greedy (the paper's), prefix, "
         "frequency, queue, earned, free, events (free, with the server's KV events), oracle, "
-        "contextpilot (in its own environment). Repeatable. [default: retrieval, greedy, prefix, earned, free]",
+        "contextpilot (in its own environment). Repeatable.",
+        unset="retrieval, greedy, prefix, earned, free",
     ),
     options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),
 )
@@ -107,18 +109,20 @@ _DELAY_S = 0.05
         "--time-scale",
         type=float,
         metavar="X",
-        help="Play the steps or trace of --arrivals X times as fast. [default: 1]",
+        help="Play the steps or trace of --arrivals X times as fast.",
+        unset="1",
     ),
     option(
         "--replicas",
         type=Count(1),
         metavar="N",
-        help="Each arrival of the trace stands for N requests, spread at random over the time to the next. "
-        "[default: 1]",
+        help="Each arrival of the trace stands for N requests, spread at random over the time to the next.",
+        unset="1",
     ),
     arrival_rates(
-        "sim: uncached prompt tokens that the model computes a second, one request after another. [default: 20000]",
-        "sim: answer tokens that the model generates a second for each request. [default: 50]",
+        "sim: uncached prompt tokens that the model computes a second, one request after another.",
+        "sim: answer tokens that the model generates a second for each request.",
+        unset=("20000", "50"),
     ),
 )
 @section(
@@ -136,8 +140,8 @@ _DELAY_S = 0.05
         "delay_s",
         type=Duration(unit="ms"),
         metavar="TIME",
-        help="With --pipeline: duration of a retrieval, such as 50ms; a plain number is in milliseconds. "
-        "[default: 50ms]",
+        help="With --pipeline: duration of a retrieval, such as 50ms; a plain number is in milliseconds.",
+        unset="50ms",
     ),
 )
 @option(

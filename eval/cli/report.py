@@ -44,7 +44,7 @@ _EXPECTED = (
     metavar="DIR",
     help="Write the pictures of the page as SVG files into this folder.",
 )
-@option("--title", metavar="TEXT", help="Title of the report. [default: the titles of what was measured]")
+@option("--title", metavar="TEXT", help="Title of the report.", unset="the titles of what was measured")
 def report(
     paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None, title: str | None
 ) -> None:
@@ -64,7 +64,8 @@ def report(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html",
-    help="The page: one file that needs no network. [default: DIR/report.html]",
+    help="The page: one file that needs no network.",
+    unset="DIR/report.html",
 )
 @option(
     "--md",

@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ragorder.cli.options import Duration, option
+from ragorder.cli.options import option
+from ragorder.cli.values import Duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

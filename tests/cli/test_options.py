@@ -17,20 +17,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import (
-    Choice,
-    Command,
-    Count,
-    Duration,
-    Rate,
-    Size,
-    build,
-    in_options,
-    option,
-    options_from,
-    section,
-)
+from ragorder.cli.options import Command, build, in_options, option, options_from, section
 from ragorder.cli.serve_limits import ServeLimits
+from ragorder.cli.values import Choice, Count, Duration, Rate, Size
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.eval.replay import DefaultLengths
 from ragorder.eval.running.specs import Bench
@@ -63,7 +52,7 @@ class Kitchen(BaseSettings):
 
 @click.command(cls=Command)
 @section("Oven", options_from(Oven, *Oven.model_fields))
-@section("Kitchen", options_from(Kitchen, "plates", plates={"default": "what the cupboard holds"}))
+@section("Kitchen", options_from(Kitchen, "plates", plates={"unset": "what the cupboard holds"}))
 @option("--plain", is_flag=True, help="Without a heading.")
 def bake(plates: Any, plain: bool, **options: Any) -> None:
     """Bake."""

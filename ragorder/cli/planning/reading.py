@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ragorder.cli.planning.folder import PlanError, PlanFolder
+from ragorder.cli.planning.requests import RequestToOrder, read_requests
 from ragorder.cli.planning.spill import Row, SpillWriter
-from ragorder.cli.request_lines import RequestToOrder, read_requests
 from ragorder.jsonl import name_of
 from ragorder.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanFolder, write_json
-from ragorder.cli.request_lines import order_line
+from ragorder.cli.planning.requests import order_line
 from ragorder.trie.shards import PlannedRequest, plan_requests
 
 __all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]

@@ -8,7 +8,8 @@ from typing import IO, Any, NamedTuple
 
 import click
 
-from ragorder.cli.options import Count, Decorator, option
+from ragorder.cli.options import Decorator, option
+from ragorder.cli.values import Count
 from ragorder.jsonl import JSONLines
 from ragorder.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 
