@@ -43,7 +43,7 @@ class SharedOrderer(Orderer):
     server is lost each process goes on with its own orders, as a `DegradedWarning` says once, and catches up later. In
     the stream are digests and lengths of documents, and scopes, no texts. With `at_once=False` an order is shared when
     it is given to `share`, as what may send another one does (`make_app(on_sent=orderer.share)`). Raises ValueError for
-    a malformed URL, ImportError without ragorder[shared].
+    a malformed URL, ImportError without ragorder[proxy].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()

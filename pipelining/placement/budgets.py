@@ -48,7 +48,7 @@ def device_memory() -> int | None:
 def host_memory() -> int:
     """Bytes of RAM that can be taken without swapping: what the machine, the control group and RLIMIT_AS leave, the
     least of them. Raises ImportError without psutil."""
-    with needs("memory", "reading this machine's memory"):
+    with needs("live", "reading this machine's memory"):
         import psutil
 
     free = [int(psutil.virtual_memory().available)]

@@ -387,7 +387,7 @@ def _sharing(url: str, settings: Settings, topics: Topics | None) -> SharedOrder
 
         return SharedOrderer(url, settings, at_once=False, topics=topics)
     except ImportError as error:
-        raise click.ClickException(f"--shared-orders needs {error.name}: {install_hint('shared')}") from None
+        raise click.ClickException(f"--shared-orders needs {error.name}: {install_hint('proxy')}") from None
     except ValueError:
         # The error itself may quote a password of the URL.
         raise click.UsageError("--shared-orders: not a URL such as redis://127.0.0.1:6379/0") from None

