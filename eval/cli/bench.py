@@ -26,7 +26,13 @@ __all__ = ["bench"]
 _DELAY_S = 0.05
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder bench --workload paper-shuf --limit 200",
+        "ragorder bench --workload mix8 --capacity-tokens 5% --json -",
+    ],
+)
 @section(
     "Requests",
     option(

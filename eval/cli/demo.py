@@ -15,7 +15,7 @@ from ragorder.eval.running.specs import Bench, EngineName
 __all__ = ["demo"]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder demo --engine sim", "ragorder demo --model smollm2"])
 @option(
     "--engine",
     type=Choice(["sim", "torch", "vllm"]),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["profile"]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder profile --base-url http://127.0.0.1:8000 --loads --output p.json"])
 @section(
     "Server",
     option(

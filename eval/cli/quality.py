@@ -21,7 +21,11 @@ _DATASETS = ["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus
 _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDER"}
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=Command,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    examples=["ragorder eval quality corpus --data my-corpus --model smollm2 -o results"],
+)
 @click.argument("dataset", required=False, type=Choice(_DATASETS, case_sensitive=False))
 @section(
     "Data",

@@ -23,7 +23,9 @@ __all__ = ["replay"]
 _PROCESSES_FROM = 5_000
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command, examples=["ragorder replay --example", "ragorder replay log.jsonl --policy earned --json -"]
+)
 @click.argument("log", type=StreamFile("rb"), required=False)
 @section(
     "Replay",

@@ -23,7 +23,7 @@ _EXPECTED = (
 )
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder report results", "ragorder report results --html report.html"])
 @click.argument("paths", metavar="PATH…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @option(
     "--html",
@@ -57,7 +57,7 @@ def report(
     _write(_made(paths, title), page, markdown, pictures)
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder eval report results"])
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @option(
     "-o",

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ragorder.extras import install_hint
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 
 __all__ = ["Backend", "choose_backend"]

@@ -51,7 +51,6 @@ _FREE = {
     "device_tokens",
     "host_bytes",
     "profile",
-    "profile_budget_s",
 }
 _ENGINE = (
     "block_size",
@@ -59,7 +58,6 @@ _ENGINE = (
     "device_tokens",
     "max_batch_tokens",
     "profile",
-    "profile_budget_s",
     "dtype",
     "device",
 )

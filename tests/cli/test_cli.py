@@ -248,6 +248,8 @@ class TestImports:
             (("order", "--help"), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("route", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "ragorder.kernels")),
             (("tiers", "config", "--host-bytes", "1GiB"), ("ragorder.eval", "numpy", "torch", "vllm")),
             (("stats", "--help"), ("ragorder.eval", "numpy", "httpx2")),
             (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx2")),
@@ -594,7 +596,10 @@ class TestOrderRefuses:
     )
     @pytest.mark.parametrize(
         ("name", "said"),
-        [("tier_policy", "--tier-policy: replacement policy must be one of"), ("profile", "name a profile that can")],
+        [
+            ("tier_policy", "RAGORDER_TIER_POLICY: replacement policy must be one of"),
+            ("profile", "name a profile that can"),
+        ],
     )
     def test_a_setting_in_the_environment_that_the_orderer_refuses(
         self, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str, said: str
