@@ -39,7 +39,7 @@ _MEMORY_OPTIONS = (
     "backlog",
     "dtype",
 )
-"""Parameters that are of no use without `--memory`."""
+"""Options that only --memory takes."""
 
 
 def _request_options() -> Decorator:
@@ -198,9 +198,9 @@ def doctor(
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
     few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
 
-    With --requests and no URL, or with one: why the requests of a log find little in the cache.
+    With --requests, with or without URL: why the requests of a log find little in the cache.
 
-    With --memory and no URL: what a model and an index need of this machine, and where they are best placed.
+    With --memory and no URL: how much memory a model and an index need on this machine, and their best placement.
     """
     of_requests = {name: others.pop(name) for name in _REQUEST_OPTIONS}
     of_memory = {name: others[name] for name in _MEMORY_OPTIONS}
@@ -256,7 +256,7 @@ def _check_together(
     of_memory: Mapping[str, object],
     of_requests: Mapping[str, object],
 ) -> None:
-    """Raise click.UsageError for options without the one that they belong to."""
+    """Raise click.UsageError for an option that requires another."""
     for switch, options in (("--memory", of_memory), ("--requests", {} if requests else of_requests)):
         if lonely := [name for name, value in options.items() if value is not None]:
             raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires {switch}")
@@ -265,7 +265,7 @@ def _check_together(
 
 
 def _given(context: click.Context, *, but: Collection[str]) -> list[str]:
-    """Options on the command line, but those named."""
+    """Return the options on the command line, without those named."""
     return [
         each.opts[0]
         for each in context.command.params
@@ -317,7 +317,7 @@ def _read(path: Path) -> PromptSample:
 def _checked_requests(
     url: str | None, *, tokenizer: str | None, block_size: int | None, topic_header: str | None
 ) -> dict[str, Any]:
-    """The options as `examine_requests` takes them, the tokenizer loaded. Raises click's errors."""
+    """Return the options for `examine_requests`, with the tokenizer loaded. Raises click's errors."""
     if topic_header is not None:
         if url is None:
             raise click.UsageError("--topic-header requires URL, the address of the balancer")
@@ -330,7 +330,7 @@ def _checked_requests(
 
 
 def _examine_log(log: Path, **options: Any) -> list[Finding]:
-    """The findings. Raises what `examine_requests` raises for a server, and click's error for the log."""
+    """Return the findings. Raises as `examine_requests` does for a server, and click's error for the log."""
     from ragorder.adapters.doctor import examine_requests
     from ragorder.jsonl import JSONLinesError
 
@@ -350,7 +350,7 @@ def _load_tokenizer(tokenizer: str) -> Any:
 
 
 def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
-    """Print the report; False if no placement is within the budgets. `given`: values of _MEMORY_OPTIONS, or None."""
+    """Print the report, and return whether a placement fits the budgets. `given` has the _MEMORY_OPTIONS or None."""
     from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
     from ragorder.pipelining.placement.base import Workload
 

@@ -11,9 +11,9 @@ __all__ = ["Cost"]
 class Cost:
     """The cost of a prompt without its answer.
 
-    `cached_tokens` of the `prompt_tokens` were read from the cache, and `written_tokens` written into it. `input_tokens`
-    is the number of tokens at the plain price that cost the same. `price` is for a million of them in `currency`, as of
-    `prices_date`, or None if no table has it. `reported`: counts are the provider's, else predicted.
+    `cached_tokens` of the `prompt_tokens` were read from the cache, and `written_tokens` written into it.
+    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them in
+    `currency`, as of `prices_date`, or None if no table has it. `reported`: counts are the provider's, else predicted.
     """
 
     prompt_tokens: float

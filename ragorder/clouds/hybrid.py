@@ -1,8 +1,8 @@
 """Rules of vLLM's cache for hybrid models (vLLM 0.32, docs/vllm.md).
 
 A layer of Mamba, GDN and the like has one state for a whole prefix, and an engine keeps few states. By default
-(`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`) vLLM keeps the state at the last block of a prompt, and
-the state where requests diverge, which it detects at the second one.
+(`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`) vLLM keeps the state at the last block of a prompt,
+and the state where requests diverge, which it detects at the second one.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ MARKED = {"gpt-6.1": 0.05, "gpt-6": 0.1, "gpt-5.6": 0.1}
 """Read price of generations with breakpoints."""
 
 READ_MARKS = (2, 50)
-"""Numbers of first and of latest breakpoints of a request at which the provider looks for an entry, by the guide; by the
-SDK's docstrings the latest 80. It writes the latest four, or in implicit mode three and its own."""
+"""Numbers of first and of latest breakpoints of a request at which the provider looks for an entry, by the guide; by
+the SDK's docstrings the latest 80. It writes the latest four, or in implicit mode three and its own."""
 
 INTERVALS = {
     "gpt-5.5": (2048, 0.1),
@@ -43,8 +43,8 @@ _UNMARKED_S = 300.0
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """Return the rules of a model, or None if it is unknown. Generations without breakpoints ignore `ttl`: they have one
-    TTL, and `cache_rules` refuses another."""
+    """Return the rules of a model, or None if it is unknown. Generations without breakpoints ignore `ttl`: they have
+    one TTL, and `cache_rules` refuses another."""
     found = generation(model, MARKED, variants=True)
     if found is not None:
         ttl_s, write = TTLS[ttl]

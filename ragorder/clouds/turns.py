@@ -16,8 +16,8 @@ _SPEAKERS = ("user", "assistant")
 
 
 class HistoryMark(NamedTuple):
-    """A breakpoint after `parts` of the `of` parts of message number `message`. If both are equal, it is after the whole
-    message, for any number of parts."""
+    """A breakpoint after `parts` of the `of` parts of message number `message`. If both are equal, it is after the
+    whole message, for any number of parts."""
 
     message: int
     parts: int
@@ -35,8 +35,8 @@ class TurnMarks(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
-        """Return the breakpoints of `places`, the numbers of nodes before each. The messages of the history have `sizes`
-        nodes; the documents and the question follow."""
+        """Return the breakpoints of `places`, the numbers of nodes before each. The messages of the history have
+        `sizes` nodes; the documents and the question follow."""
         ends = list(accumulate(sizes))
         start = ends[-1] if ends else 0
         history = []
@@ -87,8 +87,8 @@ class TurnParts:
         return self._split(converse)
 
     def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
-        """Return the content of each message, as parts with the fields of `mark` at breakpoints, or with `apart` as parts
-        with `mark` after them."""
+        """Return the content of each message, as parts with the fields of `mark` at breakpoints, or with `apart` as
+        parts with `mark` after them."""
         contents: list[Any] = []
         for number, message in enumerate(self._messages):
             content, places = message.get("content"), self._places(number, mark)

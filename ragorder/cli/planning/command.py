@@ -44,8 +44,8 @@ __all__ = ["plan"]
         "--shards",
         type=Count(1, 99_999),
         metavar="N",
-        help="Files of about as many tokens each.",
-        unset="as many as keep one below a million documents",
+        help="Number of files, with about equally many tokens.",
+        unset="the least that keeps a file below a million documents",
     ),
     document_tokens_option(),
 )
