@@ -139,8 +139,8 @@ def _memory_options() -> Decorator:
     option(
         "--model",
         metavar="NAME",
-        help="Model for the requests [default: the first that the server lists]; with --memory the folder of a model, "
-        "or its config.json.",
+        help="Model for the requests; with --memory the folder of a model, or its config.json.",
+        unset="the first that the server lists",
     ),
     api_key(),
     option(
