@@ -34,7 +34,7 @@ __all__ = ["route"]
     cls=Command,
     examples=[
         'ragorder route --upstream http://router:8080 --topic-secret "$SECRET"',
-        'ragorder route --upstream http://router:8080 --topic-secret "$SECRET" --workers 4',
+        'ragorder route --upstream http://router:8080 --topic-secret "$SECRET" \\\n  --workers 4',
     ],
 )
 @section(

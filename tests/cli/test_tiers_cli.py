@@ -96,7 +96,7 @@ class TestConfig:
         LINEAR.to_file(profile)
         options = ["--host-bytes", "8GiB", "--disk-path", tmp_path / "disk", "--disk-bytes", "500GB"]
         options += ["--policy", "lru", "--history", "10", "--profile", profile, "--no-device-order"]
-        options += ["--blocks-per-chunk", "4", "--io-threads", "3"]
+        options += ["--blocks-per-chunk", "4", "--io-threads", "3", "--max-cached-documents", "9"]
         settings = TierSettings(
             host_bytes=8 * GIB,
             disk_path=tmp_path / "disk",
@@ -107,6 +107,7 @@ class TestConfig:
             device_order=False,
             blocks_per_chunk=4,
             io_threads=3,
+            max_cached_documents=9,
         )
         assert json.loads(config(*options).stdout) == settings.kv_transfer_config()
 
