@@ -31,6 +31,7 @@ from ragorder.cli.proxy import (
     client_options,
     process_options,
     server_options,
+    with_loads,
 )
 from ragorder.cli.values import Model, ProfileSource
 from ragorder.extras import install_hint
@@ -129,7 +130,7 @@ def engine(
         if idle:
             raise click.UsageError(f"{spelling(idle[0])} requires --reuse fused")
     if isinstance(chosen["profile"], Path):
-        options["profile"] = _with_loads(chosen["profile"])
+        options["profile"] = with_loads(chosen["profile"])
     settings = build_orderer(options).settings
     documents = documents_of(
         template,
@@ -153,16 +154,6 @@ def engine(
         announce_cache(backend, settings)
         mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
         server.run(make, sockets, f"Mode: {mode}")
-
-
-def _with_loads(profile: Path) -> Path | None:
-    """Return the profile if it has load times, else None. Raises click.UsageError if it cannot be read."""
-    from ragorder.kernels.profile import PrefillProfile
-
-    try:
-        return profile if PrefillProfile.from_file(profile).loads else None
-    except ValueError as error:
-        raise click.UsageError(f"--profile: {error}") from None
 
 
 @contextmanager

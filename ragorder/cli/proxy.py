@@ -54,6 +54,7 @@ __all__ = [
     "topics_of",
     "upstream_key_option",
     "warn",
+    "with_loads",
 ]
 
 ROUTED = "x-session-id"
@@ -225,6 +226,16 @@ def topics_of(header: str, secret: str | None) -> Topics:
     if secret is None:
         warn("topics are of this process alone: give all processes that should agree the same --topic-secret")
     return Topics(secret)
+
+
+def with_loads(profile: Path) -> Path | None:
+    """Return the profile, or None if it has no load times. Raises click.UsageError if it cannot be read."""
+    from ragorder.kernels.profile import PrefillProfile
+
+    try:
+        return profile if PrefillProfile.from_file(profile).loads else None
+    except ValueError as error:
+        raise click.UsageError(f"--profile: {error}") from None
 
 
 def warn(message: str) -> None:

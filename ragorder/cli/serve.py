@@ -33,6 +33,7 @@ from ragorder.cli.proxy import (
     topics_of,
     upstream_key_option,
     warn,
+    with_loads,
 )
 from ragorder.cli.values import Choice, Count, ProfileSource
 from ragorder.clouds import Provider
@@ -230,7 +231,12 @@ def serve(
         raise click.UsageError("--topic-secret requires --topic-header")
     topics = None if topic_header is None else topics_of(topic_header, topic_secret)
     if isinstance(profile, Path):
-        options["profile"] = _with_loads(profile)
+        options["profile"] = with_loads(profile)
+        if options["profile"] is None:
+            raise click.UsageError(
+                f"--profile: {profile} has no load times: measure them with `ragorder profile --loads`. A profile by "
+                "which a server evicts is an option of `ragorder tiers config`"
+            )
     settings = build_orderer(options).settings
     documents = documents_of(
         template,
@@ -327,22 +333,6 @@ def _check_workers(max_in_flight: int | None, *, has_replicas: bool, are_shared:
             "--workers: workers that do not share orders lose cache hits (a third with 4): give --shared-orders "
             "redis://HOST:6379/0, or use `ragorder route` before a proxy beside each engine"
         )
-
-
-def _with_loads(profile: Path) -> Path:
-    """Return the profile. Raises click.UsageError if it cannot be read, or has no load times."""
-    from ragorder.kernels.profile import PrefillProfile
-
-    try:
-        loads = PrefillProfile.from_file(profile).loads
-    except ValueError as error:
-        raise click.UsageError(f"--profile: {error}") from None
-    if not loads:
-        raise click.UsageError(
-            f"--profile: {profile} has no load times: measure them with `ragorder profile --loads`. A profile by which "
-            "a server evicts is an option of `ragorder tiers config`"
-        )
-    return profile
 
 
 def _load_tokenizer(name: str) -> Any:
