@@ -228,7 +228,7 @@ class TestMessages:
         wrong = [
             f"{where}: [{extra}] lacks {module}"
             for where, extra, modules in found
-            for module in modules
+            for module in modules - BY_NAME
             if distribution(module)
             not in {name for each in extra.split(",") for name in [*closure(each), *BROUGHT.get(each, ())]}
         ]
