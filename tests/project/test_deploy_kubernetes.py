@@ -236,7 +236,7 @@ class TestRouters:
         # test_deploy.py asks for this path through each proxy.
         assert plugins["metrics-data-source"]["path"] == "/metrics/"
         manifests = render(ROUTERS / "llm-d")
-        beside, front = sorted(containers(manifests, "ragorder"), key=lambda each: each["args"][0])
+        front, beside = sorted(containers(manifests, "ragorder"), key=lambda each: each["args"][0])
         assert "RAGORDER_PROXY_API_KEY" not in variables(beside, manifests)
         assert "RAGORDER_PROXY_API_KEY" in variables(front, manifests)
 
