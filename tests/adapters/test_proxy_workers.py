@@ -254,7 +254,7 @@ class TestTheOption:
             (["--shadow"], "workers that do not share orders lose cache hits"),
             (
                 ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
-                "--max-in-flight is of one queue",
+                "--max-in-flight is a limit of one queue",
             ),
             (["--upstream", "http://127.0.0.1:9"], "give one --upstream"),
             (["--data-parallel-ranks", "2"], "give one --upstream"),
