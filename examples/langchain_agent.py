@@ -1,6 +1,6 @@
 """A LangChain agent with a search tool: documents already in the conversation are named, not sent again.
 
-    pip install '.[langchain-agents,live]' langchain-openai
+    pip install '.[langchain,live]' langchain langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes
     python examples/langchain_agent.py [http://127.0.0.1:8000/v1]
 

@@ -3,7 +3,7 @@
     python examples/pipelined.py http://127.0.0.1:8000 [FOLDER OF THE SERVED MODEL]
 
 Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details. Without a server:
-`ragorder serve --engine torch --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100. With the folder lengths are
+`ragorder engine --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100. With the folder lengths are
 exact instead of estimated, and that engine is told where documents end.
 """
 

@@ -84,7 +84,7 @@ def _make(folder: Path, source: Path, say: Callable[[str], object]) -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    with needs("answers", "converting the model smollm2"):
+    with needs("torch", "converting the model smollm2"):
         import accelerate  # noqa: F401  transformers wants it for GGUF files
         import gguf  # noqa: F401
         import torch

@@ -34,9 +34,9 @@ tests() {
 try_core() {
     constraints=()
     [ "$end" = newest ] || constraints=(-c requirements/lowest.txt)
-    make core -e '.[bm25,live,eval,otel,proxy]' "${constraints[@]}"
+    make core -e '.[live,eval,proxy]' "${constraints[@]}"
     "$bin/ragorder" --help >/dev/null
-    for command in order bench eval replay serve fuse stats tiers profile demo doctor; do
+    for command in order bench eval replay serve engine route fuse stats tiers profile demo doctor; do
         "$bin/ragorder" "$command" --help >/dev/null
     done
     echo '{"documents": ["a", "b"]}' | "$bin/ragorder" order | grep -q '"documents": \["a", "b"\]'
@@ -58,9 +58,9 @@ try_langchain() {
 
 try_langchain-agents() {
     if [ "$end" = newest ]; then
-        make langchain-agents -e '.[langchain-agents]' langchain-anthropic langchain-openai "${server[@]}"
+        make langchain-agents -e '.[langchain]' 'langchain>=1,<2' langchain-anthropic langchain-openai "${server[@]}"
     else
-        make langchain-agents -e '.[langchain-agents]' langchain==1.0.0 'langchain-openai<1.1' "${server[@]}"
+        make langchain-agents -e '.[langchain]' langchain==1.0.0 'langchain-openai<1.1' "${server[@]}"
     fi
     tests langchain_agents langchain_turns
 }

@@ -25,11 +25,11 @@ class BatchingMetrics:
         page = generate_latest(metrics.registry)
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Raises ImportError without
-    ragorder[metrics], ValueError for a registry with these metrics: share the BatchingMetrics instead.
+    ragorder[proxy], ValueError for a registry with these metrics: share the BatchingMetrics instead.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        with needs("metrics", "BatchingMetrics"):
+        with needs("proxy", "BatchingMetrics"):
             from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
         self.registry = registry = CollectorRegistry() if registry is None else registry
 

@@ -17,7 +17,7 @@ try:
     from langgraph.types import Command
 except ImportError as error:
     raise ImportError(
-        f"ragorder.adapters.langchain.middleware needs langchain 1.x: {install_hint('langchain-agents')}"
+        f"ragorder.adapters.langchain.middleware needs langchain 1.x: {install_hint('langchain')} 'langchain>=1,<2'"
     ) from error
 
 from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of

@@ -19,11 +19,11 @@ class Tracing:
 
         orderer = ObservedOrderer(orderer, [Tracing()])
 
-    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[otel].
+    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[live].
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        with needs("otel", "Tracing"):
+        with needs("live", "Tracing"):
             from opentelemetry import trace
         self._trace = trace
         self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer

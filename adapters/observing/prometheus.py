@@ -44,11 +44,11 @@ class Metrics:
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Cached tokens have a label
     `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other. Raises
-    ImportError without ragorder[metrics], ValueError for a registry with these metrics: share the Metrics instead.
+    ImportError without ragorder[proxy], ValueError for a registry with these metrics: share the Metrics instead.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        with needs("metrics", "Metrics"):
+        with needs("proxy", "Metrics"):
             from prometheus_client import CollectorRegistry, Counter, Histogram
         self.registry = registry = CollectorRegistry() if registry is None else registry
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ragorder.extras import needs
-
 __all__ = ["load_tokenizer"]
 
 
 def load_tokenizer(model: str | Path) -> Any:
     """Return the tokenizer of a model, by its folder or its name on the Hub.
 
-    Raises ImportError naming the extra to install, OSError or ValueError if there is no such tokenizer.
+    Raises ImportError naming the packages to install, OSError or ValueError if there is no such tokenizer.
     """
-    with needs("tokenizer", "a tokenizer"):
+    try:
         from transformers import AutoTokenizer
+    except ImportError as error:
+        message = f"a tokenizer needs {error.name}: pip install 'transformers>=5' 'jinja2>=3.1'"
+        raise ImportError(message, name=error.name) from error
     return AutoTokenizer.from_pretrained(model)

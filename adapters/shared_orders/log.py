@@ -42,13 +42,13 @@ class OrderLog:
     Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards,
     and if the stream starts over, it is read from its start, but no order is applied twice: a new primary may lack the
     last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises ValueError for a
-    malformed URL, ImportError without ragorder[shared].
+    malformed URL, ImportError without ragorder[proxy].
     """
 
     def __init__(
         self, url: str, stream: str, apply: Callable[[SharedOrder], None], lost: Callable[[str], None]
     ) -> None:
-        with needs("shared", "sharing orders"):
+        with needs("proxy", "sharing orders"):
             import redis
         self.process = secrets.token_bytes(8)
         self.appended = self.applied = self.unreadable = 0

@@ -42,7 +42,7 @@ class SharedOrderer(Orderer):
     each process continues with its own orders, with one `DegradedWarning`, and catches up later. The stream has digests
     and lengths of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order, for a caller
     that may send another one (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError
-    without ragorder[shared].
+    without ragorder[proxy].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()

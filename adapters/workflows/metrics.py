@@ -25,11 +25,11 @@ class WorkflowMetrics:
         page = generate_latest(metrics.registry)
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Raises ImportError without
-    ragorder[metrics], ValueError for a registry with these metrics: share the WorkflowMetrics instead.
+    ragorder[proxy], ValueError for a registry with these metrics: share the WorkflowMetrics instead.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        with needs("metrics", "WorkflowMetrics"):
+        with needs("proxy", "WorkflowMetrics"):
             from prometheus_client import CollectorRegistry, Counter, Histogram
         self.registry = registry = CollectorRegistry() if registry is None else registry
 

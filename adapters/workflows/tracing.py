@@ -18,11 +18,11 @@ class WorkflowTracing:
 
         server = ordered_workflows(…, observers=[WorkflowTracing()])
 
-    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[otel].
+    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[live].
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        with needs("otel", "WorkflowTracing"):
+        with needs("live", "WorkflowTracing"):
             from opentelemetry import trace
         self._trace = trace
         self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer

@@ -6,8 +6,8 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, Duration, build, given, option, options_from, section
-from ragorder.cli.output import StreamFile
+from ragorder.cli.options import Command, build, given, option, options_from, section
+from ragorder.cli.values import Choice, Count, Duration, StreamFile
 from ragorder.eval.cli.options import (
     SEEDS,
     arrival_rates,
@@ -26,7 +26,13 @@ __all__ = ["bench"]
 _DELAY_S = 0.05
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder bench --workload paper-shuf --limit 200",
+        "ragorder bench --workload mix8 --capacity-tokens 5% --json -",
+    ],
+)
 @section(
     "Requests",
     option(
@@ -34,13 +40,13 @@ _DELAY_S = 0.05
         "workloads",
         multiple=True,
         metavar="NAME",
-        help="Synthetic trace: paper (RAGCache++'s: consecutive requests share documents at the same ranks), "
-        "paper-shuf (the same, with shuffled ranks), ov0.0 to ov0.8 (consecutive requests share this additional part, "
-        "ranks shuffled), ov0.0-kept to ov0.8-kept (the same, at the same ranks), mix8 (eight interleaved streams), "
-        "zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (documents near a moving "
-        "position), disjoint and unique (no two consecutive requests, or no two requests, share a document); or "
-        "pydocs. "
-        "Repeatable. [default: paper-shuf]",
+        help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
+        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share this additional part, ranks shuffled), "
+        "ov0.0-kept to ov0.8-kept (the same, in their places), mix8 (eight streams at once), zipf10 (ten documents by "
+        "popularity), zipf10-X (popularity exponent X), geo (documents near a moving place), disjoint and unique (no "
+        "two neighbours, or no two requests, share a document); or pydocs. "
+        "Repeatable.",
+        unset="paper-shuf",
     ),
     option(
         "--corpus",
@@ -72,7 +78,8 @@ _DELAY_S = 0.05
         metavar="NAME",
         help="none (no prefix cache), retrieval, reversed, sorted, recency, random, greedy (the paper's), prefix, "
         "frequency, queue, earned, free, events (free, with the server's KV events), oracle, "
-        "contextpilot (in its own environment). Repeatable. [default: retrieval, greedy, prefix, earned, free]",
+        "contextpilot (in its own environment). Repeatable.",
+        unset="retrieval, greedy, prefix, earned, free",
     ),
     options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),
 )
@@ -107,17 +114,20 @@ _DELAY_S = 0.05
         "--time-scale",
         type=float,
         metavar="X",
-        help="Play the steps or trace of --arrivals at X times the speed. [default: 1]",
+        help="Play the steps or trace of --arrivals X times as fast.",
+        unset="1",
     ),
     option(
         "--replicas",
         type=Count(1),
         metavar="N",
-        help="Replace each arrival of the trace by N requests at random times before the next arrival. [default: 1]",
+        help="Each arrival of the trace stands for N requests, spread at random over the time to the next.",
+        unset="1",
     ),
     arrival_rates(
-        "sim: uncached prompt tokens a second, computed for one request at a time. [default: 20000]",
-        "sim: answer tokens a second, generated for each request. [default: 50]",
+        "sim: uncached prompt tokens that the model computes a second, one request after another.",
+        "sim: answer tokens that the model generates a second for each request.",
+        unset=("20000", "50"),
     ),
 )
 @section(
@@ -135,8 +145,8 @@ _DELAY_S = 0.05
         "delay_s",
         type=Duration(unit="ms"),
         metavar="TIME",
-        help="Duration of a retrieval with --pipeline, such as 50ms; a plain number is in milliseconds. "
-        "[default: 50ms]",
+        help="With --pipeline: duration of a retrieval, such as 50ms; a plain number is in milliseconds.",
+        unset="50ms",
     ),
 )
 @option(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, option, options_from
+from ragorder.cli.options import Command, option, options_from
+from ragorder.cli.values import Choice, Count
 from ragorder.eval.cli.options import MODEL_FOLDER
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.running.specs import Bench, EngineName
@@ -14,7 +15,7 @@ from ragorder.eval.running.specs import Bench, EngineName
 __all__ = ["demo"]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder demo --engine sim", "ragorder demo --model smollm2"])
 @option(
     "--engine",
     type=Choice(["sim", "torch", "vllm"]),
@@ -26,9 +27,9 @@ __all__ = ["demo"]
 @options_from(
     Bench,
     "model",
-    model=MODEL_FOLDER | {"help": "Model for torch and vllm", "default": "smollm2"},
+    model=MODEL_FOLDER | {"help": "Model for torch and vllm", "unset": "smollm2"},
 )
-@option("--limit", type=Count(2), metavar="N", help="Only the first N questions. [default: all 18]")
+@option("--limit", type=Count(2), metavar="N", help="Only the first N questions.", unset="all 18")
 @options_from(Bench, "waiting")
 def demo(engine: EngineName, model: Path | None, limit: int | None, waiting: int | None) -> None:
     """Answer questions about Python with and without ordering.

@@ -24,15 +24,14 @@ __all__ = ["eval"]
 
 _FOLDER = {"type": click.Path(path_type=Path, file_okay=False, exists=True), "metavar": "DIR"}
 _FLAG = {"is_flag": True}
-_HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(cls=CommandGroup, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def eval() -> None:
     """Measure the evaluation's tables and figures, and report on them."""
 
 
-@eval.command(context_settings=_HELP)
+@eval.command(cls=Command, examples=["ragorder eval schema"])
 def schema() -> None:
     """Print the JSON schema of a line of results.jsonl."""
     import json
@@ -43,7 +42,7 @@ def schema() -> None:
     click.echo(json.dumps(json_schema([each.record for each in experiments().values()]), indent=2))
 
 
-@eval.command(name="list", context_settings=_HELP)
+@eval.command(name="list", cls=Command, examples=["ragorder eval list"])
 def list_suites() -> None:
     """List the suites, one for each table or figure: those of the papers, then ours."""
     from rich.console import Console
@@ -65,7 +64,10 @@ def list_suites() -> None:
     Console().print(table)
 
 
-@eval.command(cls=Command, context_settings=_HELP)
+@eval.command(
+    cls=Command,
+    examples=["ragorder eval run table-1 --seeds 0 -o results", "ragorder eval run paper --corpora DIR -o results"],
+)
 @click.argument("suites", nargs=-1, required=True, metavar="SUITE...")
 @section(
     "Results",

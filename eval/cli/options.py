@@ -8,19 +8,8 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import (
-    Decorator,
-    Model,
-    ParamType,
-    Rate,
-    api_key,
-    events_address,
-    kv_events,
-    option,
-    options_from,
-    section,
-    together,
-)
+from ragorder.cli.options import Decorator, api_key, events_address, kv_events, option, options_from, section, together
+from ragorder.cli.values import Model, ParamType, Rate
 from ragorder.counts import parse_count
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.specs import EventsAddress
@@ -112,10 +101,11 @@ def served_by(spec: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> 
     return together(options_from(spec, *names, **changes), api_key("OPENAI_API_KEY"))
 
 
-def arrival_rates(prefill: str, decode: str) -> Decorator:
+def arrival_rates(prefill: str, decode: str, *, unset: tuple[str, str]) -> Decorator:
+    """Return --prefill-rate and --decode-rate with these texts and defaults."""
     return together(
-        option("--prefill-rate", type=Rate(), metavar="TOKENS/S", help=prefill),
-        option("--decode-rate", type=Rate(), metavar="TOKENS/S", help=decode),
+        option("--prefill-rate", type=Rate(), metavar="TOKENS/S", help=prefill, unset=unset[0]),
+        option("--decode-rate", type=Rate(), metavar="TOKENS/S", help=decode, unset=unset[1]),
     )
 
 

@@ -11,7 +11,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Command, Count, Duration, Model, option, section
+from ragorder.cli.options import Command, option, section
+from ragorder.cli.values import Count, Duration, Model
 from ragorder.eval.cli.options import Integers, served_by
 from ragorder.eval.cli.profile_placement import PLACEMENT_OPTIONS, placement_options, profile_placement
 from ragorder.eval.cli.progress import progress_bar
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["profile"]
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder profile --base-url http://127.0.0.1:8000 --loads --output p.json"])
 @section(
     "Server",
     option(
         "--base-url",
         metavar="URL",
-        help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1. [default: a vLLM "
-        "server is started for the profile]",
+        help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1.",
+        unset="a vLLM server is started for the profile",
     ),
     served_by(
         Bench,
@@ -40,9 +41,9 @@ __all__ = ["profile"]
         model={
             "type": Model(exists=True),
             "help": "Model of the server that is started",
-            "default": "random weights",
+            "unset": "random weights, made on the spot",
         },
-        block_size={"default": "the server's /metrics; 32 for a server that is started"},
+        block_size={"unset": "the server's /metrics; 32 for a server that is started"},
     ),
 )
 @section(
@@ -51,14 +52,15 @@ __all__ = ["profile"]
         "--cached",
         type=Integers(),
         metavar="TOKENS,...",
-        help="Cached tokens of the prompts, rounded down to whole blocks. [default: 0, and a series up to half "
-        "of a prompt]",
+        help="Numbers of cached tokens, rounded down to whole blocks.",
+        unset="0, and a series up to half of a prompt",
     ),
     option(
         "--new",
         type=Integers(),
         metavar="TOKENS,...",
-        help="New tokens of the prompts. [default: a series up to half of a prompt]",
+        help="Numbers of computed tokens.",
+        unset="a series up to half of a prompt",
     ),
     option(
         "--repeats",

@@ -9,7 +9,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Count, Decorator, Size, option, section
+from ragorder.cli.options import Decorator, option, section
+from ragorder.cli.values import Count, Size
 from ragorder.eval.cli.options import Integers
 from ragorder.eval.cli.progress import progress_bar
 
@@ -43,26 +44,29 @@ def placement_options() -> Decorator:
             "--index",
             type=click.Path(path_type=Path, dir_okay=False, exists=True),
             metavar="FILE",
-            help="An IVF index written by FAISS. [default: no index, only generation]",
+            help="An IVF index written by FAISS.",
+            unset="generation alone",
         ),
-        option("--batches", type=Integers(), metavar="N,...", help="Requests of a batch. [default: 1,4,16,64]"),
+        option("--batches", type=Integers(), metavar="N,...", help="Requests of a batch.", unset="1,4,16,64"),
         option(
             "--device-layers",
             type=Integers(),
             metavar="N,...",
-            help="Layers on the device. [default: five numbers, from none to all]",
+            help="Layers that stay on the device.",
+            unset="five numbers, from none to all",
         ),
-        option("--partitions", type=Count(1), metavar="N", help="Parts of the index. [default: 32]"),
+        option("--partitions", type=Count(1), metavar="N", help="Parts of the index.", unset="32"),
         option(
             "--resident",
             type=Integers(),
             metavar="N,...",
-            help="Partitions in memory. [default: five numbers, from none to all]",
+            help="Partitions that stay in memory.",
+            unset="five numbers, from none to all",
         ),
-        option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device. [default: free memory]"),
-        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory. [default: free memory]"),
-        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt. [default: 2048]"),
-        option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer. [default: 128]"),
+        option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device.", unset="what is free"),
+        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
+        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
+        option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Model, build, option, options_from, section
+from ragorder.cli.options import Command, build, option, options_from, section
+from ragorder.cli.values import Choice, Model
 from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.experiments.quality.specs import ANSWERS, TOP_K, AnswererSpec, QuestionsSpec
@@ -20,7 +21,11 @@ _DATASETS = ["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus
 _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDER"}
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=Command,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    examples=["ragorder eval quality corpus --data my-corpus --model smollm2 -o results"],
+)
 @click.argument("dataset", required=False, type=Choice(_DATASETS, case_sensitive=False))
 @section(
     "Data",
@@ -60,8 +65,8 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
         metavar="NAME[+GUARD…]",
         help="An order to compare: none (no prefix cache), retrieval, reversed (best last), sorted, recency, random, "
         "greedy, prefix, frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, "
-        "+best=last, +keep_groups or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, "
-        "free+keep_first=2, free+keep_last=2, free+state_ranking]",
+        "+best=last, +keep_groups or +state_ranking. Repeatable.",
+        unset="retrieval, earned, free, greedy, sorted, free+keep_first=2, free+keep_last=2, free+state_ranking",
     ),
 )
 @section(
@@ -86,7 +91,8 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
     option(
         "--select",
         metavar="NAME,...",
-        help="Which tokens --fusion recomputes: query, deviation, head, random. [default: query]",
+        help="Which tokens --fusion recomputes: query, deviation, head, random.",
+        unset="query",
     ),
 )
 @section(

@@ -8,8 +8,8 @@ from typing import IO
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, build, option, options_from, section
-from ragorder.cli.output import StreamFile
+from ragorder.cli.options import Command, build, option, options_from, section
+from ragorder.cli.values import Choice, Count, StreamFile
 from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
 from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.eval.replay.example import EXAMPLE_LOG
@@ -23,7 +23,9 @@ __all__ = ["replay"]
 _PROCESSES_FROM = 5_000
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command, examples=["ragorder replay --example", "ragorder replay log.jsonl --policy earned --json -"]
+)
 @click.argument("log", type=StreamFile("rb"), required=False)
 @section(
     "Replay",
@@ -46,8 +48,8 @@ _PROCESSES_FROM = 5_000
         "policies",
         multiple=True,
         metavar="NAME",
-        help="retrieval (always replayed), greedy (RAGCache++), prefix, frequency, earned, free. Repeatable. "
-        "[default: retrieval, greedy, earned, free]",
+        help="retrieval (always replayed), greedy (RAGCache++), prefix, frequency, earned, free. Repeatable.",
+        unset="retrieval, greedy, earned, free",
     ),
     option(
         "--capacity-tokens",
@@ -68,21 +70,23 @@ _PROCESSES_FROM = 5_000
         "block_size",
         "top_k",
         "limit",
-        block_size={"default": "16"},
-        top_k={"metavar": "K", "help": "Only the first K documents of each request", "default": "all"},
-        limit={"help": "Only the first N requests of the log", "default": "all"},
+        block_size={"unset": "16"},
+        top_k={"metavar": "K", "help": "Only the first K documents of each request", "unset": "all"},
+        limit={"help": "Only the first N requests of the log", "unset": "all"},
     ),
     arrival_rates(
         "Replay at the recorded times, on an engine that prefills this many uncached tokens a second, one request "
-        "at a time; also report the saving in seconds. [default: 20000 with --decode-rate]",
-        "Replay at the recorded times, on an engine that decodes this many tokens a second for each "
-        "concurrent request. [default: 50 with --prefill-rate]",
+        "after another; also gives the saving in seconds.",
+        "Replay at the recorded times, on an engine that decodes this many tokens a second for each request, side by "
+        "side.",
+        unset=("20000 with --decode-rate", "50 with --prefill-rate"),
     ),
     option(
         "--processes",
         type=Count(1),
         metavar="N",
-        help="Number of processes. [default: one for each core; 1 for a small log]",
+        help="Policies and capacities replayed at the same time.",
+        unset="one for each core; 1 for a small log",
     ),
 )
 @section("Lengths that the log does not give", options_from(DefaultLengths, *DefaultLengths.model_fields))

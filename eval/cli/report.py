@@ -23,7 +23,7 @@ _EXPECTED = (
 )
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder report results", "ragorder report results --html report.html"])
 @click.argument("paths", metavar="PATH…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @option(
     "--html",
@@ -44,7 +44,7 @@ _EXPECTED = (
     metavar="DIR",
     help="Write the pictures of the page into this folder, as SVG.",
 )
-@option("--title", metavar="TEXT", help="Title of the report. [default: the titles of the suites]")
+@option("--title", metavar="TEXT", help="Title of the report.", unset="the titles of what was measured")
 def report(
     paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None, title: str | None
 ) -> None:
@@ -57,14 +57,15 @@ def report(
     _write(_made(paths, title), page, markdown, pictures)
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["ragorder eval report results"])
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html",
-    help="HTML page, one file that needs no network. [default: DIR/report.html]",
+    help="The page: one file that needs no network.",
+    unset="DIR/report.html",
 )
 @option(
     "--md",

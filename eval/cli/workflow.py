@@ -20,7 +20,7 @@ def workflow() -> None:
     """Inspect workflows of searches and generations."""
 
 
-@workflow.command(cls=Command)
+@workflow.command(cls=Command, examples=["ragorder workflow trace trace.jsonl --plot wavefront.svg"])
 @click.argument("traces", metavar="TRACE.jsonl", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @option(
     "--plot",

@@ -97,5 +97,5 @@ def _check(top_k: int) -> None:
 
 
 def _require(module: str) -> Any:
-    with needs("bm25" if module in _LEXICAL else "retrieval", "retrieval"):
+    with needs("eval" if module in _LEXICAL else "retrieval", "retrieval"):
         return import_module(module)

@@ -24,7 +24,7 @@ def random_model() -> Path:
 
 def longest_prompt(model: str | Path) -> int:
     """The model's limit in tokens, very large if unknown. Raises as `load_tokenizer`."""
-    with needs("tokenizer", "a model's configuration"):
+    with needs("torch", "a model's configuration"):
         from transformers import AutoConfig
     config = AutoConfig.from_pretrained(model).get_text_config()
     return int(getattr(config, "max_position_embeddings", 1 << 20))

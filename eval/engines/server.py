@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ragorder.cli.signals import end_on_signals
+from ragorder.cli.main import end_on_signals
 from ragorder.eval.data.scratch import OwnFolder
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16

@@ -37,9 +37,9 @@ __all__ = ["DemoReport", "Pair", "run_demo"]
 
 _ENGINES = {"sim": "a simulated cache", "torch": "ragorder's embedded engine", "vllm": "vLLM"}
 _NEEDS = {
-    "sim": {"bm25s": "bm25"},
-    "torch": {"bm25s": "bm25", "torch": "answers"},
-    "vllm": {"bm25s": "bm25", "vllm": "vllm"},
+    "sim": {"bm25s": "eval"},
+    "torch": {"bm25s": "eval", "torch": "torch"},
+    "vllm": {"bm25s": "eval", "vllm": "vllm"},
 }
 """Modules, and the extras that bring them."""
 _SYSTEM = "Answer the question with a short phrase from the documents."

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ragorder.extras import install_hint
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 
 __all__ = ["Backend", "choose_backend"]
@@ -42,7 +41,7 @@ def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None
     elif block_size not in BLOCK_SIZES:
         lacking = f"has no block size {block_size}, only multiples of 16 up to {BLOCK_SIZES[-1]}"
     elif find_spec("triton") is None:
-        lacking = f"needs triton: {install_hint('triton')}"
+        lacking = "needs triton, which a torch for CUDA brings: pip install triton"
     elif device.type == "cpu":
         from ragorder.kernels.attention.launch import INTERPRETED
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ragorder.jsonl import decode
 from ragorder.kernels.store.variants import variant_key
 
-__all__ = ["BuildError", "Manifest", "ManifestError", "PlannedDocument"]
+__all__ = ["BuildError", "Manifest", "ManifestError", "NoBuildError", "PlannedDocument"]
 
 _NAME = "documents.sqlite"
 _FORMAT = 1
@@ -43,6 +43,10 @@ class BuildError(ValueError):
 
 class ManifestError(BuildError):
     """A folder has no readable build."""
+
+
+class NoBuildError(ManifestError):
+    """A folder has no build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Manifest:
     def of(cls, folder: Path) -> Self:
         """Open the manifest of an existing build to read. Raises ManifestError."""
         if not (folder / _NAME).is_file():
-            raise ManifestError(f"{folder} has no build: give the folder of a build, or run `ragorder fuse build`")
+            raise NoBuildError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
         manifest = cls(folder, read_only=True)
         if not manifest.facts:
             manifest.close()

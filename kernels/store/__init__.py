@@ -5,7 +5,7 @@ from ragorder.extras import install_hint
 try:
     import xxhash  # noqa: F401
 except ImportError as error:
-    message = f"the chunk store needs xxhash: {install_hint('tiers')}, or '.[torch]' for the embedded engine"
+    message = f"the chunk store needs xxhash: {install_hint('vllm')}, or '.[torch]' for the embedded engine"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.store.counters import StoreCounters

@@ -48,7 +48,7 @@ def device_memory() -> int | None:
 def host_memory() -> int:
     """Return the bytes of RAM available without swapping: the least of machine, control group and RLIMIT_AS. Raises
     ImportError without psutil."""
-    with needs("memory", "reading this machine's memory"):
+    with needs("live", "reading this machine's memory"):
         import psutil
 
     free = [int(psutil.virtual_memory().available)]

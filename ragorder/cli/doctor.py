@@ -1,4 +1,4 @@
-"""The command `ragorder doctor`."""
+"""The command `ragorder doctor`: checks of a server, its prompts, a log, and a machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.doctor_memory import MEMORY_OPTIONS, memory_options, show_memory
-from ragorder.cli.doctor_requests import REQUEST_OPTIONS, checked_requests, examine_log, request_options
-from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
+from ragorder.cli.options import Command, Decorator, api_key, events_address, kv_events, option, section
+from ragorder.cli.values import Choice, Count, Duration, Size
 from ragorder.jsonl import decode
+from ragorder.topic import checked_header
 
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
@@ -25,17 +25,122 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
+_REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
+"""Options that only --requests takes."""
+_MEMORY_OPTIONS = (
+    "index",
+    "profile",
+    "device_bytes",
+    "host_bytes",
+    "disk_bytes",
+    "prompt_tokens",
+    "answer_tokens",
+    "partitions",
+    "backlog",
+    "dtype",
+)
+"""Options that only --memory takes."""
 
 
-@click.command(cls=Command)
+def _request_options() -> Decorator:
+    return section(
+        "Requests",
+        option(
+            "--requests",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="JSON lines with the bodies of requests in the order in which they were sent, and the usage of their "
+            'answers: {"messages": […], "usage": {…}}, or {"request": {…}, "response": {…}}. Nothing of them is shown. '
+            "Without URL, no server is asked.",
+        ),
+        option(
+            "--tokenizer",
+            metavar="FOLDER|NAME",
+            help="The model's tokenizer, to render chats twice.",
+            unset="by the server at URL",
+        ),
+        option(
+            "--block-size",
+            type=Count(1),
+            metavar="N",
+            help="Tokens in a block of the server's cache.",
+            unset="from the server at URL, else from the log",
+        ),
+        option(
+            "--topic-header",
+            metavar="NAME",
+            help="Check that the balancer at URL sends requests with the same topic in this header to one replica.",
+        ),
+    )
+
+
+def _memory_options() -> Decorator:
+    return section(
+        "Memory",
+        option(
+            "--memory",
+            is_flag=True,
+            help="Instead of a server, examine this machine: what --model and --index need, in bytes by part, and how "
+            "they are best placed over device, host memory and disk (RAGDoll).",
+        ),
+        option(
+            "--index",
+            type=click.Path(path_type=Path, dir_okay=False, exists=True),
+            metavar="FILE",
+            help="An index written by FAISS; an IVF index need not fit into memory.",
+        ),
+        option(
+            "--profile",
+            type=click.Path(path_type=Path, dir_okay=False, exists=True),
+            metavar="FILE",
+            help="Times from `ragorder profile --placement`, with the sizes of model and index.",
+            unset="times estimated from sizes",
+        ),
+        option("--device-bytes", type=Size(0), metavar="SIZE", help="Memory of the device.", unset="what is free"),
+        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
+        option(
+            "--disk-bytes",
+            type=Size(0),
+            metavar="SIZE",
+            help="Disk for KV.",
+            unset="what is free, or none if both others are given",
+        ),
+        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
+        option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
+        option("--partitions", type=Count(1), metavar="N", help="Parts of an IVF index.", unset="32"),
+        option(
+            "--backlog",
+            type=Count(1),
+            metavar="N",
+            help="Waiting requests whose mean latency is minimised.",
+            unset="the largest batch",
+        ),
+        option(
+            "--dtype",
+            type=Choice(["float32", "bfloat16", "float16"]),
+            help="Of weights and KV.",
+            unset="as the weights are stored",
+        ),
+    )
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder doctor http://127.0.0.1:8000",
+        "ragorder doctor http://127.0.0.1:8000 --prompt one.txt --prompt two.txt",
+        "ragorder doctor --requests log.jsonl --tokenizer Qwen/Qwen2.5-0.5B-Instruct",
+        "ragorder doctor --memory --model /models/qwen",
+    ],
+)
 @click.argument("url", required=False)
 @section(
     "Server",
     option(
         "--model",
         metavar="NAME",
-        help="Model for the requests [default: the first that the server lists]; with --memory the folder of a model, "
-        "or its config.json.",
+        help="Model for the requests; with --memory the folder of a model, or its config.json.",
+        unset="the first that the server lists",
     ),
     api_key(),
     option(
@@ -66,8 +171,8 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
         help="Text right before the first document in both prompts; the documents begin after it.",
     ),
 )
-@request_options()
-@memory_options()
+@_request_options()
+@_memory_options()
 @option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
 @click.pass_context
 def doctor(
@@ -93,22 +198,22 @@ def doctor(
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
     few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
 
-    With --requests and no URL, or with one: why the requests of a log find little in the cache.
+    With --requests, with or without URL: why the requests of a log find little in the cache.
 
-    With --memory and no URL: what a model and an index need of this machine, and where they are best placed.
+    With --memory and no URL: how much memory a model and an index need on this machine, and their best placement.
     """
-    of_requests = {name: others.pop(name) for name in REQUEST_OPTIONS}
-    of_memory = {name: others[name] for name in MEMORY_OPTIONS}
+    of_requests = {name: others.pop(name) for name in _REQUEST_OPTIONS}
+    of_memory = {name: others[name] for name in _MEMORY_OPTIONS}
     if memory:
         if url is not None or prompts:
             raise click.UsageError("--memory examines this machine: leave out the URL and --prompt")
-        if lonely := _given(context, but=(*MEMORY_OPTIONS, "memory", "model", "as_json")):
+        if lonely := _given(context, but=(*_MEMORY_OPTIONS, "memory", "model", "as_json")):
             raise click.UsageError(f"--memory examines this machine: leave out {lonely[0]}")
-        context.exit(int(not show_memory(model, as_json, of_memory)))
+        context.exit(int(not _show_memory(model, as_json, of_memory)))
     if url is None and requests is None:
         raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
     _check_together(context, url, requests, of_memory, of_requests)
-    how = checked_requests(url, **of_requests)
+    how = _checked_requests(url, **of_requests)
     from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):
@@ -132,7 +237,7 @@ def doctor(
                 )
         if requests is not None:
             with Console(stderr=True).status("Examining the requests"):
-                findings += examine_log(requests, **asking, **how)
+                findings += _examine_log(requests, **asking, **how)
     except AddressError as error:
         raise click.UsageError(str(error)) from None
     except (ServerError, ImportError) as error:
@@ -151,16 +256,16 @@ def _check_together(
     of_memory: Mapping[str, object],
     of_requests: Mapping[str, object],
 ) -> None:
-    """Raise click.UsageError for options without the one that they belong to."""
+    """Raise click.UsageError for an option that requires another."""
     for switch, options in (("--memory", of_memory), ("--requests", {} if requests else of_requests)):
         if lonely := [name for name, value in options.items() if value is not None]:
             raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires {switch}")
-    if url is None and (lonely := _given(context, but=("requests", *REQUEST_OPTIONS, "as_json"))):
+    if url is None and (lonely := _given(context, but=("requests", *_REQUEST_OPTIONS, "as_json"))):
         raise click.UsageError(f"{lonely[0]} requires the URL of a server")
 
 
 def _given(context: click.Context, *, but: Collection[str]) -> list[str]:
-    """Options on the command line, but those named."""
+    """Return the options on the command line, without those named."""
     return [
         each.opts[0]
         for each in context.command.params
@@ -207,3 +312,75 @@ def _read(path: Path) -> PromptSample:
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise click.BadParameter(f'{path}: chat messages are objects with "role" and "content"', param_hint="--prompt")
     return messages
+
+
+def _checked_requests(
+    url: str | None, *, tokenizer: str | None, block_size: int | None, topic_header: str | None
+) -> dict[str, Any]:
+    """Return the options for `examine_requests`, with the tokenizer loaded. Raises click's errors."""
+    if topic_header is not None:
+        if url is None:
+            raise click.UsageError("--topic-header requires URL, the address of the balancer")
+        try:
+            checked_header(topic_header)
+        except ValueError as error:
+            raise click.UsageError(f"--topic-header: {error}") from None
+    loaded = None if tokenizer is None else _load_tokenizer(tokenizer)
+    return {"base_url": url, "tokenizer": loaded, "block_size": block_size, "topic_header": topic_header}
+
+
+def _examine_log(log: Path, **options: Any) -> list[Finding]:
+    """Return the findings. Raises as `examine_requests` does for a server, and click's error for the log."""
+    from ragorder.adapters.doctor import examine_requests
+    from ragorder.jsonl import JSONLinesError
+
+    try:
+        return examine_requests(log, **options)
+    except JSONLinesError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _load_tokenizer(tokenizer: str) -> Any:
+    from ragorder.adapters.openai.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(tokenizer)
+    except (ImportError, OSError, ValueError) as error:
+        raise click.ClickException(f"--tokenizer: {error}") from None
+
+
+def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
+    """Print the report, and return whether a placement fits the budgets. `given` has the _MEMORY_OPTIONS or None."""
+    from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
+    from ragorder.pipelining.placement.base import Workload
+
+    profile: Path | None = given["profile"]
+    if (profile is None) == (model is None):
+        raise click.UsageError("--memory takes a --model, the folder of one or its config.json, or else a --profile")
+    ignored = ("index", "prompt_tokens", "answer_tokens", "partitions", "dtype")
+    if profile is not None and (named := [name for name in ignored if given[name] is not None]):
+        flag = named[0].replace("_", "-")
+        raise click.UsageError(f"--profile has been measured with its own: leave out --{flag}")
+    if given["index"] is None and given["partitions"] is not None:
+        raise click.UsageError("--partitions is of an index: give --index")
+    try:
+        budgets = choose_budgets(given["device_bytes"], given["host_bytes"], given["disk_bytes"])
+        tokens = {name: given[name] for name in ("prompt_tokens", "answer_tokens") if given[name] is not None}
+        costs = profile or estimated_costs(
+            Path(str(model)),
+            given["index"],
+            workload=Workload(**tokens),
+            on_a_cpu=budgets.unified,
+            partitions=given["partitions"] or 32,
+            dtype=given["dtype"],
+        )
+        report = examine_memory(costs, budgets, backlog=given["backlog"])
+    except (OSError, ImportError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=1))
+    else:
+        click.echo(str(report))
+    if report.problem is not None:
+        click.echo(f"Error: {report.problem}", err=True)
+    return report.problem is None

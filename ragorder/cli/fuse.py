@@ -1,44 +1,63 @@
-"""The command `ragorder fuse`: documents' KV computed before it is asked for."""
+"""The command `ragorder fuse`: documents' KV computed before they are requested (FusionRAG, section 3.1)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from sys import maxsize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ragorder.cli.fuse_folder import as_json, check_recipe, errors, opened, recipe_of
-from ragorder.cli.fuse_progress import compute, say_damaged, say_ready, working
-from ragorder.cli.fuse_stats import stats
+from ragorder.cli.engine import take_model
 from ragorder.cli.options import (
     Command,
     CommandGroup,
     Decorator,
-    ParamType,
-    ProfileSource,
+    build,
     given,
     option,
     options_from,
     section,
+    spelling,
 )
+from ragorder.cli.output import log_shown
+from ragorder.cli.stats import disk_gib
+from ragorder.cli.values import ParamType, ProfileSource
+from ragorder.document import Document
+from ragorder.jsonl import JSONLines, JSONLinesError
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.preprocessing.neighbours import neighbours
+from ragorder.kernels.preprocessing.neighbours import make_neighbours, neighbours
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+from ragorder.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from ragorder.kernels.preprocessing.builder import FusionBuilder
+    from ragorder.kernels.preprocessing.plan import SourceDocument
 
 __all__ = ["fuse"]
 
-_HELP = {"help_option_names": ["-h", "--help"]}
+_EXAMPLE = '{"id": "a", "text": "…"}'
+_PROMPT = ("system", "document_template")
+# Options that may differ between a build and its continuation: where and how fast it is computed.
+_FREE = {
+    "model",
+    "device",
+    "device_tokens",
+    "host_bytes",
+    "profile",
+}
 _ENGINE = (
     "block_size",
     "max_model_len",
     "device_tokens",
     "max_batch_tokens",
     "profile",
-    "profile_budget_s",
     "dtype",
     "device",
 )
@@ -48,7 +67,7 @@ _folder = click.argument("folder", type=click.Path(path_type=Path, exists=True, 
 
 
 class Shard(ParamType[tuple[int, int]]):
-    """i/n: the part i of n."""
+    """A part of a build: i/n."""
 
     name = "i/n"
 
@@ -68,7 +87,7 @@ def _engine_options(*names: str) -> Decorator:
         *names,
         dtype={"metavar": "NAME"},
         device={"metavar": "NAME"},
-        profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
+        profile={"type": ProfileSource(), "metavar": ProfileSource.name, "unset": "auto"},
     )
 
 
@@ -76,7 +95,7 @@ _model = option(
     "--model",
     required=True,
     metavar="FOLDER|NAME|smollm2|random",
-    help="The model that will be served, as for `ragorder serve`.",
+    help="The model that will be served, as for `ragorder engine`.",
 )
 _moved_model = option("--model", metavar="FOLDER|NAME", help="Where the build's model is now.")
 _source = {
@@ -86,15 +105,23 @@ _source = {
 _shard = option("--shard", type=Shard(), metavar="i/n", default=(1, 1), help="Compute part i of n only.")
 
 
-@click.group(cls=CommandGroup, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def fuse() -> None:
-    """Compute documents' KV ahead of requests, each after similar documents.
+    """Compute documents' KV before they are requested, each after similar documents.
 
-    FusionRAG, section 3.1. `ragorder serve --engine torch --reuse fused` takes documents from such a folder.
+    FusionRAG, section 3.1. `ragorder engine --reuse fused` reuses documents of such a folder; `ragorder stats` shows
+    what it holds.
     """
 
 
-@fuse.command("build", cls=Command, context_settings=_HELP)
+@fuse.command(
+    "build",
+    cls=Command,
+    examples=[
+        "ragorder fuse build corpus.jsonl --model smollm2 --out /var/kv",
+        "ragorder fuse build corpus.jsonl --model smollm2 --out /var/kv --resume",
+    ],
+)
 @_corpus
 @option(
     "--out",
@@ -112,14 +139,15 @@ def fuse() -> None:
 )
 @section(
     "Prompt, as in the requests",
-    option("--system", metavar="TEXT", help="System prompt. [default: that of PromptBuilder]"),
+    option("--system", metavar="TEXT", help="System prompt.", unset="that of PromptBuilder"),
     option(
         "--document-template",
         metavar="TEXT",
-        help="A document in the prompt, with {id}, {text} and {title}. [default: that of PromptBuilder]",
+        help="A document in the prompt, with {id}, {text} and {title}.",
+        unset="that of PromptBuilder",
     ),
     option(
-        "--salt", metavar="TENANT", help='The tenant whose requests may use it: their "cache_salt". [default: none]'
+        "--salt", metavar="TENANT", help='The tenant whose requests may use it: their "cache_salt".', unset="no tenant"
     ),
 )
 @section(
@@ -129,8 +157,8 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
     """Compute the KV of a corpus' documents into a folder.
 
     CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The
-    folder is a disk tier: `ragorder serve --engine torch --reuse fused --disk-path FOLDER` takes documents from it,
-    wherever they stand in a prompt. Interrupted, it goes on with --resume.
+    folder is a disk tier: `ragorder engine --reuse fused --disk-path FOLDER` reuses its documents at any place in a
+    prompt. Continue an interrupted build with --resume.
 
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """
@@ -155,17 +183,17 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
         say_ready(builder, recipe)
 
 
-@fuse.command(cls=Command, context_settings=_HELP)
+@fuse.command(cls=Command, examples=["ragorder fuse add /var/kv more.jsonl --refresh"])
 @_folder
 @_corpus
-@option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS. [default: as the build]"})
+@option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS.", "unset": "as the build"})
 @option("--refresh", is_flag=True, help="Also recompute documents whose neighbours have changed.")
 @_moved_model
 @_engine_options("device_tokens", "device")
 def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
     """Add the documents of CORPUS to the build in FOLDER.
 
-    Known ids whose text has changed are replaced; all others stay. A command that was interrupted is simply run again.
+    Known ids with another text are replaced; all others stay. Run an interrupted command again.
     """
     recipe = recipe_of(folder) | given(options)
     with opened(folder, recipe) as (builder, read):
@@ -183,14 +211,13 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
         say_ready(builder, recipe)
 
 
-@fuse.command(cls=Command, context_settings=_HELP)
+@fuse.command(cls=Command, examples=["ragorder fuse remove /var/kv faq-7 faq-8"])
 @_folder
 @click.argument("ids", nargs=-1, required=True, metavar="ID…")
 def remove(folder: Path, ids: Sequence[str]) -> None:
     """Remove documents and their KV from the build in FOLDER.
 
-    Documents that were computed behind them stay, and so does what a server has added to the folder: its KV of
-    prompts that contain them.
+    Documents that were computed after them stay, and so does the KV of prompts with them that a server has added.
     """
     with errors():
         from ragorder.kernels.preprocessing.manifest import Manifest
@@ -204,8 +231,149 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
             click.echo(f"{len(set(ids)):,} documents removed, {len(manifest):,} left")
 
 
-fuse.add_command(stats)
-
-
 def _resolved(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+class CorpusLine(BaseModel):
+    """A document; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str = Field(min_length=1)
+    text: str
+    title: str | None = None
+
+
+@contextmanager
+def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
+    """Yield the builder of a folder, and a function that reads a corpus for it."""
+    with errors():
+        from ragorder.kernels.engine.loading import load_tokenizer
+        from ragorder.kernels.preprocessing.builder import FusionBuilder
+
+        options = dict(recipe)
+        choice = make_neighbours(options.pop("neighbours_by"))
+        salt = options.pop("salt", None)
+        prompt = {name: options.pop(name) for name in _PROMPT if name in options}
+        settings = build(
+            PreprocessingSettings, {n: options.pop(n) for n in PreprocessingSettings.model_fields if n in options}
+        )
+        model = take_model(options)
+        tokenizer = load_tokenizer(model)
+        if tokenizer is None:
+            raise click.UsageError(f"--model {model}: documents cannot be tokenised: the folder has no tokenizer")
+        prompts = PromptBuilder(**prompt, tokenizer=tokenizer)
+        engine = build(EngineSettings, {"profile": "auto"} | options)
+        with (
+            log_shown("ragorder.profile", "Profile"),
+            FusionBuilder.load(model, folder, prompts.prefix_ids, choice, settings, engine, salt=salt) as builder,
+        ):
+            yield builder, lambda corpus: _read(corpus, prompts)
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    from ragorder.kernels.store import StoreRefusedError
+
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(str(error)) from None
+    except (JSONLinesError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _read(corpus: Path, prompts: PromptBuilder) -> list[SourceDocument]:
+    from ragorder.kernels.preprocessing.plan import SourceDocument
+
+    lines = JSONLines(corpus, example=_EXAMPLE)
+    numbers: dict[str, int] = {}
+    documents: list[SourceDocument] = []
+    with working(f"reading {corpus.name}"):
+        for number, line in lines.read(CorpusLine):
+            if line.id in numbers:
+                raise lines.error(
+                    number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
+                )
+            numbers[line.id] = number
+            document = Document(line.id, line.text, metadata={"title": line.title or ""})
+            documents.append(SourceDocument(line.id, line.text, prompts.document_ids(document)))
+    if not documents:
+        raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
+    return documents
+
+
+def as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in recipe.items()}
+
+
+def recipe_of(folder: Path) -> dict[str, Any]:
+    with errors():
+        from ragorder.kernels.preprocessing.manifest import Manifest
+
+        with closing(Manifest.of(folder)) as manifest:
+            recipe: dict[str, Any] = manifest.facts.get("recipe", {})
+    if not recipe:
+        raise click.ClickException(f"{folder} was not built by `ragorder fuse build`: extend it as it was made")
+    return recipe
+
+
+def check_recipe(made: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+    for name in sorted((made.keys() | asked.keys()) - _FREE):
+        if made.get(name) != asked.get(name):
+            was, wanted = made.get(name, "unset"), asked.get(name, "unset")
+            raise click.UsageError(
+                f"the build in {folder} has {spelling(name)} {was!r}, not {wanted!r}: give the same, or another folder"
+            )
+
+
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    with Console(stderr=True).status(on):
+        yield
+
+
+def compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
+    estimate = builder.estimate(shard)
+    click.echo(
+        f"{estimate.documents:,} documents to compute, {estimate.tokens:,} tokens: {estimate.bytes:,} bytes",
+        err=True,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("documents", total=estimate.bytes)
+        for number, built in enumerate(builder.build(shard), 1):
+            bar.update(task, advance=built.bytes, description=f"document {number:,} of {estimate.documents:,}")
+
+
+def say_damaged(builder: FusionBuilder) -> None:
+    with working("checking what is there"):
+        builder.verify()
+    if damaged := sum(builder.damaged.values()):
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in builder.damaged.items())
+        click.echo(f"{damaged:,} damaged ({reasons}): computed again", err=True)
+
+
+def say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
+    left = builder.estimate()
+    size = builder.size
+    click.echo(
+        f"{len(builder) - left.documents:,} of {len(builder):,} documents are in {builder.folder}: {size:,} bytes"
+    )
+    if left.documents:
+        click.echo(f"{left.documents:,} are missing")
+    else:
+        identical = "".join(
+            f" {spelling(name)} {recipe[name]}" for name in ("block_size", "dtype", "device") if name in recipe
+        )
+        click.echo(
+            f"ragorder engine --model {recipe['model']}{identical} --reuse fused "
+            f"--disk-path {builder.folder} --disk-bytes {disk_gib(size)}GiB"
+        )

@@ -1,25 +1,26 @@
-"""The command `ragorder`, whose subcommands are imported when they run."""
+"""The command `ragorder`."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 from typing import Any, NamedTuple
 
 import click
 
-from ragorder.cli.signals import end_on_signals
-
-__all__ = ["LazyGroup", "main"]
+__all__ = ["LazyGroup", "end_on_signals", "main"]
 
 
 class LazyCommand(NamedTuple):
-    """A command by its address "module:attribute", and the first sentence of its help."""
+    """A command's address "module:attribute", and the first sentence of its help."""
 
     address: str
     help: str
@@ -27,19 +28,28 @@ class LazyCommand(NamedTuple):
 
 _COMMANDS = {
     "order": LazyCommand("ragorder.cli.order:order", "Order the documents of each request in a file of JSON lines."),
-    "plan": LazyCommand("ragorder.cli.plan:plan", "Plan a batch of any size in shards, each a file in serving order."),
+    "plan": LazyCommand(
+        "ragorder.cli.planning.command:plan", "Plan a batch of any size in shards, each a file in serving order."
+    ),
     "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
     "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand(
-        "ragorder.cli.serve:serve", "Proxy of a server with OpenAI's or Anthropic's API that orders documents."
+        "ragorder.cli.serve:serve",
+        "Run a proxy that orders documents for a server with OpenAI's or Anthropic's API.",
     ),
+    "engine": LazyCommand(
+        "ragorder.cli.engine:engine", "Run a model in this process, and a proxy that orders documents for it."
+    ),
+    "route": LazyCommand(
+        "ragorder.cli.route:route", "Run a proxy that sends the topic of a request's documents to a router."
+    ),
+    "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved, and what KV each tier holds."),
     "fuse": LazyCommand(
         "ragorder.cli.fuse:fuse",
-        "Compute documents' KV ahead of requests, each after similar documents.",
+        "Compute documents' KV before they are requested, each after similar documents.",
     ),
-    "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
     "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Answer questions about Python with and without ordering."),
@@ -49,7 +59,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """click's group, whose commands are imported when they run. An OSError ends in one line, without a traceback."""
+    """click's group, which imports a command when it runs, and shows an OSError as one line without a traceback."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -78,7 +88,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            # A closed pipe is no failure: click ends quietly.
+            # A closed pipe is no failure: click exits without a message.
             if error.errno == errno.EPIPE:
                 raise
             _drop_unwritten_output()
@@ -96,9 +106,29 @@ def _drop_unwritten_output() -> None:
 @click.group(
     cls=LazyGroup,
     lazy=_COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
     end_on_signals()
+
+
+def end_on_signals() -> None:
+    """Unwind the stack on SIGTERM as on Ctrl-C, so that contexts close and child processes end, and treat the SIGHUP
+    of a closed terminal as SIGTERM.
+
+    Signals that have a handler or are ignored (nohup) stay as they are, and so do all outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Windows has no SIGHUP.
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
+        signal.signal(hangup, _terminate)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""Options of the commands: derived from pydantic models, in groups, with counts and sizes as people write them."""
+"""Options of the commands: made from pydantic models, in groups, also from the environment or a file."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,42 +15,24 @@ import click
 from click.core import ParameterSource
 from pydantic import ValidationError
 
-from ragorder.counts import BYTE_UNITS, parse_count, parse_size
+from ragorder.cli.values import Choice, Count, Duration, Size
+from ragorder.counts import BYTE_UNITS
+from ragorder.jsonl import decode_toml
 
 if TYPE_CHECKING:
-    from click import Choice as ClickChoice
-    from click import ParamType
     from pydantic.fields import FieldInfo
 
     from ragorder.orderer import Orderer
 
-    _Choice = ClickChoice[str]
-else:
-    _Choice = click.Choice
-
-    class ParamType(click.ParamType):
-        """click's base class, subscripted for type checkers only: at run time it is generic from click 8.4 on."""
-
-        def __class_getitem__(cls, value: Any) -> type:
-            return cls
-
-
 __all__ = [
-    "Choice",
     "Command",
     "CommandGroup",
-    "Count",
     "Decorator",
-    "Duration",
-    "Model",
     "Option",
-    "ParamType",
-    "ProfileSource",
-    "Rate",
-    "Size",
     "api_key",
     "build",
     "build_orderer",
+    "config_option",
     "events_address",
     "given",
     "in_options",
@@ -61,154 +43,34 @@ __all__ = [
     "section",
     "spelling",
     "together",
+    "with_environment",
 ]
 
 M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _LEAST_QUOTED = 4
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-class Choice(_Choice):
-    """click's choice, which suggests the nearest name for a misspelt one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            near = get_close_matches(str(value), self.choices, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            self.fail(error.message.rstrip(".") + "." + meant, param, ctx)
-
-
-class Count(ParamType[Any]):
-    """A whole number: 100000, 10k (10,000) or 10K (10,240); or one of `words`."""
-
-    name = "integer"
-
-    def __init__(self, least: int | None = None, most: int | None = None, words: Collection[str] = ()) -> None:
-        self._least = least
-        self._most = most
-        self._words = words
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, int) or value in self._words:
-            return value
-        try:
-            number = int(value) if re.fullmatch(r"-[0-9]+", value.strip()) else parse_count(value)
-        except ValueError:
-            words = "".join(f", or {word}" for word in self._words)
-            hint = f"write 100000, 25.6k or 16K (k is 1,000, K 1,024){words}"
-            self.fail(f"{value!r} is no whole number: {hint}", param, ctx)
-        if (self._least is not None and number < self._least) or (self._most is not None and number > self._most):
-            least = "" if self._least is None else f"{self._least}<="
-            bounds = f"x>={self._least}" if self._most is None else f"{least}x<={self._most}"
-            self.fail(f"{number} is not in the range {bounds}.", param, ctx)
-        return number
-
-
-class Size(ParamType[int]):
-    """Bytes: 8GiB, 500MB, or a number of `unit` bytes."""
-
-    name = "size"
-
-    def __init__(self, least: int | None = None, unit: int = 1) -> None:
-        self._least = least
-        self._unit = unit
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            size = parse_size(value, self._unit)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if self._least is not None and size < self._least:
-            self.fail(f"{value} is less than {self._least} bytes", param, ctx)
-        return size
-
-
-class Duration(ParamType[float]):
-    """Seconds: 90, 90s, 5m, 1.5h or 250ms; a plain number is in `unit`."""
-
-    name = "duration"
-
-    def __init__(self, least: float = 0.0, *, above: bool = False, unit: str = "s") -> None:
-        self._least = least
-        self._above = above
-        self._unit = unit
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if not isinstance(value, str):
-            return float(value)
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?([a-z]*)", value.strip())
-        unit = _SECONDS.get(found[2] or self._unit) if found else None
-        if found is None or unit is None:
-            self.fail(f"{value!r} is no duration: write 90, 90s, 5m, 1h or 250ms", param, ctx)
-        seconds = float(found[1]) * unit
-        if seconds < self._least or (self._above and seconds == self._least):
-            self.fail(
-                f"{value} is too short: give {'more than' if self._above else 'at least'} {self._least:g}s", param, ctx
-            )
-        return seconds
-
-
-class ProfileSource(ParamType[Any]):
-    """Prefill times: auto, none, or the path of an existing file."""
-
-    name = "auto|none|FILE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in ("auto", "none"):
-            return value
-        return click.Path(path_type=Path, dir_okay=False, exists=True).convert(value, param, ctx)
-
-
-class Model(ParamType[Any]):
-    """A model's folder, or its name on the Hub; smollm2 is converted from its package. `path`: make it a Path;
-    `exists`: of a folder that exists."""
-
-    name = "FOLDER|smollm2"
-
-    def __init__(self, path: bool = True, *, exists: bool = False) -> None:
-        self._type = click.Path(path_type=Path if path else str, exists=exists, file_okay=not exists)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from ragorder.kernels.smollm2 import SMOLLM2, smollm2
-
-        if value == SMOLLM2:
-            try:
-                value = smollm2(lambda text: click.echo(text, err=True))
-            except (ImportError, OSError, ValueError) as error:
-                self.fail(str(error), param, ctx)
-        return self._type.convert(value, param, ctx)
-
-
-class Rate(click.FloatRange):
-    """A number above 0: 0.5, 20000 or 20k."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and re.fullmatch(r"[0-9._]+ ?[kmgKMG]", value.strip()):
-            value = Count().convert(value, param, ctx)
-        return super().convert(value, param, ctx)
 
 
 class Option(click.Option):
-    """click's option, with a heading in the help.
+    """click's option with a heading in the help, and a text for its default where it has no value: `unset`.
 
-    `field` is that of its model, if it is of one, and `variable` that model's environment variable, which the option
-    itself does not read; an `is_own_variable` of click's is of this command alone, while others may be set for other
-    programs.
+    An option of a model's field has that `field` and the model's environment `variable`, which the model reads. A
+    variable that click reads is the command's own if `is_own_variable`; others may be set for other programs.
     """
 
     def __init__(
-        self, *args: Any, field: FieldInfo | None = None, variable: str | None = None, **attributes: Any
+        self,
+        *args: Any,
+        help: str = "",
+        unset: str = "",
+        field: FieldInfo | None = None,
+        variable: str | None = None,
+        **attributes: Any,
     ) -> None:
-        super().__init__(*args, **attributes)
+        facts = [f"env var: {variable}"] if variable else []
+        facts += [f"default: {unset}"] if unset else []
+        super().__init__(*args, help=f"{help} [{'; '.join(facts)}]" if facts else help, **attributes)
         self.heading: str | None = None
         self.field = field
         self.variable = variable
@@ -216,12 +78,15 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """click's command, whose options stand under the headings of their sections. Its errors quote no value of a file
-    or the environment, and no secret: a terminal or a log that shows them has other readers."""
+    """click's command with its options under headings, and examples after them.
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
+    Its errors quote no secret and no value of a file or the environment: others may read the terminal or the log.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        # Its own, not only the group's: click remembers the help option of the first call, which may be a direct one.
+        self.examples = examples
+        # Of the command too, not only of the group: click keeps the help option of the first call, which may be direct.
         self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -242,6 +107,13 @@ class Command(click.Command):
             with formatter.section(heading):
                 formatter.write_dl(records)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in "\n".join(self.examples).splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
 
 @contextmanager
 def _unquoted(context: click.Context) -> Iterator[None]:
@@ -257,8 +129,8 @@ def _unquoted(context: click.Context) -> Iterator[None]:
 
 
 def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
-    """Values that an error must not show, the longest first, and the words in their place. Names to choose from are
-    no secrets."""
+    """Yield each value that an error must not show and the words to show instead, the longest value first. Choices
+    may be shown."""
     found: dict[str, str] = {}
     for param in context.command.params:
         known = getattr(param.type, "choices", ())
@@ -276,7 +148,7 @@ def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
 
 
 class CommandGroup(click.Group):
-    """click's group, whose list of commands is not cut."""
+    """click's group, with an uncut list of commands."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -303,28 +175,29 @@ def api_key(*variables: str) -> Decorator:
 def kv_events(*, environment: bool = False) -> Decorator:
     """--events-endpoint, --replay-endpoint and --events-topic; see `events_address`."""
 
-    def address(flag: str, metavar: str, help: str) -> Decorator:
+    def address(flag: str, metavar: str, help: str, **attributes: Any) -> Decorator:
         variable = f"RAGORDER_{flag[2:].replace('-', '_').upper()}" if environment else None
-        return option(flag, metavar=metavar, envvar=variable, show_envvar=environment, help=help)
+        return option(flag, metavar=metavar, envvar=variable, show_envvar=environment, help=help, **attributes)
 
     return together(
         address("--events-endpoint", "ENDPOINT", "Where the server publishes KV events, such as tcp://HOST:5557."),
         address("--replay-endpoint", "ENDPOINT", "Where it replays them, such as tcp://HOST:5657."),
-        address("--events-topic", "TOPIC", "Their topic. [default: any]"),
+        address("--events-topic", "TOPIC", "Their topic.", unset="any"),
     )
 
 
 def events_address(
     endpoint: str | None, replay_endpoint: str | None, topic: str | None
 ) -> tuple[str, str | None, str] | None:
-    """The three options together. Raises click.UsageError if only the first is missing."""
+    """Return the values of the three options, or None if none is given. Raises click.UsageError if only the first is
+    missing."""
     if not endpoint and (replay_endpoint or topic):
         raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     return (endpoint, replay_endpoint, topic or "") if endpoint else None
 
 
 def together(*options: Decorator) -> Decorator:
-    """Several options as one decorator."""
+    """Return several options as one decorator."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for add in reversed(options):
@@ -335,7 +208,7 @@ def together(*options: Decorator) -> Decorator:
 
 
 def section(heading: str, *options: Decorator) -> Decorator:
-    """Options under a heading of the help."""
+    """Return options that the help shows under a heading."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         before = len(_params(command))
@@ -354,26 +227,26 @@ def _params(command: Callable[..., Any]) -> list[Any]:
 
 
 def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
-    """An option for each named field of a pydantic model or dataclass, with the field's type, bounds, choices, help and
-    environment variable.
+    """Return an option for each named field of a pydantic model or dataclass.
 
-    An option that is not given is None, so that the model applies its own default. The help shows that default: the
-    field's, what "unset" in its `json_schema_extra` says of None, or the text `default` in `changes`, which holds
-    attributes of click's option by field, and another spelling as `flag`. Choices come from a Literal or from "enum" in
-    `json_schema_extra`. Other fields that a description names are shown as options. A sequence is a repeatable option,
-    and a field that ends in `_s` a duration, spelt without it. A switch has its opposite (--no-NAME) unless `changes`
-    say `is_flag`.
+    Type, bounds, choices, help and environment variable are the field's; choices come from a Literal or from "enum" in
+    its `json_schema_extra`. An option that is not given is None, so that the model applies its default. The help shows
+    this default, or for None the text "unset" in `json_schema_extra`. Fields that a description names become options.
+
+    A sequence is a repeatable option. A field that ends in `_s` is a duration, spelt without it. A switch has its
+    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field: `flag` is another
+    spelling, and `unset` another text for the default.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given: neither None nor an empty repeatable one."""
+    """Return the options that were given: neither None nor an empty repeatable one."""
     return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
 def _fields_of(model: type[Any]) -> Mapping[str, FieldInfo]:
-    # Models have the one in all versions of pydantic, its dataclasses only the other.
+    # pydantic's models have the first in all versions, its dataclasses only the second.
     fields: Mapping[str, FieldInfo] = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
     return fields
 
@@ -383,26 +256,24 @@ def _option_of(
     name: str,
     *,
     flag: str | None = None,
-    default: str | None = None,
+    unset: str | None = None,
     help: str | None = None,
     **attributes: Any,
 ) -> Decorator:
     field = _fields_of(model)[name]
     text = in_options(help or field.description or "", model).removesuffix(".")
-    unset = in_options(str(_extra(field).get("unset", "")), model)
     kind, metavar = _type_of(name, field)
     prefix = getattr(model, "model_config", {}).get("env_prefix")
-    variable = f"{prefix}{name.upper()}" if prefix else None
-    facts = [f"env var: {variable}"] if variable else []
     switch = attributes.get("is_flag", False)
-    if shown := default or unset or ("" if switch else _shown(attributes.get("type", kind), field)):
-        facts.append(f"default: {shown}")
-    extra = f" [{'; '.join(facts)}]" if facts else ""
-    settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
+    if unset is None:
+        unset = in_options(str(_extra(field).get("unset", "")), model)
+        unset = unset or ("" if switch else _shown(attributes.get("type", kind), field))
     flags = flag or spelling(name)
     if kind is bool and not switch:
         flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
-    return option(flags, name, default=None, help=f"{text}.{extra}", field=field, variable=variable, **settled)
+    settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
+    variable = f"{prefix}{name.upper()}" if prefix else None
+    return option(flags, name, default=None, help=f"{text}.", unset=unset, field=field, variable=variable, **settled)
 
 
 def _extra(field: FieldInfo) -> Mapping[str, Any]:
@@ -457,7 +328,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Whether an option was given to this command, and not to all programs, as a variable without its name may be."""
+    """Return whether an option was given to this command, and not by a variable that other programs read too."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]
@@ -466,7 +337,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:
-    """The model of the options that were given. Raises click.UsageError in the words of the options."""
+    """Return the model of the options that were given. Raises click.UsageError in the words of the options."""
     try:
         return model(**given(options))
     except ValidationError as error:
@@ -475,8 +346,8 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
 
 
 def build_orderer(options: Mapping[str, Any]) -> Orderer:
-    """An orderer with the settings that were given. Raises click.UsageError, also for a policy or a profile that the
-    settings leave to the orderer to check."""
+    """Return an orderer with the settings that were given. Raises click.UsageError, also for a policy or a profile that
+    the orderer refuses."""
     from ragorder.orderer import Orderer
     from ragorder.settings import Settings
 
@@ -488,15 +359,98 @@ def build_orderer(options: Mapping[str, Any]) -> Orderer:
 
 
 def in_options(message: str, model: type[Any]) -> str:
-    """A message with options in the place of the model's fields."""
+    """Return a message with options instead of the names of the model's fields, or with environment variables where
+    the running command lacks the option."""
 
     def option_of(found: re.Match[str]) -> str:
-        return spelling(found[0]) if found[0] in _fields_of(model) else found[0]
+        return _spelling_of(found[0], model) if found[0] in _fields_of(model) else found[0]
 
-    # Fields of one word are ordinary words, too.
+    # A field of one word is an ordinary word as well.
     return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message)
 
 
 def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
     message = in_options(message.removeprefix("Value error, "), model)
-    return ": ".join([*(spelling(str(part)) for part in location[:1]), message])
+    return ": ".join([*(_spelling_of(str(part), model) for part in location[:1]), message])
+
+
+def _spelling_of(name: str, model: type[Any]) -> str:
+    context = click.get_current_context(silent=True)
+    prefix = getattr(model, "model_config", {}).get("env_prefix")
+    command = context.command if context is not None else None
+    if prefix and isinstance(command, Command) and all(each.name != name for each in command.params):
+        return f"{prefix}{name.upper()}"
+    return spelling(name)
+
+
+def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
+    """Give each option of a command that has no variable one of its own: `prefix` and the option's name."""
+
+    def decorate(command: click.Command) -> click.Command:
+        for param in command.params:
+            if isinstance(param, Option) and param.envvar is None and param.variable is None:
+                param.envvar = f"{prefix}_{_names(param)[0].upper()}"
+                param.is_own_variable = True
+        return command
+
+    return decorate
+
+
+def config_option() -> Decorator:
+    """Return --config: a TOML file with options of the command, by their names."""
+
+    def read(context: click.Context, param: click.Parameter, path: Path | None) -> None:
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **_read(context.command, path)}
+
+    return option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=read,
+        help='Options from this file in TOML, such as read-timeout = "60s" or upstream = ["http://HOST:8000"].',
+    )
+
+
+def _read(command: click.Command, path: Path) -> dict[str, Any]:
+    """Return values by parameter. Raises click.UsageError."""
+    try:
+        values = decode_toml(path.read_bytes())
+    except OSError as error:
+        raise click.UsageError(f"--config: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise click.UsageError(f"--config: {path}: {error}") from None
+    known = {name: param for param in command.params if isinstance(param, Option) for name in _names(param)}
+    found = {}
+    for place, (name, value) in enumerate(values.items(), 1):
+        param = known.get(name.replace("-", "_"))
+        if param is None or param.is_eager:
+            near = get_close_matches(name.replace("-", "_"), known, n=1)
+            meant = f": did you mean {near[0].replace('_', '-')}?" if near else ""
+            # The name itself is not shown: a key may have been pasted there.
+            raise click.UsageError(f"--config: {path}: the name of its entry {place} is no option{meant}")
+        # A model's variable wins over the file, as click's own variables do.
+        if param.name is not None and (param.variable is None or param.variable not in os.environ):
+            found[param.name] = _as_given(param, value, f"--config: {path}: {name}")
+    return found
+
+
+def _as_given(param: Option, value: Any, where: str) -> Any:
+    """Return a file's value as the command line would have it. Raises click.UsageError."""
+    if param.is_bool_flag:
+        if not isinstance(value, bool):
+            raise click.UsageError(f"{where}: write true or false")
+        return value
+    values = value if isinstance(value, list) and param.multiple else [value]
+    if any(isinstance(each, bool) or not isinstance(each, str | int | float) for each in values):
+        kinds = "a text or a number, or a list of them" if param.multiple else "a text or a number"
+        raise click.UsageError(f"{where}: write {kinds}")
+    texts = list(map(str, values))
+    return texts if param.multiple else texts[0]
+
+
+def _names(param: Option) -> list[str]:
+    """Return an option's names as a variable or a file spells them."""
+    return [each[2:].replace("-", "_") for each in param.opts if each.startswith("--")]

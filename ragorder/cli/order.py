@@ -1,20 +1,19 @@
-"""The command `ragorder order`."""
+"""The command `ragorder order`: documents of requests in a file."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Command, Count, build_orderer, option, options_from, section
-from ragorder.cli.output import StreamFile
-from ragorder.cli.prompt_files import PromptFiles
-from ragorder.cli.request_lines import (
+from ragorder.cli.options import Command, build_orderer, option, options_from, section
+from ragorder.cli.planning.requests import (
     LineError,
     RequestDocument,
     RequestToOrder,
@@ -23,15 +22,28 @@ from ragorder.cli.request_lines import (
     read_requests,
     warn_of,
 )
+from ragorder.cli.values import Count, StreamFile
+from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import Ordering
+from ragorder.prompt import PromptBuilder
 from ragorder.request_lines import UnreadFields
 from ragorder.settings import Settings
 
 __all__ = ["order"]
 
+_RETRIEVAL, _ORDERED = "retrieval.jsonl", "ordered.jsonl"
+_QUERIES = ("query", "question")
 
-@click.command(cls=Command)
+
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder order requests.jsonl -o ordered.jsonl",
+        "ragorder order requests.jsonl --batch --max-wait 100",
+        "ragorder order requests.jsonl --prompts prompts/",
+    ],
+)
 @click.argument("requests", type=StreamFile("rb"), default="-")
 @section(
     "Engine and prompt",
@@ -70,7 +82,8 @@ __all__ = ["order"]
         "--max-wait",
         type=Count(0),
         metavar="PLACES",
-        help="With --batch: a request is served at most this many places late. [default: any number]",
+        help="With --batch: a request is served at most this many places late.",
+        unset="any number",
     ),
 )
 @section(
@@ -91,7 +104,7 @@ __all__ = ["order"]
         help='With --prompts: the length of an answer, where a request has no "output_tokens" of its own.',
     ),
 )
-@option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file. [default: -]")
+@option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file.", unset="-")
 def order(
     requests: IO[bytes],
     output: IO[str],
@@ -105,12 +118,11 @@ def order(
 ) -> None:
     """Order the documents of each request in a file of JSON lines.
 
-    REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay`: "documents"
-    (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, where they are known, "tenant",
-    "tokens" and other lengths; without "time", as lines are served as they come. An order repeats all fields and gives
-    "documents" (ids, in the order of the prompt; a list "tokens" is in the same order), "permutation" (their retrieval
-    ranks, from 0), "index" (the number of the request), and the cached "prefix_documents" and "cached_tokens" that are
-    predicted.
+    REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay` without "time":
+    "documents" (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, if known, "tenant",
+    "tokens" and other lengths. Each output line repeats all fields, with "documents" and "tokens" in the order of the
+    prompt, and adds "permutation" (retrieval ranks, from 0), "index" (the number of the request), and the predicted
+    "prefix_documents" and "cached_tokens" of the cached prefix.
 
     Every order counts as served.
     """
@@ -165,7 +177,7 @@ def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[Requ
 def _in_batches(
     orderer: Orderer, requests: Iterator[RequestToOrder], max_wait: int | None
 ) -> Iterator[tuple[RequestToOrder, Ordering[RequestDocument]]]:
-    """One batch a scope: documents of one tenant are never planned with those of another."""
+    """Plan a batch for each scope: documents of different tenants are never planned together."""
     by_scope: dict[Hashable, list[RequestToOrder]] = {}
     for request in requests:
         by_scope.setdefault(request.scope, []).append(request)
@@ -186,3 +198,66 @@ def _as_json(request: RequestToOrder, ordering: Ordering[RequestDocument]) -> di
         ordering.prefix_documents,
         ordering.cached_tokens,
     )
+
+
+class PromptFiles:
+    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder, which is made if missing.
+
+    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read: "prompt", and the answer's
+    length as "output_tokens" and "output_tokens_count". "output_tokens" of a request replaces the given length.
+    """
+
+    def __init__(self, folder: Path, output_tokens: int) -> None:
+        self._folder = folder
+        self._output_tokens = output_tokens
+        self._builder = PromptBuilder()
+        self._open = ExitStack()
+
+    def __enter__(self) -> PromptFiles:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._retrieval = self._file(_RETRIEVAL)
+            self._ordered = self._file(_ORDERED)
+        except OSError as error:
+            self._open.close()
+            raise click.ClickException(f"--prompts {self._folder}: {error.strerror}: name another folder") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
+        """Yield the requests, and write each in retrieval order. Raises ClickException if one has no prompt."""
+        for request in requests:
+            self._write(self._retrieval, request, request.documents)
+            yield request
+
+    def ordered(self, request: RequestToOrder, ordering: Ordering[RequestDocument]) -> None:
+        self._write(self._ordered, request, ordering.documents)
+
+    def _file(self, name: str) -> IO[str]:
+        return self._open.enter_context(open(self._folder / name, "w", encoding="utf-8"))
+
+    def _write(self, file: IO[str], request: RequestToOrder, documents: Sequence[RequestDocument]) -> None:
+        tokens = request.echo.get("output_tokens", self._output_tokens)
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise _error(request, '"output_tokens" must be an integer of at least 1')
+        given = [Document(str(each.id), each.text) for each in documents]
+        prompt = self._builder.build(_query(request), given).text
+        line = {"prompt": prompt, "output_tokens": tokens, "output_tokens_count": tokens}
+        file.write(json.dumps(line) + "\n")
+
+
+def _query(request: RequestToOrder) -> str:
+    if not all(document.text for document in request.documents):
+        raise _error(request, 'a document has no "text": a prompt consists of them')
+    query: Any = next((request.echo[name] for name in _QUERIES if name in request.echo), None)
+    if not isinstance(query, str):
+        raise _error(request, 'add the question as "query": it ends the prompt')
+    return query
+
+
+def _error(request: RequestToOrder, problem: str) -> click.ClickException:
+    return click.ClickException(f"--prompts: request {request.index} (counted from 0): {problem}")

@@ -1,4 +1,4 @@
-"""Input and output of the commands: files, figures, repeated figures."""
+"""Output of the commands: figures, once or repeated, and log lines."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import sleep
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ragorder.cli.options import Duration, option
+from ragorder.cli.options import option
+from ragorder.cli.values import Duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Figures", "StreamFile", "log_shown", "show_figures", "watch_options"]
-
-
-class StreamFile(click.File):
-    """click's file, which refuses a standard stream that was closed before the program started."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[Any]:
-        name, stream = ("input", sys.stdin) if "r" in self.mode else ("output", sys.stdout)
-        if value == "-" and stream is None:
-            self.fail(f"standard {name} is closed: name a file", param, ctx)
-        return super().convert(value, param, ctx)
+__all__ = ["Figures", "log_shown", "show_figures", "watch_options"]
 
 
 class Figures(Protocol):
-    """A reading that can be shown."""
+    """Figures that were read once."""
 
     def show(self) -> RenderableType: ...
 
@@ -40,7 +31,7 @@ class Figures(Protocol):
 
 @contextmanager
 def log_shown(name: str, heading: str) -> Iterator[None]:
-    """What a logger reports in this block, on standard error."""
+    """Write what a logger reports in this block to standard error."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{heading}: %(message)s"))
     level, propagates = logger.level, logger.propagate
@@ -56,7 +47,7 @@ def log_shown(name: str, heading: str) -> Iterator[None]:
 
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--watch (`interval_s`) and --json (`as_json`)."""
+    """Add --watch (`interval_s`) and --json (`as_json`)."""
     watch = option(
         "--watch",
         "interval_s",
@@ -71,7 +62,7 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_figures(read: Callable[[], Figures], interval_s: float | None, as_json: bool) -> None:
-    """Show them once, or every `interval_s` seconds until interrupted. Raises as `read` does."""
+    """Show figures once, or every `interval_s` seconds until interrupted. Raises as `read` does."""
     from rich.console import Console
     from rich.live import Live
 

@@ -1,23 +1,34 @@
-"""The command `ragorder stats`."""
+"""The command `ragorder stats`: figures of servers, disk tiers and builds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.options import Command, Rate, option
-from ragorder.cli.output import show_figures, watch_options
+from ragorder.cli.options import Command, option
+from ragorder.cli.output import Figures, show_figures, watch_options
+from ragorder.cli.values import Rate
 
 if TYPE_CHECKING:
     from ragorder.adapters.observing.costs import CostStats
     from ragorder.adapters.observing.stats import Stats
+    from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats
+    from ragorder.kernels.store import Survey
 
-__all__ = ["stats"]
+__all__ = ["check_fits", "disk_gib", "stats"]
+
+# Room of a disk tier beyond a build, so that new documents do not evict it at once.
+_SPARE = 1.25
+_GIB = 1 << 30
 
 _PASSED = {
     "no_documents": "without documents: does --template match the prompts?",
@@ -26,19 +37,33 @@ _PASSED = {
     "too_many_values": "with more JSON values than are read",
     "compressed": "compressed in a way that is not decoded: send gzip",
     "unreadable": "with an unreadable body",
-    "client_marks": "with marks of the client's own (cache_control), where alone such a cache resumes",
-    "no_marks": "that can have no marks, where alone their model's cache resumes",
+    "client_marks": "with the client's own cache breakpoints (cache_control), where alone their cache resumes",
+    "no_marks": "that cannot have cache breakpoints, where alone their model's cache resumes",
+}
+_SOURCES = {
+    "device": "the device's own pool",
+    "host": "host memory",
+    "disk": "the disk",
+    "elsewhere": "other servers or connectors",
+    "computed": "computed: not found in any tier",
 }
 
 
-@click.command(cls=Command)
-@click.argument("url")
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder stats http://127.0.0.1:8100",
+        "ragorder stats http://127.0.0.1:8100 --watch 5 --prefill-rate 12000",
+        "ragorder stats /var/kv",
+    ],
+)
+@click.argument("source", metavar="URL|FOLDER")
 @option(
     "--api-key",
     metavar="KEY",
-    envvar="RAGORDER_PROXY_API_KEY",
+    envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
     show_envvar=True,
-    help="The proxy's key. Other users of this machine can see it unless it comes from the environment.",
+    help="The server's key. Other users of this machine can see it unless it comes from the environment.",
 )
 @option(
     "--prefill-rate",
@@ -47,31 +72,107 @@ _PASSED = {
     help="Prompt tokens that your engine computes per second, to show the saving in seconds as well.",
 )
 @watch_options
-def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool) -> None:
-    """Show what ordering saved at a running proxy or application.
+def stats(
+    source: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool
+) -> None:
+    """Show what ordering saved, and what KV each tier holds.
 
-    URL is that of `ragorder serve`, or of an application that publishes ragorder's metrics. In shadow mode documents
-    are served in retrieval order, and the figures show what ragorder's order would have saved.
+    URL is that of `ragorder serve`, `ragorder engine` or `ragorder route`, of an application that publishes ragorder's
+    metrics, or of a vLLM server with ragorder tiers. In shadow mode documents are served in retrieval order, and the
+    figures show what ragorder's order would have saved. Gauges of tiers are those of the engine's last step: they do
+    not change while it is idle.
+
+    FOLDER is that of a disk tier or of a build of `ragorder fuse`, also while it is in use.
     """
-    from ragorder.adapters.observing.stats import fetch_stats
-    from ragorder.adapters.vllm.cache_config import ServerError
+    from ragorder.adapters.http_client import ServerError
+
+    folder = Path(source)
+    is_folder = folder.exists() or ("://" not in source and source.startswith(("/", ".", "~")))
+
+    def read() -> Figures:
+        return _read_folder(folder) if is_folder else _read_server(source, api_key, prefill_rate)
 
     try:
-        show_figures(lambda: _Figures(fetch_stats(url, api_key=api_key), prefill_rate), interval_s, as_json)
-    except (ServerError, ImportError) as error:
+        show_figures(read, interval_s, as_json)
+    except (ServerError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Figures:
-    read: Stats
+class _ServerFigures:
+    """What ordering saved at a server, what its tiers hold, or both."""
+
+    ordering: Stats | None
+    tiers: TierStats | None
     prefill_rate: float | None
 
     def show(self) -> Group:
-        return _table(self.read, self.prefill_rate)
+        parts: list[RenderableType] = []
+        if self.ordering is not None:
+            parts.append(_table(self.ordering, self.prefill_rate))
+        if self.tiers is not None:
+            parts += [Text()] * bool(parts)
+            parts += [_tiers_table(self.tiers.tiers), Text(), _hits_table(self.tiers.hits), Text(), _facts(self.tiers)]
+        return Group(*parts)
 
-    def as_json(self) -> Any:
-        return self.read.as_json()
+    def as_json(self) -> dict[str, Any]:
+        ordering = {} if self.ordering is None else self.ordering.as_json()
+        return ordering if self.tiers is None else ordering | {"kv": self.tiers.as_json()}
+
+
+def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> Figures:
+    """Return the figures of a server. Raises ServerError if it has metrics of neither ordering nor tiers."""
+    from ragorder.adapters.http_client import ServerError
+    from ragorder.adapters.observing.stats import fetch_stats
+    from ragorder.adapters.observing.tier_stats import fetch_tier_stats
+
+    ordering, tiers, failure = None, None, None
+    try:
+        ordering = fetch_stats(url, api_key=api_key)
+    except ServerError as error:
+        if error.status is not None:
+            raise
+        failure = error
+    try:
+        tiers = fetch_tier_stats(url, api_key=api_key)
+    except ServerError as error:
+        if failure is not None:
+            raise (failure if str(error) == str(failure) else ServerError(f"{failure}; {error}")) from None
+    return _ServerFigures(ordering, tiers, prefill_rate)
+
+
+def _read_folder(folder: Path) -> Figures:
+    """Return the figures of a folder. Raises click.ClickException if it is neither a build nor a disk tier."""
+    from ragorder.kernels.preprocessing.manifest import NoBuildError
+    from ragorder.kernels.store import survey
+
+    try:
+        return _read_build(folder)
+    except NoBuildError:
+        pass
+    try:
+        found = survey(folder)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror or error}") from None
+    if found is None:
+        raise click.ClickException(
+            f"{folder} is neither a disk tier nor a build: give the --disk-path of an engine or of `ragorder tiers "
+            "config`, or the folder of `ragorder fuse build`"
+        )
+    return _FolderFigures(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _FolderFigures:
+    """The content of a disk tier's folder."""
+
+    found: Survey
+
+    def show(self) -> Table:
+        return _folder_table(self.found)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self.found)
 
 
 def _table(read: Stats, prefill_rate: float | None) -> Group:
@@ -163,3 +264,192 @@ def _verdict(read: Stats, prefill_rate: float | None) -> Text:
     text = f"{mode}{'needed' if is_more else 'saved'} {tokens:,} tokens of prefill{' more' if is_more else ''}{seconds}"
     text += f" ({share:.1f} % of it), give or take {read.error_tokens:,}"
     return Text(text, "bold green" if read.saved_tokens > 0 else "bold yellow")
+
+
+def _tiers_table(tiers: Sequence[TierFigures]) -> Table:
+    table = Table(title="Tiers")
+    table.add_column("tier", style="bold", no_wrap=True)
+    for heading in ("chunks", "bytes", "of capacity", "oldest", "stored", "evicted", "failed\ncopies", "refused"):
+        table.add_column(heading, justify="right")
+    for tier in tiers:
+        refused = sum(tier.refused.values())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in tier.refused.items() if count)
+        table.add_row(
+            tier.tier,
+            f"{tier.chunks:,}",
+            _bytes(tier.bytes),
+            f"{100 * tier.used_share:.1f} %" if tier.capacity_bytes else "–",
+            _age(tier.oldest_s),
+            f"{tier.stored:,}",
+            f"{tier.evicted:,}",
+            _alarming(tier.failed_transfers),
+            Text(reasons, "red") if refused else Text("0"),
+        )
+    return table
+
+
+def _hits_table(hits: Hits) -> Table:
+    table = Table(title="Prompt tokens by the source of their KV")
+    table.add_column("source", style="bold", no_wrap=True)
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    for source, tokens in hits.as_json().items():
+        if tokens or source != "elsewhere":
+            table.add_row(_SOURCES[source], f"{tokens:,}", f"{100 * tokens / max(1, hits.total):.1f} %")
+    return table
+
+
+def _facts(stats: TierStats) -> Text:
+    text = Text(f"{stats.with_facts:,} requests gave the ends of their {stats.documents:,} documents")
+    text.append(f", {stats.without_facts:,} did not")
+    if stats.tenants:
+        text.append(f"; {stats.tenants:,} tenants")
+    if stats.device_order is False:
+        text.append("; after an error, which is in its log, the device no longer evicts by the policy", "red")
+    if stats.profile is False:
+        text.append(
+            "; its prefill times are not measured yet: start `ragorder serve --tiers`, which measures them", "yellow"
+        )
+    if stats.unreadable_facts:
+        text.append(f"; {stats.unreadable_facts:,} had malformed facts", "red")
+    return text
+
+
+def _folder_table(folder: Survey) -> Table:
+    table = Table(title="Content of the folder", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    table.add_row("chunks", f"{folder.chunks:,}")
+    table.add_row("bytes on disk", _bytes(folder.bytes))
+    now = time()
+    for name, written in (("oldest", folder.oldest), ("newest", folder.newest)):
+        table.add_row(name, "–" if written is None else _age(max(0.0, now - written)))
+    table.add_row("half-written files", f"{folder.unfinished:,}")
+    table.add_row("used by process", folder.locked_by or "none")
+    table.add_row("identity", folder.identity or "unknown")
+    return table
+
+
+def _alarming(count: int) -> Text:
+    return Text(f"{count:,}", "red" if count else "")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.1f} {unit}" if unit != "B" else f"{count:,.0f} B"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class _BuildFigures:
+    """A build's documents, and the KV of them that is on the disk. `other_chunks` are of the system prompt, or added by
+    a server."""
+
+    model: str
+    documents: int
+    tokens: int
+    prefix_tokens: int
+    neighbours: float
+    stored: int
+    missing: int
+    stored_tokens: int
+    bytes: int
+    bytes_per_token: float
+    token_bytes: int
+    other_chunks: int
+    other_bytes: int
+    used_by: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def show(self) -> RenderableType:
+        table = Table(title="Documents' KV", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(justify="right", overflow="fold")
+        rows = {
+            "model": self.model,
+            "documents": f"{self.documents:,}",
+            "their tokens": f"{self.tokens:,}",
+            "tokens of the system prompt": f"{self.prefix_tokens:,}",
+            "neighbours of a document": f"{self.neighbours:.1f}",
+            "with KV on the disk": f"{self.stored:,}",
+            "missing": f"{self.missing:,}",
+            "bytes on the disk": f"{self.bytes:,}",
+            "bytes a token": f"{self.bytes_per_token:,.0f} (KV alone {self.token_bytes:,})",
+            "other chunks": f"{self.other_chunks:,} ({self.other_bytes:,} bytes)",
+            "used by process": self.used_by or "none",
+        }
+        for name, value in rows.items():
+            table.add_row(name, value)
+        return table
+
+
+def _read_build(folder: Path) -> _BuildFigures:
+    from ragorder.kernels.preprocessing.manifest import Manifest
+    from ragorder.kernels.store import survey
+    from ragorder.kernels.store.format import ChunkName
+    from ragorder.kernels.store.scan import stored_bytes
+
+    with closing(Manifest.of(folder)) as manifest:
+        facts = manifest.facts
+        chunks, surveyed = stored_bytes(folder), survey(folder)
+        documents = tokens = neighbours = stored = stored_tokens = size = 0
+        counted: set[str] = set()
+        for document in manifest:
+            documents += 1
+            tokens += len(document.token_ids)
+            neighbours += len(document.neighbours)
+            name = ChunkName.of(document.key, 0).digest
+            if name in chunks:
+                stored += 1
+            if name in chunks and name not in counted:
+                counted.add(name)
+                stored_tokens += len(document.token_ids)
+                size += chunks[name]
+    return _BuildFigures(
+        facts.get("recipe", {}).get("model", "unknown"),
+        documents,
+        tokens,
+        facts["prefix_tokens"],
+        neighbours / max(1, documents),
+        stored,
+        documents - stored,
+        stored_tokens,
+        size,
+        size / max(1, stored_tokens),
+        facts["token_bytes"],
+        len(chunks) - len(counted),
+        sum(chunks.values()) - size,
+        surveyed.locked_by if surveyed is not None else None,
+    )
+
+
+def disk_gib(size: int) -> int:
+    """Return the GiB of a disk tier for a build of this size in bytes."""
+    return max(1, -(-int(_SPARE * size) // _GIB))
+
+
+def check_fits(folder: Path, disk_bytes: int) -> None:
+    """Raise click.UsageError if a disk tier of this size would evict a part of the build in the folder."""
+    from ragorder.kernels.preprocessing.manifest import ManifestError
+
+    try:
+        found = _read_build(folder)
+    except (ManifestError, OSError):
+        # There is no build, or the engine reports what is wrong with it.
+        return
+    if found.bytes > disk_bytes:
+        raise click.UsageError(
+            f"{folder} holds a build of {found.bytes:,} bytes, and a disk tier of {disk_bytes:,} would evict a part "
+            f"of it: give --disk-bytes {disk_gib(found.bytes)}GiB"
+        )

@@ -1,4 +1,4 @@
-"""The command `ragorder tiers`: documents' KV beyond the GPU, in host memory and on disk."""
+"""The command `ragorder tiers`: documents' KV in host memory and on disk, in vLLM."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from rich.console import Console
 from rich.text import Text
 
 from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings, UnsupportedVLLMError, check_vllm
-from ragorder.cli.options import Command, CommandGroup, ProfileSource, build, given, option, options_from
-from ragorder.cli.tiers_stats import stats
+from ragorder.cli.options import Command, CommandGroup, build, given, option, options_from
+from ragorder.cli.values import ProfileSource
 
 __all__ = ["tiers"]
 
-_HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(cls=CommandGroup, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def tiers() -> None:
     """Keep documents' KV in host memory and on disk, in vLLM."""
 
 
-@tiers.command(cls=Command, context_settings=_HELP)
+@tiers.command(
+    cls=Command,
+    examples=[
+        "ragorder tiers config --host-bytes 8GiB",
+        "ragorder tiers config --host-bytes 8GiB --disk-path /var/kv --disk-bytes 500GB",
+    ],
+)
 @options_from(
     TierSettings,
     *TierSettings.model_fields,
-    profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
+    profile={"type": ProfileSource(), "metavar": ProfileSource.name, "unset": "auto"},
 )
 @option("--pretty", is_flag=True, help="Print on several lines.")
 def config(pretty: bool, **options: Any) -> None:
@@ -41,7 +45,7 @@ def config(pretty: bool, **options: Any) -> None:
     """
     settings = build(TierSettings, {"profile": "auto"} | given(options))
     try:
-        # Otherwise the server would find out, when it starts.
+        # Fail here rather than when the server starts.
         settings.prefill_profile()
     except ValueError as error:
         raise click.UsageError(f"--profile: {error}") from None
@@ -71,6 +75,3 @@ def _notes(settings: TierSettings) -> list[tuple[str, str]]:
         )
         notes += [("Restarts", restarts), ("Secrets", privacy)]
     return notes
-
-
-tiers.add_command(stats)

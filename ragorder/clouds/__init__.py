@@ -1,16 +1,16 @@
-"""Clouds: prompt caches of providers that resume a prefix only where an earlier request has set a mark.
+"""Prompt caches of clouds, which resume at cache breakpoints.
 
     orderer = Orderer.for_cloud("anthropic", model="claude-opus-5-5", ttl="5m", builder=builder)
-    ordering = orderer.order(documents)              # ordering.breakpoints: documents in front of each mark
+    ordering = orderer.order(documents)              # ordering.breakpoints: documents before each of them
     prompt = builder.build(question, ordering)       # prompt.anthropic(), .openai(), .bedrock()
     answer = client.messages.create(model=…, max_tokens=…, **prompt.anthropic())
-    ordering.readable()                              # at the first token: others may read what it writes
+    ordering.readable()                              # at the first token: others may read its entries
     usage = read_cloud_usage(answer.usage)
     ordering.confirm(usage.cached_tokens, prompt_tokens=usage.prompt_tokens, written_tokens=usage.written_tokens)
     ordering.cost                                    # in input tokens at the plain price, and in money
 
-`cache_rules` has the rules of a provider's model from the tables beside (a file each, with date and sources);
-`anthropic_content`, `openai_content` and `bedrock_content` make content parts with marks of any texts.
+`cache_rules` returns the rules of a provider's model, from one file per provider with date and sources.
+`anthropic_content`, `openai_content` and `bedrock_content` make content parts with breakpoints from texts.
 """
 
 from ragorder.clouds.cost import Cost

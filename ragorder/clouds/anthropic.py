@@ -1,7 +1,7 @@
 """Rules of Anthropic's prompt cache, read on 23 November 2026.
 
 Sources: platform.claude.com/docs/en/build-with-claude/prompt-caching; docstrings of anthropic 2.12; LiteLLM 1.106's
-price map, which has minima and prices of each model.
+price map (minimum lengths and prices by model).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MODELS = {
 """Minimum and read price by generation."""
 
 TTLS = {"5m": (300.0, 1.25), "1h": (3600.0, 2.0)}
-"""Life in seconds and write price, the default first."""
+"""TTL in seconds and write price; the default is first."""
 
 USAGE = UsageFields("cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens", additive=True)
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """None for an unknown model."""
+    """Return the rules of a model, or None if it is unknown."""
     found = generation(model, MODELS)
     if found is None:
         return None

@@ -1,7 +1,8 @@
 """Rules of Amazon Bedrock's prompt cache, read on 23 November 2026.
 
-Claude on Bedrock has Anthropic's rules, and Converse its own words for marks and usage. Sources: the API reference of
-CachePointBlock and TokenUsage; LiteLLM 1.106's price map. Nova's write price is in no source: pass `CacheRules`.
+Claude on Bedrock has Anthropic's rules; Converse has its own fields for breakpoints and usage. Sources: the API
+reference of CachePointBlock and TokenUsage; LiteLLM 1.106's price map. No source has Nova's write price: pass
+`CacheRules`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ USAGE = UsageFields("cacheReadInputTokens", "cacheWriteInputTokens", "inputToken
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """None for an unknown model."""
+    """Return the rules of a model, or None if it is unknown."""
     found = anthropic.rules(model, ttl)
     if found is None:
         return None

@@ -9,11 +9,11 @@ __all__ = ["Cost"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a prompt costs, its answer left out.
+    """The cost of a prompt without its answer.
 
-    Of `prompt_tokens`, `cached_tokens` were read from the cache and `written_tokens` written into it. `input_tokens`:
-    so many at the plain price cost the same. `price`: of a million of these in `currency`, as of `prices_date`; None if
-    no table has it. `reported`: by the provider, else predicted.
+    `cached_tokens` of the `prompt_tokens` were read from the cache, and `written_tokens` written into it.
+    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them in
+    `currency`, as of `prices_date`, or None if no table has it. `reported`: counts are the provider's, else predicted.
     """
 
     prompt_tokens: float
@@ -27,7 +27,7 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """Of what the prompt would cost without a cache; more than 1 if writing has cost more than reading saved."""
+        """Share of the cost without a cache; above 1 if writing cost more than reading saved."""
         return self.input_tokens / self.prompt_tokens if self.prompt_tokens else 1.0
 
     @property
@@ -36,5 +36,5 @@ class Cost:
 
     @property
     def saved_money(self) -> float | None:
-        """Negative if it costs more than without a cache."""
+        """Money saved by the cache; negative if the prompt costs more than without it."""
         return None if self.price is None else (self.prompt_tokens - self.input_tokens) * self.price / 1e6

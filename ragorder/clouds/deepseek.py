@@ -1,7 +1,7 @@
 """Rules of DeepSeek's context cache, read on 23 November 2026.
 
-Prefixes are kept in whole units of 64 tokens, for hours, without marks and without a price for writes. What is not
-modelled: a common prefix becomes a unit of its own only when it is seen for the second time. Source:
+Prefixes are cached in whole units of 64 tokens, for hours, without breakpoints and without a price for writes. Not
+modelled: a common prefix becomes a unit only when it is seen for the second time. Source:
 api-docs.deepseek.com/guides/kv_cache.
 """
 
@@ -16,7 +16,7 @@ DATE = "2026-11-23"
 SOURCE = "api-docs.deepseek.com, context caching"
 
 MODELS = {"deepseek-chat": 0.1, "deepseek-reasoner": 0.1, "deepseek-v3": 0.1, "deepseek-v4": 0.1}
-"""Read price, at most."""
+"""Upper bounds of read prices."""
 
 TTLS = {"hours": (3600.0, 1.0)}
 
@@ -24,7 +24,7 @@ USAGE = UsageFields("prompt_cache_hit_tokens", "", "prompt_tokens")
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """None for an unknown model."""
+    """Return the rules of a model, or None if it is unknown."""
     found = generation(model, MODELS, variants=True)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Rules of vLLM's cache for hybrid models, read in vLLM 0.32 and measured on it (docs/vllm.md).
+"""Rules of vLLM's cache for hybrid models (vLLM 0.32, docs/vllm.md).
 
-Layers of Mamba, GDN and the like have one state for a whole prefix, of which an engine keeps few: vLLM
-(`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`, its defaults) that at the last block of a prompt, and
-that where a request parts from earlier ones, which it finds out with the second one.
+A layer of Mamba, GDN and the like has one state for a whole prefix, and an engine keeps few states. By default
+(`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`) vLLM keeps the state at the last block of a prompt,
+and the state where requests diverge, which it detects at the second one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ SOURCE = "vLLM 0.32, v1/core/sched/scheduler.py and v1/core/single_type_kv_cache
 
 
 def hybrid_rules(block_tokens: int) -> CacheRules:
-    """For `Orderer.for_cloud(rules=hybrid_rules(640), capacity_tokens=…)`, an engine whose hybrid model has blocks of
-    so many tokens: `block_size` in its `vllm:cache_config_info`. Raises ValueError."""
+    """Return the rules of a hybrid model with blocks of this size: `block_size` in its `vllm:cache_config_info`.
+
+        Orderer.for_cloud(rules=hybrid_rules(640), capacity_tokens=…)
+
+    Raises ValueError.
+    """
     return CacheRules(
         f"hybrid model, blocks of {block_tokens}",
         resume="junctions",

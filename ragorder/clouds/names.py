@@ -1,4 +1,4 @@
-"""Model names, found in the tables of generations."""
+"""Generations of models, by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _VARIANT = r"(?:-[a-z]+)*"
 
 
 def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
-    """The longest of the `known` names that this model's begins with, if only a date or a version follows, or with
-    `variants` another word, too. Prefixes of gateways and regions ("openrouter/", "eu.anthropic.") do not count."""
+    """Return the longest known name that the model's name begins with, or None.
+
+    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions
+    ("openrouter/", "eu.anthropic.") are ignored.
+    """
     name = model.lower().rpartition("/")[2]
     name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)
     rest = (_VARIANT if variants else "") + _VERSION

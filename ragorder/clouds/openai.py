@@ -1,7 +1,7 @@
 """Rules of OpenAI's prompt cache, read on 23 November 2026.
 
-From GPT-5.6 on it resumes at marks alone; earlier generations at multiples of 128 tokens (GPT-5.5: 2,048), without
-marks and without a price for writes. Their entries live for 5 to 10 minutes; 12 hours are of the Responses API.
+From GPT-5.6 on it resumes only at breakpoints; earlier generations resume at multiples of 128 tokens (GPT-5.5: 2,048),
+without breakpoints and without a price for writes. Their TTL is 5 to 10 minutes; only the Responses API has 12 hours.
 Sources: developers.openai.com/api/docs/guides/prompt-caching; docstrings of openai 2.54; LiteLLM 1.106's price map.
 """
 
@@ -16,11 +16,11 @@ DATE = "2026-11-23"
 SOURCE = "developers.openai.com, prompt caching; openai 2.54; LiteLLM 1.106"
 
 MARKED = {"gpt-6.1": 0.05, "gpt-6": 0.1, "gpt-5.6": 0.1}
-"""Read price of generations with marks."""
+"""Read price of generations with breakpoints."""
 
 READ_MARKS = (2, 50)
-"""First and latest marks of a request at which an entry is looked for, by the guide; the SDK's docstrings say the
-latest 80. Written are the latest four, in implicit mode three and the provider's own."""
+"""Numbers of first and of latest breakpoints of a request at which the provider looks for an entry, by the guide; by
+the SDK's docstrings the latest 80. It writes the latest four, or in implicit mode three and its own."""
 
 INTERVALS = {
     "gpt-5.5": (2048, 0.1),
@@ -31,10 +31,10 @@ INTERVALS = {
     "gpt-4.1": (128, 0.25),
     "gpt-4o": (128, 0.5),
 }
-"""Interval and read price of those before."""
+"""Interval and read price of earlier generations."""
 
 TTLS = {"30m": (1800.0, 1.25), "12h": (43_200.0, 2.5)}
-"""Life in seconds and write price, the default first."""
+"""TTL in seconds and write price; the default is first."""
 
 USAGE = UsageFields("prompt_tokens_details.cached_tokens", "prompt_tokens_details.cache_write_tokens", "prompt_tokens")
 
@@ -43,7 +43,8 @@ _UNMARKED_S = 300.0
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """None for an unknown model. Generations without marks have one life, whatever `ttl`: `cache_rules` refuses it."""
+    """Return the rules of a model, or None if it is unknown. Generations without breakpoints ignore `ttl`: they have
+    one TTL, and `cache_rules` refuses another."""
     found = generation(model, MARKED, variants=True)
     if found is not None:
         ttl_s, write = TTLS[ttl]

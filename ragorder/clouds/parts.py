@@ -1,6 +1,6 @@
-"""Content parts with marks, as the APIs of clouds take them.
+"""Content parts with cache breakpoints for the APIs of clouds.
 
-A mark is a number of texts: it stands behind so many of them. Empty texts, which these APIs refuse, are left out.
+A mark is the number of texts before a breakpoint. Empty texts are left out, because these APIs refuse them.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ Part = dict[str, Any]
 
 
 def cache_control(ttl: str | None = None) -> Part:
-    """A mark of Anthropic's Messages API, as a field of a part."""
+    """Return a breakpoint of Anthropic's Messages API, as a field of a part."""
     return {"cache_control": {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}}
 
 
 def prompt_cache_breakpoint() -> Part:
-    """A mark of OpenAI's APIs, as a field of a part."""
+    """Return a breakpoint of OpenAI's APIs, as a field of a part."""
     return {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
 def cache_options(ttl: str | None = None) -> Part:
-    """The field of a body of OpenAI's APIs in which no mark is set but those of its parts."""
+    """Return the field of a body of OpenAI's APIs by which only the breakpoints of its parts count."""
     options = {"mode": "explicit"} if ttl is None else {"mode": "explicit", "ttl": ttl}
     return {"prompt_cache_options": options}
 
 
 def cache_point(ttl: str | None = None) -> Part:
-    """A mark of Bedrock's Converse, a part of its own."""
-    # The default life is left out: earlier versions of boto3 do not know the word.
+    """Return a breakpoint of Bedrock's Converse, which is a separate part."""
+    # The default TTL is left out: earlier versions of boto3 do not have the field.
     return {"cachePoint": {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}}
 
 
 def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
-    """For `messages[…].content` or `system` of the Messages API."""
+    """Return parts for `messages[…].content` or `system` of the Messages API."""
     return [
         {"type": "text", "text": text} | (cache_control(ttl) if marked else {})
         for text, marked in _marked(texts, marks)
@@ -54,7 +54,7 @@ def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str 
 
 
 def openai_content(texts: Sequence[str], marks: Sequence[int] = (), type: str = "text") -> list[Part]:
-    """For `messages[…].content` of Chat Completions, or with `type="input_text"` for Responses."""
+    """Return parts for `messages[…].content` of Chat Completions, or with `type="input_text"` of Responses."""
     return [
         {"type": type, "text": text} | (prompt_cache_breakpoint() if marked else {})
         for text, marked in _marked(texts, marks)
@@ -62,7 +62,7 @@ def openai_content(texts: Sequence[str], marks: Sequence[int] = (), type: str = 
 
 
 def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
-    """For `messages[…].content` or `system` of Converse: marks are parts of their own."""
+    """Return parts for `messages[…].content` or `system` of Converse, with breakpoints as separate parts."""
     parts: list[Part] = []
     for text, marked in _marked(texts, marks):
         parts.append({"text": text})
@@ -72,24 +72,24 @@ def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | 
 
 
 def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, bool]]:
-    """Texts that have anything but white space, and whether a mark stands behind each: that of an empty one stands
-    behind the last text before it."""
-    behind = set(marks)
+    """Yield the texts that are more than white space, and whether a breakpoint follows each. A breakpoint after an
+    empty text follows the last text before it."""
+    after = set(marks)
     pending: tuple[str, bool] | None = None
     for number, text in enumerate(texts, 1):
         if text.strip():
             if pending is not None:
                 yield pending
-            pending = text, number in behind
+            pending = text, number in after
         elif pending is not None:
-            pending = pending[0] + text, pending[1] or number in behind
+            pending = pending[0] + text, pending[1] or number in after
     if pending is not None:
         yield pending
 
 
 class PromptParts:
-    """A prompt in parts: `system`, one text a document, `question`; a mark m stands behind m documents (0: behind the
-    system prompt).
+    """A prompt in parts: `system`, a text for each document, and `question`. A mark is the number of documents before a
+    breakpoint; 0: directly after the system prompt.
 
         PromptParts("Answer briefly.", ["[a]\\n…", "[b]\\n…"], "Question: …", marks=[0, 2]).anthropic()
     """
@@ -116,30 +116,30 @@ class PromptParts:
         self._escape = escape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As texts: what escapes them cannot be sent to another process."""
+        """Pickle the escaped texts: the function that escapes them cannot be pickled."""
         *documents, question = self.texts()
         return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
     def anthropic(self) -> dict[str, Any]:
-        """Arguments of `client.messages.create`."""
-        found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.behind, self.ttl)}]}
+        """Return arguments of `client.messages.create`."""
+        found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": anthropic_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
         )
 
     def openai(self) -> dict[str, Any]:
-        """Arguments of `client.chat.completions.create`."""
+        """Return arguments of `client.chat.completions.create`."""
         messages: list[dict[str, Any]] = []
         if self.system.strip():
             messages.append({"role": "system", "content": openai_content([self.system], self.before)})
-        messages.append({"role": "user", "content": openai_content(self.texts(), self.behind)})
+        messages.append({"role": "user", "content": openai_content(self.texts(), self.after)})
         if not self.explicit:
             return {"messages": messages}
         return {"messages": messages} | cache_options(self.ttl)
 
     def bedrock(self) -> dict[str, Any]:
-        """Arguments of Bedrock's `converse`."""
-        found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.behind, self.ttl)}]}
+        """Return arguments of Bedrock's `converse`."""
+        found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
         )
@@ -150,11 +150,12 @@ class PromptParts:
         return [1] if 0 in self.marks else []
 
     @property
-    def behind(self) -> Sequence[int]:
+    def after(self) -> Sequence[int]:
+        """Marks of the documents' parts."""
         return [mark for mark in self.marks if mark]
 
     def texts(self) -> list[str]:
-        """Documents and question. Two of them never form a special token between them."""
+        """Return documents and question, so that no two of them form a special token where they meet."""
         texts: list[str] = []
         before = ""
         for text in (*self.documents, self.question):
@@ -171,12 +172,12 @@ def _made(
     return PromptParts(system, documents, question, marks, ttl, explicit=explicit)
 
 
-# An upper bound of a special token, in characters.
+# Upper bound of a special token's length, in characters.
 _LONGEST = 128
 
 
 def _apart(before: str, text: str, escape: Callable[[str], str]) -> str:
-    """The text, with a space in front of it if its beginning and the end of `before` form a special token."""
+    """Return the text, after a space if its beginning and the end of `before` form a special token."""
     head = text[:_LONGEST]
     for filler in ("", " ", "\n"):
         seam = before + filler + head

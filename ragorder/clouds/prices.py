@@ -1,4 +1,4 @@
-"""Prices of input tokens, from a file that users may edit."""
+"""Prices of input tokens, from a TOML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = Path(__file__).with_name("prices.toml")
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """`per_million` plain input tokens, in `currency`, by model, as they were on `date`.
+    """Prices of a million plain input tokens in `currency`, by model, as of `date`.
 
     Prices.load("prices.toml").of("claude-opus-5-5")
     """
@@ -31,8 +31,8 @@ class Prices:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
-        """From a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, and
-        ValueError naming file and field."""
+        """Read a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, or
+        ValueError with file and field."""
         from ragorder.jsonl import decode_toml
 
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
@@ -53,6 +53,6 @@ class Prices:
         return cls(str(date), currency, {str(name).lower(): float(price) for name, price in prices.items()})
 
     def of(self, model: str) -> float | None:
-        """None for a model that is not listed."""
+        """Return the price of a model, or None if it is not listed."""
         found = generation(model, self.per_million)
         return None if found is None else self.per_million[found]

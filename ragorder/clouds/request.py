@@ -1,4 +1,4 @@
-"""Marks and cost of one request."""
+"""Cache breakpoints and cost of one request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CloudModel", "CloudRequest", "RequestMirror"]
 
 @dataclass(frozen=True, slots=True)
 class CloudModel:
-    """A provider's model: the `rules` of its cache, and its name among `prices`."""
+    """A provider's model: the `rules` of its cache, and its `name` in `prices`."""
 
     rules: CacheRules
     name: str | None = None
@@ -30,17 +30,17 @@ class CloudModel:
 
 
 class RequestMirror(Protocol):
-    """What is known of the cache is told what a request does. Its methods never wait."""
+    """The mirror of a cache, as a request updates it. No method blocks."""
 
     def publish(self) -> None:
-        """The first token is there."""
+        """Record that the first token has arrived."""
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Of its marks it has these alone."""
+        """Record that the request has only these of its marks."""
 
 
 class CloudRequest:
-    """A request's part of an `Ordering`: `turn` of one in a conversation."""
+    """The cloud's part of an `Ordering`; `turn` is given for a turn of a conversation."""
 
     __slots__ = ("_mirror", "_plan", "_turn", "model")
 
@@ -59,7 +59,7 @@ class CloudRequest:
 
     @property
     def turn_marks(self) -> TurnMarks:
-        """The marks of a turn, of which `breakpoints` are those at its documents."""
+        """All marks of a turn; `breakpoints` has only those at its documents."""
         if self._turn is None:
             marks = self._plan.breakpoints
             return TurnMarks(system=0 in marks, documents=tuple(mark for mark in marks if mark))
@@ -68,11 +68,11 @@ class CloudRequest:
 
     @property
     def resumed(self) -> int:
-        """The mark at which the request is expected to resume; -1 if at none."""
+        """The mark at which the request is expected to resume, or -1 if it does not resume."""
         return self._plan.resumed
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Of its `breakpoints` the request, which is no turn, is sent with these alone."""
+        """Record that the request, which is no turn, is sent with only these of its `breakpoints`."""
         if set(self._plan.breakpoints) - set(breakpoints):
             self._mirror.keep_marks(breakpoints)
 

@@ -1,4 +1,4 @@
-"""Rules by provider, model and lifetime."""
+"""Rules by provider, model and TTL."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PROVIDERS: Mapping[str, _Table] = {
 
 
 def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) -> CacheRules:
-    """The rules of a provider's model, whose entries live for `ttl`, as the provider spells it (None: its default).
+    """Return the rules of a provider's model with a TTL, as the provider spells it (default: the provider's default).
 
         cache_rules("anthropic", "claude-opus-5-5", "1h")
 
-    Raises ValueError for what no table has.
+    Raises ValueError for an unknown provider, model or TTL.
     """
     table = PROVIDERS.get(provider)
     if table is None:
@@ -38,7 +38,7 @@ def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) ->
             f"unknown provider {provider!r}: choose from {', '.join(PROVIDERS)}, or give rules=CacheRules(…)"
         )
     if ttl is not None and ttl not in table.TTLS:
-        raise ValueError(f"{provider} has no lifetime {ttl!r}: choose from {', '.join(table.TTLS)}")
+        raise ValueError(f"{provider} has no TTL {ttl!r}: choose from {', '.join(table.TTLS)}")
     found = table.rules(model, next(iter(table.TTLS)) if ttl is None else ttl)
     if found is None:
         raise ValueError(
@@ -46,5 +46,5 @@ def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) ->
             "rules=CacheRules('mine', minimum_tokens=1024, ttl_s=300, write=1.25, read=0.1)"
         )
     if ttl is not None and found.ttl_s != table.TTLS[ttl][0]:
-        raise ValueError(f"entries of {model!r} have one lifetime, whatever ttl says: leave ttl out")
+        raise ValueError(f"entries of {model!r} have one fixed TTL: leave ttl out")
     return found

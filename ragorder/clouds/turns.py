@@ -1,4 +1,4 @@
-"""Messages of a conversation with marks, as the APIs of clouds take them."""
+"""Messages of a conversation with cache breakpoints for the APIs of clouds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SPEAKERS = ("user", "assistant")
 
 
 class HistoryMark(NamedTuple):
-    """A mark behind `parts` of the `of` parts of message number `message`; behind all of them, however it is divided,
-    if they are equal."""
+    """A breakpoint after `parts` of the `of` parts of message number `message`. If both are equal, it is after the
+    whole message, for any number of parts."""
 
     message: int
     parts: int
@@ -25,8 +25,8 @@ class HistoryMark(NamedTuple):
 
 
 class TurnMarks(NamedTuple):
-    """Marks of a turn: behind the system prompt, in messages of the history, behind so many of its documents, and
-    behind its question."""
+    """Breakpoints of a turn: after the system prompt, in messages of the history, after these numbers of documents, and
+    after the question."""
 
     system: bool = False
     history: tuple[HistoryMark, ...] = ()
@@ -35,8 +35,8 @@ class TurnMarks(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
-        """Of numbers of nodes in front of each mark, where the messages of the history have `sizes` nodes, `documents`
-        follow, and then the question."""
+        """Return the breakpoints of `places`, the numbers of nodes before each. The messages of the history have
+        `sizes` nodes; the documents and the question follow."""
         ends = list(accumulate(sizes))
         start = ends[-1] if ends else 0
         history = []
@@ -49,11 +49,11 @@ class TurnMarks(NamedTuple):
 
 
 class TurnParts:
-    """The messages of a turn, of which the first `front` are the system prompt, and its marks.
+    """The messages of a turn and its breakpoints; the first `front` messages are the system prompt.
 
         TurnParts(messages, 1, TurnMarks(system=True, question=True), "5m").anthropic()
 
-    Messages of other kinds than texts are sent as they are.
+    Messages that are not texts are sent unchanged.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class TurnParts:
         self._explicit = explicit
 
     def anthropic(self) -> dict[str, Any]:
-        """Arguments of `client.messages.create`. Raises ValueError for messages that have another form there."""
+        """Return arguments of `client.messages.create`. Raises ValueError for messages that have another form there."""
         mark = cache_control(self._ttl)
         return self._split(lambda content, places: _marked(content, places, partial(_with_mark, mark, False)), mark)
 
     def bedrock(self) -> dict[str, Any]:
-        """Arguments of Bedrock's `converse`. Raises as `anthropic` does."""
+        """Return arguments of Bedrock's `converse`. Raises as `anthropic` does."""
         point = cache_point(self._ttl)
 
         def converse(content: Any, places: Sequence[int]) -> list[Part]:
@@ -87,7 +87,8 @@ class TurnParts:
         return self._split(converse)
 
     def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
-        """The content of each message, as parts with the fields of `mark` where one stands; `apart`: behind them."""
+        """Return the content of each message, as parts with the fields of `mark` at breakpoints, or with `apart` as
+        parts with `mark` after them."""
         contents: list[Any] = []
         for number, message in enumerate(self._messages):
             content, places = message.get("content"), self._places(number, mark)
@@ -95,7 +96,7 @@ class TurnParts:
         return contents
 
     def openai(self) -> dict[str, Any]:
-        """Arguments of `client.chat.completions.create`."""
+        """Return arguments of `client.chat.completions.create`."""
         messages = []
         contents = self.contents(prompt_cache_breakpoint())
         for message, content in zip(self._messages, contents, strict=True):
@@ -113,13 +114,16 @@ class TurnParts:
             else:
                 raise ValueError(
                     f"messages[{number}]: a message of a tool, a call of one or another system prompt has another form "
-                    "in this API: write such messages yourself, with the marks of ordering.cloud.turn_marks"
+                    "in this API: write such messages yourself, with the breakpoints of ordering.cloud.turn_marks"
                 )
         return found
 
     def _places(self, number: int, mark: Part | None) -> list[int]:
-        """Parts in front of each mark of a message. Anthropic refuses marks of an hour behind those of five minutes: of
-        ours none stands where the application's own marks leave no room for it."""
+        """Return the number of parts before each breakpoint of a message.
+
+        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are left out where the
+        application's own would make them wrong.
+        """
         places = self._chosen(number)
         if mark is None or "cache_control" not in mark:
             return places
@@ -146,7 +150,7 @@ class TurnParts:
         if number < self._front:
             return [count] if marks.system and number == self._front - 1 else []
         if number == last:
-            # Documents that are no text are in no part of their own: its marks would stand elsewhere.
+            # A document that is no text has no part of its own, so its breakpoints would be at another place.
             own = [place for place in marks.documents if place < count]
             return own + [count] * marks.question
         places = set()
@@ -173,7 +177,7 @@ def _with_mark(mark: Part, apart: bool, part: Part) -> list[Part]:
 
 
 def _marked(content: Any, places: Sequence[int], mark: Callable[[Part], list[Part]]) -> list[Part]:
-    """Content as parts, with a mark behind so many of them."""
+    """Return content as parts, with a breakpoint after these numbers of parts."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     found: list[Part] = []
     for number, part in enumerate(parts, 1):

@@ -1,4 +1,4 @@
-"""Reported counts of a cloud, whatever it calls them."""
+"""Token counts in a cloud's reported usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KNOWN = (
 
 
 class CloudUsage(NamedTuple):
-    """Tokens of a prompt: read from the cache, written into it, and all. None: not reported, or impossible."""
+    """Tokens of a prompt: read from the cache, written into it, and all. A missing or impossible count is None."""
 
     cached_tokens: int | None = None
     written_tokens: int | None = None
@@ -28,8 +28,8 @@ class CloudUsage(NamedTuple):
 
 
 def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
-    """The counts in the `usage` of an answer, a mapping or an object: by the names that `rules` has, or else by those
-    of the known APIs."""
+    """Return the counts in an answer's `usage`, a mapping or an object, by the field names of `rules` or of the known
+    APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:

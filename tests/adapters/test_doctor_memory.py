@@ -202,7 +202,7 @@ class TestBudgets:
         command = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')", "doctor", "--memory")
         done = python(*command, "--model", str(config), blocked=("psutil",))
         assert done.returncode == 1
-        assert "pip install '.[memory]'" in done.stderr
+        assert "pip install '.[live]'" in done.stderr
 
 
 class TestUsage:

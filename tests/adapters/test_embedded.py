@@ -1425,9 +1425,9 @@ class Served(ServeProcess):
 
 @pytest.fixture(scope="module")
 def launch(model: Path) -> Iterator[Callable[..., Served]]:
-    options = ["--engine", "torch", "--model", str(model), "--port", "0", "--profile", "none"]
+    options = ["--model", str(model), "--port", "0", "--profile", "none"]
     with launching(
-        lambda popen, url: Served(popen, url, str(model)), *COMMAND, "serve", *options, OMP_NUM_THREADS="1"
+        lambda popen, url: Served(popen, url, str(model)), *COMMAND, "engine", *options, OMP_NUM_THREADS="1"
     ) as launch:
         yield launch
 
@@ -1598,12 +1598,12 @@ class TestServer:
         assert figures["reports"] == figures["served"] > 0
         assert figures["fallbacks"] == 0
 
-    def test_ragorder_tiers_stats(self, served: Served) -> None:
+    def test_ragorder_stats_has_the_tiers_as_well(self, served: Served) -> None:
         with served.openai() as client:
             ask(client, served, "abc")
-        done = CliRunner().invoke(main, ["tiers", "stats", "--base-url", served.url, "--json"])
+        done = CliRunner().invoke(main, ["stats", served.url, "--json"])
         assert done.exit_code == 0, done.output
-        figures = json.loads(done.stdout)
+        figures = json.loads(done.stdout)["kv"]
         device, host = figures["tiers"]
         assert (device["tier"], host["tier"]) == ("device", "host")
         assert device["chunks"] > 0
@@ -1725,7 +1725,7 @@ class TestEnd:
 
 @dataclass
 class Command:
-    """What `ragorder serve` was about to do when it was stopped."""
+    """What `ragorder engine` was about to do when it was stopped."""
 
     result: Result
     settings: EngineSettings | None
@@ -1772,8 +1772,8 @@ class TestOptions:
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
                 patch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
-                needed = ["--engine", "torch", "--model", str(model), "--port", "0"] if needed is None else needed
-                result = CliRunner().invoke(main, ["serve", *needed, *options], env=environment)
+                needed = ["--model", str(model), "--port", "0"] if needed is None else needed
+                result = CliRunner().invoke(main, ["engine", *needed, *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
             assert "Traceback" not in result.output
             told = engines[0].settings if engines else None
@@ -1792,7 +1792,7 @@ class TestOptions:
         self, serving: Callable[..., Command], tmp_path: Path
     ) -> None:
         def measured(*options: str) -> bool:
-            command = serving("--device-tokens", "512", "--profile-budget", "1", *options)
+            command = serving("--device-tokens", "512", *options)
             assert command.result.exit_code == 0, command.result.output
             return "measuring prefill times" in command.result.stderr
 
@@ -1805,7 +1805,7 @@ class TestOptions:
     def test_cached_prefixes_are_compared_in_seconds_by_the_profile_of_the_first_start(
         self, serving: Callable[..., Command], profiles: Path
     ) -> None:
-        command = serving("--device-tokens", "512", "--profile-budget", "60")
+        command = serving("--device-tokens", "512")
         path = command.orderer.settings.profile
         assert path is not None and path.parent == profiles / "profiles"
         assert set(PrefillProfile.from_file(path).loads) == {"host"}
@@ -1824,16 +1824,11 @@ class TestOptions:
             "--disk-bytes": "64MB",
             "--policy": "lru",
             "--profile": str(profile),
-            "--profile-budget": "2500ms",
             "--block-size": "32",
             "--max-model-len": "512",
             "--max-requests": "4",
             "--schedule": "fcfs",
-            "--schedule-window": "5",
-            "--replicate-nodes": "9",
-            "--max-cached-documents": "3",
             "--deadline": "2m",
-            "--max-retries": "1",
             "--reuse": "fused",
             "--recompute": "0.2",
             "--select": "deviation",
@@ -1852,16 +1847,11 @@ class TestOptions:
             disk_bytes=64_000_000,
             policy="lru",
             profile=profile,
-            profile_budget_s=2.5,
             block_size=32,
             max_model_len=512,
             max_requests=4,
             schedule="fcfs",
-            schedule_window=5,
-            replicate_nodes=9,
-            max_cached_documents=3,
             deadline_s=120.0,
-            max_retries=1,
             reuse="fused",
             recompute=0.2,
             select="deviation",
@@ -1891,26 +1881,16 @@ class TestOptions:
         # Two layers of keys and values of one head with 64 numbers, four bytes each.
         host_tokens = (2 << 20) // (2 * 2 * 64 * 4)
         assert (settings.block_size, settings.capacity_tokens, settings.host_tokens) == (16, 2048, host_tokens)
-        settings = serving(*sizes, "--capacity-tokens", "999").orderer.settings
+        settings = serving(*sizes, RAGORDER_CAPACITY_TOKENS="999").orderer.settings
         assert settings.capacity_tokens == 999
         assert serving(*sizes, RAGORDER_BLOCK_SIZE="64").orderer.settings.block_size == 64
 
     @pytest.mark.parametrize(
         ("needed", "options", "said"),
         [
-            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|smollm2|random"),
-            (["--engine", "torch"], [], "--engine torch needs --model"),
-            (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
-            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|smollm2|random"),
-            (["--upstream", "http://x"], ["--model", "x"], "--model requires --engine torch, not upstream"),
-            (["--upstream", "http://x"], ["--disk-path", "x"], "--disk-path requires --engine torch"),
-            (None, ["--upstream", "http://x"], "--upstream requires --engine upstream, not torch"),
-            (None, ["--tokenizer", "x"], "--tokenizer requires --engine upstream"),
-            (None, ["--tiers"], "--tiers requires --engine upstream"),
-            (None, ["--connect-timeout", "3"], "--connect-timeout requires --engine upstream"),
-            (None, ["--reorder-window", "3"], "--reorder-window requires --max-in-flight"),
+            ([], [], "Missing option '--model'"),
+            (None, ["--upstream", "http://x"], "No such option '--upstream'"),
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
-            (None, ["--disk-backlog-bytes", "1GiB"], "--disk-backlog-bytes requires --disk-path"),
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
             (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
@@ -1921,22 +1901,19 @@ class TestOptions:
             (None, ["--device-bytes", "-6GiB"], "'-6GiB' is not a size"),
             (None, ["--device-bytes", "64KiB"], "bytes are missing: the weights outside the layers take"),
             (None, ["--device-bytes", "64KiB"], "Give --device-bytes"),
-            (["--upstream", "http://x"], ["--device-bytes", "6GiB"], "--device-bytes requires --engine torch"),
             (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
             (None, ["--device", "abacus"], "abacus"),
             (None, ["--device-tokens", "3"], "less than a block"),
             (None, ["--profile", "nowhere.json"], "'nowhere.json' does not exist"),
-            (None, ["--profile-budget", "0"], "0 is too short: give more than 0s"),
-            (["--upstream", "http://x"], ["--profile", "none"], "--profile requires --engine torch"),
             (None, ["--block-size", "2000"], "--block-size"),
             (None, ["--max-model-len", "99999"], "is exact only up to 2048 tokens"),
             (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
             (None, ["--host", "no.such.host.invalid"], "no.such.host.invalid"),
-            (["--engine", "torch", "--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),
-            (["--engine", "torch", "--model", "some/where/else"], [], "there is no folder some/where/else: give the"),
-            (["--engine", "torch", "--model", "./tiny"], [], "there is no folder ./tiny: give the folder of a model"),
-            (["--engine", "torch", "--model", "a/name"], [], "There is no folder a/name: it is looked for on the"),
+            (["--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),
+            (["--model", "some/where/else"], [], "there is no folder some/where/else: give the"),
+            (["--model", "./tiny"], [], "there is no folder ./tiny: give the folder of a model"),
+            (["--model", "a/name"], [], "There is no folder a/name: it is looked for on the"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
@@ -1957,11 +1934,11 @@ class TestOptions:
             raise OSError("no network")
 
         monkeypatch.setattr("ragorder.kernels.engine.loading.AutoConfig.from_pretrained", ask)
-        command = serving(needed=["--engine", "torch", "--model", "tiny", "--port", "0"])
+        command = serving(needed=["--model", "tiny", "--port", "0"])
         assert command.result.exit_code == 1
         assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
         assert asked == []
-        command = serving(needed=["--engine", "torch", "--model", "org/tiny", "--port", "0"])
+        command = serving(needed=["--model", "org/tiny", "--port", "0"])
         assert (
             "there is no folder org/tiny, and it cannot be downloaded from the Hub: no network" in command.result.stderr
         )
@@ -1978,18 +1955,18 @@ class TestOptions:
     ) -> None:
         monkeypatch.setattr("ragorder.kernels.random_model.random_model", lambda: model)
         monkeypatch.setattr("ragorder.kernels.random_model.has_fast_bfloat16", lambda: False)
-        command = serving(needed=["--engine", "torch", "--model", "random", "--port", "0"])
+        command = serving(needed=["--model", "random", "--port", "0"])
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(dtype="float32", profile="auto")
         assert command.orderer.settings.capacity_tokens > 0
-        command = serving(needed=["--engine", "torch", "--model", "random", "--dtype", "bfloat16", "--port", "0"])
+        command = serving(needed=["--model", "random", "--dtype", "bfloat16", "--port", "0"])
         assert command.settings == EngineSettings(dtype="bfloat16", profile="auto")
 
     def test_a_folder_without_weights(self, serving: Callable[..., Command], model: Path, tmp_path: Path) -> None:
         for file in model.iterdir():
             if file.suffix != ".safetensors":
                 (tmp_path / file.name).write_bytes(file.read_bytes())
-        command = serving(needed=["--engine", "torch", "--model", str(tmp_path), "--port", "0"])
+        command = serving(needed=["--model", str(tmp_path), "--port", "0"])
         assert command.result.exit_code == 1
         assert f"--model {tmp_path}: " in command.result.stderr
         assert "weights" in command.result.stderr
@@ -2002,7 +1979,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("module", ["torch", "transformers"])
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
-        done = python(*COMMAND[1:], "serve", "--engine", "torch", "--model", "x", "--port", "0", blocked=(module,))
+        done = python(*COMMAND[1:], "engine", "--model", "x", "--port", "0", blocked=(module,))
         assert done.returncode == 1
         assert f"needs {module}: in a clone of ragorder, pip install '.[torch,proxy]'" in done.stderr
         assert "Traceback" not in done.stderr

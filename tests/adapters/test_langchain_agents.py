@@ -226,7 +226,7 @@ def test_wrong_options_are_refused_at_once() -> None:
 def test_without_langchain_the_import_names_the_extra(python: Any) -> None:
     done = python("-c", "import ragorder.adapters.langchain.middleware", blocked=("langchain",))
     assert done.returncode == 1
-    assert "pip install '.[langchain-agents]'" in done.stderr
+    assert "pip install '.[langchain]' 'langchain>=1,<2'" in done.stderr
 
 
 def reporting(query: str) -> tuple[str, list[Document]]:

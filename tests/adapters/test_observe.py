@@ -368,7 +368,7 @@ class TestMetrics:
             "from ragorder.adapters.observing.prometheus import Metrics; Metrics()",
             blocked=("prometheus_client",),
         )
-        assert "pip install '.[metrics]'" in done.stderr
+        assert "pip install '.[proxy]'" in done.stderr
 
 
 class TestTracing:
@@ -425,7 +425,7 @@ class TestTracing:
         done = python(
             "-c", "from ragorder.adapters.observing.opentelemetry import Tracing; Tracing()", blocked=("opentelemetry",)
         )
-        assert "pip install '.[otel]'" in done.stderr
+        assert "pip install '.[live]'" in done.stderr
 
 
 class TestStatsCommand:

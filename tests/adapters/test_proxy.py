@@ -2022,15 +2022,18 @@ class TestServeOptions:
             ("--keep-last", "3", 3),
             ("--max-displacement", "1", 1),
             ("--max-gain-lost", "0.1", 0.1),
-            ("--min-gain", "50", 50.0),
             ("--moves", "prefix", "prefix"),
             ("--best", "last", "last"),
-            ("--best-tokens", "64", 64),
         ],
     )
     def test_guards(self, option: str, value: str, setting: float | str, serving: Callable[..., Served]) -> None:
         settings = serving(option, value).orderer.settings
         assert getattr(settings, option[2:].replace("-", "_")) == setting
+
+    def test_settings_that_are_no_options_come_from_the_environment(self, serving: Callable[..., Served]) -> None:
+        settings = serving(RAGORDER_MIN_GAIN="50", RAGORDER_BEST_TOKENS="64").orderer.settings
+        assert (settings.min_gain, settings.best_tokens) == (50, 64)
+        assert "RAGORDER_MIN_GAIN: " in serving(RAGORDER_MIN_GAIN="-1").result.stderr
 
     def test_templates_have_escapes_and_files(self, serving: Callable[..., Served], tmp_path: Path) -> None:
         file = tmp_path / "template"
@@ -2049,8 +2052,7 @@ class TestServeOptions:
 
     def test_repeats_are_named(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE).options["repeated"] is None
-        assert serving("--template", TEMPLATE, "--dedup").options["repeated"]._reference == "[{id}] is above."
-        served = serving("--template", TEMPLATE, "--dedup", "--dedup-text", r"(see {id})\n")
+        served = serving("--template", TEMPLATE, "--dedup", r"(see {id})\n")
         assert served.options["repeated"]._reference == "(see {id})\n"
 
     @pytest.mark.parametrize(
@@ -2089,7 +2091,7 @@ class TestServeOptions:
     def test_marks_of_a_known_cloud_are_by_its_rules(self, serving: Callable[..., Served], tmp_path: Path) -> None:
         prices = tmp_path / "prices.toml"
         prices.write_text('date = "2027-01-01"\n[per_million]\n"claude-opus-5" = 7\n', "utf-8")
-        served = serving("--upstream", "https://api.anthropic.com", "--marks-ttl", "1h", "--prices", str(prices))
+        served = serving("--upstream", "https://api.anthropic.com", "--marks-ttl", "1h", RAGORDER_PRICES=str(prices))
         found = served.options["clouds"].of("claude-opus-5")
         assert (found.provider, found.rules.ttl) == ("anthropic", "1h")
         cost = found.orderer.order([Document("a", "x" * 9000)]).cost
@@ -2102,11 +2104,13 @@ class TestServeOptions:
         [
             (["--marks-ttl", "1h"], "--marks-ttl requires --marks"),
             (["--upstream", "https://api.openai.com", "--marks-ttl", "1h"], "openai has no TTL"),
-            (["--marks", "--prices", "absent.toml"], "absent.toml"),
         ],
     )
     def test_marks_that_cannot_be(self, options: list[str], said: str, serving: Callable[..., Served]) -> None:
         assert said in " ".join(self.refusal(serving(*options)).split())
+
+    def test_prices_that_are_not_there(self, serving: Callable[..., Served]) -> None:
+        assert "absent.toml" in self.refusal(serving("--marks", RAGORDER_PRICES="absent.toml"))
 
     def test_without_templates_the_builders_own_count(self, serving: Callable[..., Served]) -> None:
         served = serving()
@@ -2120,9 +2124,9 @@ class TestServeOptions:
         assert served.options["tokenizer"] is not None
 
     def test_limits_and_times(self, serving: Callable[..., Served]) -> None:
-        served = serving("--body-limit", "0.5", "--connect-timeout", "3", "--read-timeout", "4.5", "--grace", "7")
+        served = serving("--body-limit", "0.5", "--read-timeout", "4.5", "--grace", "7")
         assert served.options["body_limit"] == 512 * 1024
-        assert served.options["timeouts"] == Timeouts(3.0, 4.5)
+        assert served.options["timeouts"] == Timeouts(10.0, 4.5)
         assert served.config is not None
         assert served.config.timeout_graceful_shutdown == 7
         served = serving()
@@ -2164,11 +2168,10 @@ class TestServeOptions:
             (["--template", "@/does/not/exist"], "No such file"),
             (["--template", "@."], "Is a directory"),
             (["--template", "<d>{text}</d>", "--number-by-place"], "--number-by-place: --template has no {id}"),
-            (["--dedup"], "--dedup requires --template"),
-            (["--dedup-text", "{id}"], "--dedup-text requires --dedup"),
-            (["--template", "<d>{text}</d>", "--dedup"], "--dedup: a reference names a document by its id"),
-            (["--template", TEMPLATE, "--dedup", "--dedup-text", "above"], "--dedup-text: the reference needs"),
-            (["--template", TEMPLATE, "--dedup", "--number-by-place"], "--dedup: a number of --number-by-place"),
+            (["--dedup", "{id}"], "--dedup requires --template"),
+            (["--template", "<d>{text}</d>", "--dedup", "{id}"], "--dedup: a document is named by its id"),
+            (["--template", TEMPLATE, "--dedup", "above"], "--dedup: the text that names"),
+            (["--template", TEMPLATE, "--dedup", "{id}", "--number-by-place"], "cannot be combined with --number-by"),
             (["--document-template", "{id}"], "--document-template must contain {text}"),
             (["--question-template", "{"], "--question-template: "),
             (["--tokenizer", "/does/not/exist"], "--tokenizer: "),

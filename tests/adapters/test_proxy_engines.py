@@ -39,7 +39,7 @@ TEXTS = {
 }
 LONGEST = 2048
 LONG_ANSWER = 800
-COMMAND = (sys.executable, "-c", "from ragorder.cli import main; main()", "serve", "--engine", "torch")
+COMMAND = (sys.executable, "-c", "from ragorder.cli import main; main()", "engine")
 
 
 @pytest.fixture(scope="module")

@@ -519,13 +519,13 @@ class TestCommand:
 
     def test_it_takes_the_tiers_of_the_server(self, serve: Callable[..., Command], tmp_path: Path) -> None:
         replace(LINEAR, loads={"host": 1e-6, "disk": 1e-4}).to_file(tmp_path / "profile.json")
-        sizes = ("--host-tokens", "8K", "--disk-tokens", "100k", "--tier-policy", "lru")
-        command = serve("--tiers", "--profile", str(tmp_path / "profile.json"), *sizes)
+        tiers = {"RAGORDER_HOST_TOKENS": "8K", "RAGORDER_DISK_TOKENS": "100k", "RAGORDER_TIER_POLICY": "lru"}
+        command = serve("--tiers", "--profile", str(tmp_path / "profile.json"), **tiers)
         assert "Cache: 100,000 tokens (given)" in command.said
         settings = command.app["orderer"].settings
         assert (settings.host_tokens, settings.disk_tokens, settings.tier_policy) == (8192, 100_000, "lru")
         assert settings.profile == tmp_path / "profile.json"
-        assert "--tier-policy" in serve("--tier-policy", "oldest").said
+        assert "RAGORDER_TIER_POLICY: " in serve(RAGORDER_TIER_POLICY="oldest").said
 
     def test_an_upstream_without_http_is_suggested_with_it(self, serve: Callable[..., Command]) -> None:
         assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said

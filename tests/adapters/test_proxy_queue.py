@@ -374,20 +374,17 @@ class TestTheOptions:
     def test_options_reach_the_queue(self, run: Callable[..., tuple[Result, Any]]) -> None:
         for options, expected in (
             (["--max-in-flight", "3"], (3, 32, 1000)),
-            (["--max-in-flight", "3", "--reorder-window", "0", "--max-waiting", "7"], (3, 0, 7)),
+            (["--max-in-flight", "3", "--max-waiting", "7"], (3, 32, 7)),
         ):
             result, admission = run(*options)
             assert result.exit_code == 0, result.output
             gate = admission._limiter
             assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
 
-    @pytest.mark.parametrize("option", ["--reorder-window", "--max-waiting"])
-    def test_queue_options_without_a_limit_are_refused(
-        self, run: Callable[..., tuple[Result, Any]], option: str
-    ) -> None:
-        result, admission = run(option, "5")
+    def test_waiting_without_a_limit_is_refused(self, run: Callable[..., tuple[Result, Any]]) -> None:
+        result, admission = run("--max-waiting", "5")
         assert result.exit_code == 2
-        assert f"{option} requires --max-in-flight" in result.stderr
+        assert "--max-waiting requires --max-in-flight" in result.stderr
         assert admission is None
 
 

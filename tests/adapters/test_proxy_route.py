@@ -19,7 +19,7 @@ from support.serving_app import serving
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai import OrderedClient
 from ragorder.adapters.proxy import DocumentTemplate, Fleet, ReplicaAddress, make_app
-from ragorder.cli.serve import serve as serve_command
+from ragorder.cli import main
 from ragorder.topic import SECRET_VARIABLE, Topics
 
 SECRET = "a secret of these tests"  # noqa: S105
@@ -228,11 +228,11 @@ class TestAClient:
 
 class TestTheCommand:
     @pytest.fixture
-    def serve_with(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """What `ragorder serve` says, and the options of its application."""
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """Run `ragorder route` or `serve`; return what it says, and the options of its application."""
         monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
-        def run(*options: str, **environment: str) -> tuple[str, dict[str, Any]]:
+        def run(command: str, *options: str, **environment: str) -> tuple[str, dict[str, Any]]:
             made: dict[str, Any] = {}
 
             def make(orderer: Any, **given: Any) -> Any:
@@ -241,68 +241,55 @@ class TestTheCommand:
 
             monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
             monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
-            upstream = () if "--upstream" in options else ("--upstream", "http://127.0.0.1:9")
             # A router has no cache.
-            sizes = [] if "--route" in options else ["--capacity-tokens", "4096", "--block-size", "16"]
-            result = CliRunner().invoke(serve_command, [*upstream, *sizes, "--port", "0", *options], env=environment)
+            sizes = [] if command == "route" else ["--capacity-tokens", "4096", "--block-size", "16"]
+            arguments = [command, "--upstream", "http://127.0.0.1:9", *sizes, "--port", "0", *options]
+            result = CliRunner().invoke(main, arguments, env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
             return " ".join(result.output.split()), made
 
         return run
 
-    def test_route_adds_the_header_that_routers_know(self, serve_with: Callable[..., Any]) -> None:
-        said, made = serve_with("--route", "--topic-secret", SECRET)
+    def test_route_adds_the_header_that_routers_know(self, run: Callable[..., Any]) -> None:
+        said, made = run("route", "--topic-secret", SECRET)
         assert (made["route"], made["topic_header"]) == (True, "x-session-id")
         assert "Topics: in the header x-session-id" in said and "Cache:" not in said
         assert "Warning: topics" not in said
         assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
 
-    def test_topic_header_names_another(self, serve_with: Callable[..., Any]) -> None:
-        said, made = serve_with("--topic-header", "X-SMG-Routing-Key", **{SECRET_VARIABLE: SECRET})
-        assert (made["route"], made["topic_header"]) == (False, "X-SMG-Routing-Key")
+    def test_route_takes_another_header_and_finds_documents_by_a_template(self, run: Callable[..., Any]) -> None:
+        _, made = run("route", "--topic-header", "x-aibrix-session-key", "--template", "<d>{text}</d>")
+        assert made["topic_header"] == "x-aibrix-session-key"
+        assert made["template"].find("<d>1</d><d>2</d>") is not None
+
+    def test_serve_sends_a_topic_in_the_header_that_it_is_given(self, run: Callable[..., Any]) -> None:
+        said, made = run("serve", "--topic-header", "X-SMG-Routing-Key", **{SECRET_VARIABLE: SECRET})
+        assert made["topic_header"] == "X-SMG-Routing-Key" and "route" not in made
         assert "documents are ordered" in said
         assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
 
-    def test_without_a_secret_it_warns(self, serve_with: Callable[..., Any]) -> None:
-        assert "Warning: topics are of this process alone" in serve_with("--route")[0]
+    def test_without_a_secret_it_warns(self, run: Callable[..., Any]) -> None:
+        assert "Warning: topics are of this process alone" in run("route")[0]
 
-    def test_by_default_no_topic_is_sent(self, serve_with: Callable[..., Any]) -> None:
-        said, made = serve_with()
-        assert (made["route"], made["topic_header"], made["upstream"]) == (False, None, "http://127.0.0.1:9")
+    def test_serve_sends_no_topic_by_default(self, run: Callable[..., Any]) -> None:
+        said, made = run("serve")
+        assert (made["topic_header"], made["upstream"]) == (None, "http://127.0.0.1:9")
         assert "opic" not in said
 
     @pytest.mark.parametrize(
-        ("options", "reason"),
+        ("arguments", "reason"),
         [
-            (["--route", "--shadow"], "--shadow cannot be combined with --route"),
-            (["--route", "--tiers"], "--tiers cannot be combined with --route"),
-            (["--route", "--max-in-flight", "3"], "--max-in-flight cannot be combined with --route"),
-            (["--route", "--data-parallel-ranks", "2"], "--data-parallel-ranks cannot be combined with --route"),
-            (["--route", "--number-by-place"], "--number-by-place cannot be combined with --route"),
-            (["--route", "--document-template", "{id} {text}"], "--document-template cannot be combined with --route"),
-            (["--route", "--question-template", "{query}"], "--question-template cannot be combined with --route"),
-            (["--route", "--tokenizer", "folder"], "--tokenizer cannot be combined with --route"),
-            (["--route", "--capacity-tokens", "4096"], "--capacity-tokens cannot be combined with --route"),
-            (["--route", "--host-tokens", "4096"], "--host-tokens cannot be combined with --route"),
-            (["--route", "--disk-tokens", "4096"], "--disk-tokens cannot be combined with --route"),
-            (["--route", "--tier-policy", "lru"], "--tier-policy cannot be combined with --route"),
-            (["--route", "--block-size", "16"], "--block-size cannot be combined with --route"),
-            (["--route", "--keep-first", "0"], "--keep-first cannot be combined with --route"),
-            (["--route", "--keep-last", "1"], "--keep-last cannot be combined with --route"),
-            (["--route", "--max-displacement", "2"], "--max-displacement cannot be combined with --route"),
-            (["--route", "--max-gain-lost", "0.1"], "--max-gain-lost cannot be combined with --route"),
-            (["--route", "--min-gain", "16"], "--min-gain cannot be combined with --route"),
-            (["--route", "--moves", "prefix"], "--moves cannot be combined with --route"),
-            (["--route", "--copies", "all"], "--copies"),
-            (["--route", "--tries-timeout", "9"], "--tries-timeout requires several replicas"),
-            (["--route", "--upstream", "http://a:1", "--upstream", "http://b:1"], "--route has one --upstream"),
-            (["--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
-            (["--topic-secret", "s"], "--topic-secret requires --topic-header or --route"),
-            (["--route", "--topic-secret", " "], "--topic-secret: the key is empty"),
+            (["route", "--shadow"], "No such option '--shadow'"),
+            (["route", "--capacity-tokens", "4096"], "No such option '--capacity-tokens'"),
+            (["route", "--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
+            (["route", "--topic-secret", " "], "--topic-secret: the key is empty"),
+            (["serve", "--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
+            (["serve", "--topic-secret", "s"], "--topic-secret requires --topic-header"),
+            (["serve", "--profile", "none"], "--profile requires --tiers"),
         ],
         ids=" ".join,
     )
-    def test_refuses(self, serve_with: Callable[..., Any], options: list[str], reason: str) -> None:
-        said, made = serve_with(*options)
+    def test_refuses(self, run: Callable[..., Any], arguments: list[str], reason: str) -> None:
+        said, made = run(*arguments)
         assert reason in said
         assert made == {}

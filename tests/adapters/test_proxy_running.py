@@ -89,7 +89,6 @@ port = 0
 capacity-tokens = "16K"
 block_size = 32
 read-timeout = "90s"
-route = false
 shadow = true
 allow-host = ["a.example", "b.example"]
 max-in-flight = 4
@@ -136,10 +135,9 @@ class TestConfigFile:
             ("geheim-7f3a9c = 1", "the name of its entry 1 is no option"),
             ("port = 'geheim'", "'--port': the value in the file of --config is no whole number"),
             ("block-size = 'geheim'", "'--block-size': the value in the file of --config is no whole number"),
-            ("engine = 'geheim'", "'--engine': the value in the file of --config is not one of"),
+            ("moves = 'geheim'", "'--moves': the value in the file of --config is not one of"),
             ("read-timeout = 'geheim'", "'--read-timeout': the value in the file of --config is no duration"),
             ("upstream = 'geheim'", "--upstream"),
-            ("dtype = 'geheim'\nengine = 'torch'\nmodel = 'random'", "--dtype"),
             ("port = [1]", "port: write a text or a number"),
             ("port = true", "port: write a text or a number"),
             ("shadow = 1", "shadow: write true or false"),
@@ -150,15 +148,15 @@ class TestConfigFile:
             ("port = " + "[" * 100_000, "nested too deeply"),
             ("port = " + "9" * 5_000, "cannot be read"),
             ("api-key = ' '", "--api-key: the key is empty"),
-            ("model = 'random'", "--model requires --engine torch"),
-            ("route = true\nshadow = true", "--shadow cannot be combined with --route"),
+            ("model = 'random'", "the name of its entry 1 is no option"),
+            ("max-waiting = 3", "--max-waiting requires --max-in-flight"),
         ],
         ids=lambda text: text.partition("\n")[0][:40],
     )
     def test_that_is_wrong_is_refused(
         self, content: str, reason: str, serve: Callable[..., Served], file: Callable[[str], str]
     ) -> None:
-        upstream = [] if content.startswith(("upstream", "dtype")) else ["--upstream", "http://127.0.0.1:9"]
+        upstream = [] if content.startswith("upstream") else ["--upstream", "http://127.0.0.1:9"]
         served = serve(*upstream, "--config", file(content))
         assert served.exit_code == 2
         assert reason in served.said
@@ -172,7 +170,7 @@ class TestConfigFile:
 class TestEnvironment:
     def test_has_a_variable_for_every_option(self) -> None:
         options = [each for each in serve_command.params if isinstance(each, Option)]
-        assert len(options) > 60
+        assert len(options) > 40
         named = {each.opts[0]: each.envvar or each.variable for each in options}
         assert [name for name, variable in named.items() if variable is None] == []
         assert named["--read-timeout"] == "RAGORDER_SERVE_READ_TIMEOUT"
@@ -201,8 +199,8 @@ class TestEnvironment:
         assert served.exit_code == 2 and "--block-size" in served.said and "geheim" not in served.said
 
     def test_of_this_command_contradicts_as_the_command_line_does(self, serve: Callable[..., Served]) -> None:
-        served = serve("--upstream", "http://127.0.0.1:9", RAGORDER_SERVE_MODEL="random")
-        assert served.exit_code == 2 and "--model requires --engine torch" in served.said
+        served = serve("--upstream", "http://127.0.0.1:9", RAGORDER_SERVE_PROFILE="none")
+        assert served.exit_code == 2 and "--profile requires --tiers" in served.said
 
     def test_is_named_by_the_help(self, serve: Callable[..., Served]) -> None:
         said = serve("--help").said

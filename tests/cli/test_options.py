@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -17,20 +18,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import (
-    Choice,
-    Command,
-    Count,
-    Duration,
-    Rate,
-    Size,
-    build,
-    in_options,
-    option,
-    options_from,
-    section,
-)
-from ragorder.cli.serve_limits import ServeLimits
+from ragorder.cli.options import Command, build, in_options, option, options_from, section
+from ragorder.cli.proxy import ServerSettings
+from ragorder.cli.values import Choice, Count, Duration, Rate, Size
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.eval.replay import DefaultLengths
 from ragorder.eval.running.specs import Bench
@@ -63,7 +53,7 @@ class Kitchen(BaseSettings):
 
 @click.command(cls=Command)
 @section("Oven", options_from(Oven, *Oven.model_fields))
-@section("Kitchen", options_from(Kitchen, "plates", plates={"default": "what the cupboard holds"}))
+@section("Kitchen", options_from(Kitchen, "plates", plates={"unset": "what the cupboard holds"}))
 @option("--plain", is_flag=True, help="Without a heading.")
 def bake(plates: Any, plain: bool, **options: Any) -> None:
     """Bake."""
@@ -181,6 +171,20 @@ def every_command(group: click.Group = main, path: tuple[str, ...] = ()) -> list
     return paths
 
 
+def command_at(path: tuple[str, ...]) -> click.Command:
+    command: click.Command = main
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, path
+        command = found
+    return command
+
+
+def every_leaf() -> list[tuple[str, ...]]:
+    return [path for path in every_command() if not isinstance(command_at(path), click.Group)]
+
+
 FOREIGN = {"--kv-transfer-config"}  # vLLM's
 
 
@@ -190,16 +194,6 @@ WORKED_OUT = {("serve", "--capacity-tokens"), ("serve", "--block-size")}
 
 def read_as(option: click.Option, value: Any) -> str:
     return str(option.type.convert(value, option, None))
-
-
-def command_at(path: tuple[str, ...]) -> click.Command:
-    command: click.Command = main
-    for name in path:
-        assert isinstance(command, click.Group)
-        found = command.get_command(click.Context(command), name)
-        assert found is not None, path
-        command = found
-    return command
 
 
 def options_of(path: tuple[str, ...]) -> list[click.Option]:
@@ -225,6 +219,25 @@ class TestHelpOfEveryCommand:
         said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert "..." not in said.replace("SUITE...", "").replace("[ARGS]...", "").replace(",...", "")
+
+    @pytest.mark.parametrize("path", every_leaf(), ids=" ".join)
+    def test_ends_with_examples_that_can_be_typed(self, path: tuple[str, ...]) -> None:
+        command = command_at(path)
+        assert isinstance(command, Command) and command.examples
+        said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
+        assert said.rstrip().endswith(command.examples[-1].splitlines()[-1].strip())
+        known = {name for each in options_of(path) for name in (*each.opts, *each.secondary_opts)}
+        for example in command.examples:
+            program, *words = shlex.split(example.replace("\\\n", " "))
+            assert (program, tuple(words[: len(path)])) == ("ragorder", path)
+            assert {word for word in words if re.match("--?[a-z]", word)} <= known
+
+    @pytest.mark.parametrize("path", every_leaf(), ids=" ".join)
+    def test_has_at_most_45_options(self, path: tuple[str, ...]) -> None:
+        command = command_at(path)
+        assert (
+            len([each for each in command.get_params(click.Context(command)) if isinstance(each, click.Option)]) <= 45
+        )
 
     @pytest.mark.parametrize("path", every_command(), ids=" ".join)
     def test_names_the_default_that_an_option_has(self, path: tuple[str, ...]) -> None:
@@ -273,8 +286,9 @@ class TestHelpOfEveryCommand:
         [
             (("order",), Settings, ("capacity_tokens", "search", "keep_groups")),
             (("serve",), Settings, ("capacity_tokens", "block_size", "keep_first")),
-            (("serve",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
-            (("serve",), ServeLimits, tuple(ServeLimits.model_fields)),
+            (("engine",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
+            (("serve",), ServerSettings, tuple(ServerSettings.model_fields)),
+            (("route",), ServerSettings, ("port", "workers", "grace_s")),
             (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
             (("bench",), Bench, ("order", "engine", "model", "block_size", "output_tokens", "max_wait")),
             (("eval", "quality"), QuestionsSpec, ("data", "evidence", "document_words", "retriever")),

@@ -75,7 +75,7 @@ vllm:ragorder_profile{engine="0",key="0123456789abcdef01234567",model_name="m"} 
 config = partial(run_command, main, "tiers", "config", env={"COLUMNS": "100"})
 
 
-stats = partial(run_command, main, "tiers", "stats", env={"COLUMNS": "160"})
+stats = partial(run_command, main, "stats", env={"COLUMNS": "160"})
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class TestConfig:
         LINEAR.to_file(profile)
         options = ["--host-bytes", "8GiB", "--disk-path", tmp_path / "disk", "--disk-bytes", "500GB"]
         options += ["--policy", "lru", "--history", "10", "--profile", profile, "--no-device-order"]
-        options += ["--blocks-per-chunk", "4", "--io-threads", "3"]
+        options += ["--blocks-per-chunk", "4", "--io-threads", "3", "--max-cached-documents", "9"]
         settings = TierSettings(
             host_bytes=8 * GIB,
             disk_path=tmp_path / "disk",
@@ -107,6 +107,7 @@ class TestConfig:
             device_order=False,
             blocks_per_chunk=4,
             io_threads=3,
+            max_cached_documents=9,
         )
         assert json.loads(config(*options).stdout) == settings.kv_transfer_config()
 
@@ -217,7 +218,7 @@ class TestServerStats:
         assert (read.with_facts, read.documents, read.device_order, read.profile) == (4, 8, False, False)
 
     def test_as_a_table(self, serve: Serve) -> None:
-        shown = stats("--base-url", serve(TIERS)).output
+        shown = stats(serve(TIERS)).output
         for text in (
             "75.0 %",
             "6.0 KiB",
@@ -239,11 +240,11 @@ class TestServerStats:
         page, line = TIERS.rsplit("\n", 2)[:2]
         url = serve(f"{page}\n{line.replace(before, after)}\n")
         assert fetch_tier_stats(url).profile is known
-        assert "prefill times" not in stats("--base-url", url).output
+        assert "prefill times" not in stats(url).output
 
     def test_as_json(self, serve: Serve) -> None:
         url = serve(TIERS)
-        assert json.loads(stats("--base-url", url, "--json").output) == fetch_tier_stats(url).as_json()
+        assert json.loads(stats(url, "--json").output)["kv"] == fetch_tier_stats(url).as_json()
 
     def test_watching_ends_with_a_server_that_is_gone(
         self, python: Callable[..., subprocess.CompletedProcess[str]]
@@ -253,13 +254,13 @@ class TestServerStats:
             "import itertools\n"
             "from support.http_server import PageServer\n"
             "asked = itertools.count()\n"
-            f"server = PageServer(lambda *_: (200 if next(asked) < 2 else 500, {TIERS!r})).start()\n"
+            f"server = PageServer(lambda *_: (200 if next(asked) < 4 else 500, {TIERS!r})).start()\n"
             "from ragorder.cli import main\n"
-            "main(['tiers', 'stats', '--base-url', server.base_url, '--watch', '0.1', '--json'])"
+            "main(['stats', server.base_url, '--watch', '0.1', '--json'])"
         )
         done = python("-c", code, path=(Path(__file__).parents[1],))
         lines = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [line["hits"]["disk"] for line in lines] == [300, 300]
+        assert [line["kv"]["hits"]["disk"] for line in lines] == [300, 300]
         assert done.returncode == 1
         assert "HTTP 500" in done.stderr
 
@@ -277,15 +278,19 @@ class TestServerStats:
             fetch_tier_stats(serve(page))
 
     def test_an_unreachable_server(self) -> None:
-        done = stats("--base-url", "http://127.0.0.1:9")
+        done = stats("http://127.0.0.1:9")
         assert done.exit_code == 1
         assert "cannot be reached" in done.output
 
     def test_neither_server_nor_folder(self) -> None:
         done = stats()
         assert done.exit_code == 2
-        assert "--base-url" in done.output
-        assert "--disk" in done.output
+        assert "Missing argument 'URL|FOLDER'" in done.output
+
+    def test_a_server_with_neither_metrics_is_told_both(self, serve: Serve) -> None:
+        said = " ".join(stats(serve(PLAIN)).output.split())
+        assert "has no ragorder metrics: give the address of `ragorder serve`" in said
+        assert "is a vLLM server without ragorder's tiers" in said
 
 
 class TestFolderStats:
@@ -299,34 +304,29 @@ class TestFolderStats:
         yield tmp_path / "disk"
 
     def test_what_lies_there_without_a_server(self, folder: Path) -> None:
-        found = json.loads(stats("--disk-path", folder, "--json").output)["folder"]
+        found = json.loads(stats(folder, "--json").output)
         assert (found["chunks"], found["unfinished"], found["locked_by"]) == (3, 0, None)
         assert found["bytes"] >= 3000
-        shown = stats("--disk-path", folder).output
+        shown = stats(folder).output
         assert "chunks" in shown
         assert found["identity"] in shown
 
     def test_the_process_that_uses_the_folder(self, folder: Path) -> None:
         store = ChunkStore(folder, 1 << 20, "somebody")
-        assert json.loads(stats("--disk-path", folder, "--json").output)["folder"]["locked_by"]
+        assert json.loads(stats(folder, "--json").output)["locked_by"]
         store.close()
 
-    def test_beside_a_server(self, folder: Path, serve: Serve) -> None:
-        both = json.loads(stats("--disk-path", folder, "--base-url", serve(TIERS), "--json").output)
-        assert both["folder"]["chunks"] == 3
-        assert both["hits"]["disk"] == 300
-
     def test_an_empty_folder_is_none(self, tmp_path: Path) -> None:
-        done = stats("--disk-path", tmp_path)
+        done = stats(tmp_path)
         assert done.exit_code == 1
-        assert "not the folder of a disk tier" in done.output
+        assert "is neither a disk tier nor a build" in " ".join(done.output.split())
 
     def test_nor_is_a_folder_of_something_else(self) -> None:
-        done = stats("--disk-path", Path(__file__).parent)
+        done = stats(Path(__file__).parent)
         assert done.exit_code == 1
-        assert "not the folder of a disk tier" in done.output
+        assert "is neither a disk tier nor a build" in " ".join(done.output.split())
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        done = stats("--disk-path", tmp_path / "nowhere")
+        done = stats(tmp_path / "nowhere")
         assert done.exit_code == 1
         assert "No such file" in done.output

@@ -100,7 +100,7 @@ class TestTables:
             (("anthropic", "claude-opus-5-7"), "CacheRules"),
             (("openai", "gpt-5.60"), "CacheRules"),
             (("anthropic", "claude-opus-5", "2h"), "choose from 5m, 1h"),
-            (("openai", "gpt-5.4", "12h"), "'gpt-5.4' have one lifetime, .* leave ttl out"),
+            (("openai", "gpt-5.4", "12h"), "'gpt-5.4' have one fixed TTL: leave ttl out"),
         ],
     )
     def test_say_what_they_do_not_know(self, arguments: tuple[str, ...], said: str) -> None:

@@ -21,7 +21,7 @@ def test_policies_selections_store_and_profile_need_no_torch(module: str) -> Non
 def test_a_store_without_xxhash_names_the_extra() -> None:
     code = "import sys; sys.modules['xxhash'] = None; import ragorder.kernels.store"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install '.[tiers]'" in done.stderr
+    assert "pip install '.[vllm]'" in done.stderr
 
 
 def test_streamed_weights_need_neither_the_engine_nor_its_cache() -> None:

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.cli.options import Size
+from ragorder.cli.values import Size
 from ragorder.kernels.offload.budget import BudgetError, MemoryNeeds, MemoryPlan, format_bytes, plan_memory
 
 WORKSPACE = 100

@@ -22,13 +22,13 @@ from support.http_server import PageServer
 from support.serve_process import ServeProcess, launching
 
 from ragorder.cli import main
+from ragorder.cli.proxy import ServerSettings
 from ragorder.cli.serve import serve
-from ragorder.cli.serve_limits import ServeLimits
 from ragorder.settings import Settings
 
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-PORT = ServeLimits.model_fields["port"].default
+PORT = ServerSettings.model_fields["port"].default
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -61,12 +61,12 @@ def asked() -> list[str]:
 def said() -> dict[str, list[str]]:
     """Commands of ragorder in the README and the comments, by the command."""
     text = "\n".join(path.read_text("utf-8") for path in FILES if path.suffix != ".json").replace("\\\n", " ")
-    found = re.findall(r"(?:\bragorder(?::[\d.]+)? +)(serve|doctor|stats|replay)\b([^\n`'|#]*)", text)
+    found = re.findall(r"(?:\bragorder(?::[\d.]+)? +)(serve|route|engine|doctor|stats|replay)\b([^\n`'|#]*)", text)
     return {f"{name} {rest}": [name, *shlex.split(rest)] for name, rest in found}
 
 
 def commands(where: str) -> list[list[str]]:
-    """Every `serve` that compose or an overlay starts."""
+    """Every command that compose or an overlay starts."""
     if where == "compose":
         (compose,) = documents(DEPLOY / "compose.yaml")
         return [compose["services"]["ragorder"]["command"]]
@@ -75,9 +75,12 @@ def commands(where: str) -> list[list[str]]:
 
 
 def parsed(command: list[str]) -> click.Context:
-    """As click parses it; TestServed sees that it serves, too."""
-    assert command[0] == "serve"
-    return serve.make_context("serve", command[1:])
+    """Parse a command as click does; TestServed sees that it serves, too."""
+    name, *options = command
+    assert name in ("serve", "route")
+    found = main.get_command(click.Context(main), name)
+    assert found is not None
+    return found.make_context(name, options)
 
 
 class TestImage:
@@ -133,16 +136,17 @@ class TestImage:
 class TestCommands:
     @pytest.mark.parametrize("where", ["compose", *OVERLAYS])
     def test_every_option_exists_and_has_a_value_that_it_takes(self, where: str) -> None:
-        found = [parsed(command).params for command in commands(where)]
+        contexts = [parsed(command) for command in commands(where)]
+        found = [context.params for context in contexts]
         # Beside an engine, in front of a router, or both.
         fronts = {"compose": 0, "kubernetes/base": 0, "kubernetes/front": 1, "routers/dynamo": 0}.get(where, 1)
-        assert sum(params["route"] for params in found) == fronts
+        assert sum(context.info_name == "route" for context in contexts) == fronts
         assert len(found) == 1 + (where.startswith("routers/") and where != "routers/dynamo")
         for params in found:
             assert params["port"] == PORT
             # A container's loopback device is reached from inside of it alone.
             assert params["host"] == "0.0.0.0"  # noqa: S104
-            assert len(params["upstream"]) == 1
+            assert isinstance(params["upstream"], str) or len(params["upstream"]) == 1
 
     def test_no_command_wants_both_a_key_and_names(self) -> None:
         for overlay in OVERLAYS:
@@ -162,7 +166,7 @@ class TestCommands:
 
     def test_variables_are_the_products(self) -> None:
         known = {f"RAGORDER_{name.upper()}" for name in Settings.model_fields}
-        for name in ("serve", "doctor"):
+        for name in ("serve", "route", "doctor"):
             command = main.get_command(click.Context(main), name)
             assert command is not None
             for param in command.params:
@@ -195,7 +199,7 @@ class TestCompose:
     def test_the_engine_is_a_version_that_the_product_knows(self, services: dict[str, Any]) -> None:
         found = re.search(r"vllm-openai:v([\d.]+)", services["vllm"]["image"])
         assert found is not None
-        (wanted,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["vllm"])
+        wanted = Requirement(PROJECT["project"]["optional-dependencies"]["vllm"][0])
         assert wanted.specifier.contains(found[1])
         (image,) = {each["image"] for name in OVERLAYS for each in containers(render(DEPLOY / name), "vllm")}
         assert image.endswith(f":v{found[1]}")

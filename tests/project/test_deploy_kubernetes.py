@@ -12,14 +12,13 @@ import pytest
 from support.deployment import DEPLOY, OVERLAYS, arguments, containers, documents, of_kind, render, tool, variables
 
 from ragorder.adapters.proxy.app import PROBES
-from ragorder.cli.serve_limits import ServeLimits
-from ragorder.cli.serve_upstream import ROUTED
+from ragorder.cli.proxy import ROUTED, ServerSettings
 from ragorder.topic import checked_header
 
 BASE, FRONT = DEPLOY / "kubernetes" / "base", DEPLOY / "kubernetes" / "front"
 ROUTERS = DEPLOY / "routers"
 COMPONENTS = ("kv-events", "keyless", "monitoring")
-PORT = ServeLimits.model_fields["port"].default
+PORT = ServerSettings.model_fields["port"].default
 SECRET = {"api-key", "engine-key", "topic-secret"}
 
 pytestmark = pytest.mark.usefixtures("kubectl")
@@ -107,7 +106,7 @@ class TestEveryOverlay:
                         assert secret["key"] in SECRET
 
     def test_requests_in_flight_can_end_before_the_pod_is_killed(self, manifests: tuple[dict[str, Any], ...]) -> None:
-        grace_s = ServeLimits.model_fields["grace_s"].default
+        grace_s = ServerSettings.model_fields["grace_s"].default
         for pod in pods(manifests):
             (proxy,) = [each for each in pod["spec"]["containers"] if each["name"] == "ragorder"]
             (waits_s,) = re.findall(r"sleep\((\d+)\)", " ".join(proxy["lifecycle"]["preStop"]["exec"]["command"]))
@@ -237,7 +236,7 @@ class TestRouters:
         # test_deploy.py asks for this path through each proxy.
         assert plugins["metrics-data-source"]["path"] == "/metrics/"
         manifests = render(ROUTERS / "llm-d")
-        beside, front = sorted(containers(manifests, "ragorder"), key=lambda each: "--route" in each["args"])
+        front, beside = sorted(containers(manifests, "ragorder"), key=lambda each: each["args"][0])
         assert "RAGORDER_PROXY_API_KEY" not in variables(beside, manifests)
         assert "RAGORDER_PROXY_API_KEY" in variables(front, manifests)
 
@@ -267,7 +266,7 @@ class TestRouters:
 
     def test_dynamo_gets_ordered_requests_with_topics(self) -> None:
         given = self.front("dynamo")
-        assert "--route" not in given
+        assert given[0] == "serve"
         assert self.header("dynamo") == "X-Dynamo-Session-ID"
         manifests = render(ROUTERS / "dynamo")
         (deployment,) = of_kind(manifests, "Deployment")

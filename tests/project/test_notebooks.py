@@ -89,8 +89,8 @@ class TestWhatTheyAskFor:
         ("name", "extras"),
         [
             ("01_quickstart.ipynb", "eval"),
-            ("02_your_own_corpus.ipynb", "bm25,eval"),
-            ("03_reading_the_cache.ipynb", "live,tokenizer,eval"),
+            ("02_your_own_corpus.ipynb", "eval"),
+            ("03_reading_the_cache.ipynb", "live,eval"),
             ("04_fusion.ipynb", "torch,eval"),
             ("05_workflow.ipynb", "torch,retrieval,proxy,eval"),
         ],

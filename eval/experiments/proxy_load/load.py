@@ -49,11 +49,10 @@ def instant_server(module: str = "ragorder.eval.experiments.proxy_load.upstream"
 
 
 @contextmanager
-def proxy_server(upstream: int, *options: str) -> Iterator[ServerProcess]:
-    """`ragorder serve` with these options in front of this port."""
-    code = "from ragorder.cli.serve import serve; serve()"
-    serve = ["--upstream", f"http://127.0.0.1:{upstream}", "--port", "0", *options]
-    with _process([sys.executable, "-c", code, *serve], "stderr", r"127.0.0.1:(\d+)/v1") as server:
+def proxy_server(upstream: int, *options: str, command: str = "serve") -> Iterator[ServerProcess]:
+    """Run this command (`serve` or `route`) with these options, as a proxy of this port."""
+    arguments = [command, "--upstream", f"http://127.0.0.1:{upstream}", "--port", "0", *options]
+    with _process([sys.executable, "-m", "ragorder", *arguments], "stderr", r"127.0.0.1:(\d+)/v1") as server:
         yield server
 
 

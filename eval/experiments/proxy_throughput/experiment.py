@@ -14,9 +14,9 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["ProxyThroughput"]
 
-_OPTIONS = {
-    "order": ("--capacity-tokens", "262144", "--block-size", "16"),
-    "route": ("--route", "--topic-secret", "the same in all processes"),
+_COMMANDS = {
+    "order": ("serve", "--capacity-tokens", "262144", "--block-size", "16"),
+    "route": ("route", "--topic-secret", "the same in all processes"),
 }
 
 
@@ -24,7 +24,7 @@ class ProxyThroughput(Experiment):
     kind = "proxy-throughput"
     record = ThroughputRecord
     cell = ThroughputCell
-    policies: ClassVar[Any] = tuple(_OPTIONS)
+    policies: ClassVar[Any] = tuple(_COMMANDS)
     packages: ClassVar[Any] = {"numpy": "eval", "uvicorn": "proxy"}
     one_job = True
     unit = "rates"
@@ -47,10 +47,10 @@ class ProxyThroughput(Experiment):
             upstream = until_measured.enter_context(instant_server())
 
             def start(policy: str) -> ServerProcess:
-                options = [*_OPTIONS[policy], "--workers", str(cell.workers)]
+                command, *options = [*_COMMANDS[policy], "--workers", str(cell.workers)]
                 if _shares_orders(cell, policy):
                     options += ["--shared-orders", until_measured.enter_context(log_server())]
-                return until_measured.enter_context(proxy_server(upstream.port, *options))
+                return until_measured.enter_context(proxy_server(upstream.port, *options, command=command))
 
             proxies = {policy: start(policy) for policy in job.policies}
             for policy in job.policies:

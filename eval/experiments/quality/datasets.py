@@ -151,7 +151,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:
         datasets: Any = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"loading {dataset.name} from the Hub needs datasets: {install_hint('quality')}, or {_FILE}",
+            f"loading {dataset.name} from the Hub needs datasets: {install_hint('eval,retrieval')}, or {_FILE}",
             name="datasets",
         ) from error
     where = f"{dataset.hub} ({', '.join(filter(None, (dataset.config, dataset.split)))})"

@@ -103,7 +103,7 @@ def bind_server(pid: int) -> None:
     vLLM's own variable does so with Intel's OpenMP in LD_PRELOAD alone: without, engine and clients would share a core.
     Raises ImportError naming the extra.
     """
-    with needs("memory", "binding an engine to a core"):
+    with needs("live", "binding an engine to a core"):
         import psutil
     if hasattr(os, "sched_setaffinity"):
         server = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""The folder of a plan: the shards and their manifest, and how far an unfinished plan is."""
+"""The folder of a plan: shards, their manifest, and unfinished work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlanFolder:
         return self.work / f"shard-{shard:05}.json"
 
     def counts(self, shard: int) -> dict[str, Any] | None:
-        """The figures of a planned shard; None if it is not planned."""
+        """Return the figures of a shard, or None if it is not planned."""
         if not self.shard_path(shard).exists():
             return None
         return _read_json(self.counts_path(shard))
@@ -75,7 +75,7 @@ class PlanFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def refuse_foreign(self, source: IO[bytes]) -> None:
-        """Raises PlanError if what a plan would replace is the input, or no plan of ragorder's."""
+        """Raise PlanError if the plan would replace its input, or files that are no plan."""
         if self.shards() and not (self.manifest_path.exists() or self.work.exists()):
             raise PlanError(f"{self.path} holds shards that are no plan of ragorder's: name another folder")
         # One that cannot be read may be a plan's.
@@ -89,7 +89,7 @@ class PlanFolder:
                 raise PlanError(f"the input is a shard of the plan in {self.path}: name another folder")
 
     def clear(self) -> None:
-        """Remove a former plan. `refuse_foreign` comes first."""
+        """Remove an earlier plan. Call `refuse_foreign` first."""
         self.manifest_path.unlink(missing_ok=True)
         for path in self.shards():
             path.unlink()
@@ -108,7 +108,7 @@ class PlanFolder:
 
 
 def write_json(path: Path, value: Mapping[str, Any], work: Path) -> None:
-    """The whole file or none of it; what a kill leaves is in `work`."""
+    """Write the whole file or nothing; a killed process leaves its part in `work`."""
     written = work / f"{path.name}.{os.getpid()}"
     with written.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The input of a plan: read once, spilled, and recognised when a plan is resumed."""
+"""The input of a plan, read once and spilled to disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ragorder.cli.planning.folder import PlanError, PlanFolder
+from ragorder.cli.planning.requests import RequestToOrder, read_requests
 from ragorder.cli.planning.spill import Row, SpillWriter
-from ragorder.cli.request_lines import RequestToOrder, read_requests
 from ragorder.jsonl import name_of
 from ragorder.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest
@@ -23,7 +23,7 @@ from ragorder.trie.shards import ShardRequest
 __all__ = ["Progress", "counted", "identify", "needed_bytes", "read_input", "require_space"]
 
 Progress = Callable[[str, int], Callable[[], None]]
-"""From a label and a number of steps: a function to call after each."""
+"""A function from a label and a number of steps to a function that is called after each step."""
 
 T = TypeVar("T")
 
@@ -61,14 +61,14 @@ class _Digested(RawIOBase):
         return self._source.tell()
 
     def identity(self) -> dict[str, Any]:
-        """Of the whole file; what is left of it is read."""
+        """Digest of the whole file; the rest is read first."""
         while self.read(_PIECE):
             pass
         return {"bytes": self.size, "blake2b": self._digest.hexdigest()}
 
 
 def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
-    """The size and the digest of a file."""
+    """Return the size and the digest of a file."""
     digested = _Digested(source)
     try:
         size = os.fstat(source.fileno()).st_size
@@ -85,7 +85,7 @@ def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
 def read_input(
     folder: PlanFolder, source: IO[bytes], document_tokens: int, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Spill all requests; what was read. Raises LineError, and PlanError if the disk is too small."""
+    """Spill all requests, and return what was read. Raises LineError, or PlanError if the disk is too small."""
     digested = _Digested(source)
     requests = documents = 0
     with SpillWriter(folder.whole) as spill:
@@ -101,8 +101,7 @@ def read_input(
 
 
 def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
-    """About what a plan of a file takes on the disk, by its first requests; 0 if that cannot be known, as of a pipe.
-    Raises LineError."""
+    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe. Raises LineError."""
     try:
         known = stat.S_ISREG(os.fstat(source.fileno()).st_mode)
     except (OSError, AttributeError):
@@ -129,7 +128,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
-    """The items, of which progress shows the share of `total` that was taken."""
+    """Yield the items, and show the share of `total` that was taken as progress."""
     advance, done = progress(label, _STEPS), 0
     for number, item in enumerate(items, 1):
         yield item

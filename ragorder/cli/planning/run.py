@@ -1,4 +1,4 @@
-"""A plan from the input to the manifest, stage by stage; a stage that is finished is not repeated."""
+"""Stages of a plan, from the input to the manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COUNTED_BYTES = 1 << 11
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How a plan is made; `shards` None: as many as keep a shard below a million documents."""
+    """Options of a plan. `shards` None: the least number that keeps a shard below a million documents."""
 
     shards: int | None
     document_tokens: int
@@ -42,7 +42,8 @@ class PlanOptions:
 def plan_file(
     source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Plan the requests of `source` into the folder `path`; its manifest. `unread` counts fields of other names.
+    """Plan the requests of `source` into the folder `path`, and return its manifest. `unread` counts unread
+    fields.
 
     Raises LineError for a line that cannot be read, and PlanError for a folder that holds another plan, for a disk or a
     memory that is too small, and if a planning process ends.
@@ -116,7 +117,7 @@ def _deal(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
         dealt.add(shard, row, text)
         sizes[shard] += len(row.request.documents)
     dealt.close()
-    # Shards have about as many tokens each, which may be those of a few long documents or of many short ones.
+    # Shards have about equally many tokens, of a few long documents or of many short ones.
     if (most := max(sizes)) * _PLANNED_BYTES > memory:
         for shard in range(shards):
             folder.spill(shard).remove()
@@ -154,7 +155,7 @@ def _plan(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
 
 
 class _Passes:
-    """Requests that are iterated again and again, each time with its own progress."""
+    """Requests that can be iterated several times, each time with its own progress."""
 
     def __init__(self, requests: Callable[[], Iterator[ShardRequest]], total: int, progress: Progress) -> None:
         self._requests, self._total, self._progress = requests, total, progress

@@ -1,4 +1,4 @@
-"""Requests on disk: their numbers in one file, the text of their results in another, both read from start to end."""
+"""Requests on disk: numbers in one file, texts of results in another."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Spill:
 
 
 class SpillWriter:
-    """Writes a spill; on leaving, both files are on the disk."""
+    """Writer of a spill; on exit both files are on the disk."""
 
     def __init__(self, spill: Spill) -> None:
         self._files = [path.open("wb") for path in (spill.rows_path, spill.texts_path)]
@@ -87,7 +87,7 @@ class SpillWriter:
 
 
 class DealtSpill:
-    """Writes a spill for each shard. More shards than files may be open are written in pieces."""
+    """Writer of a spill for each shard, in pieces if there are more shards than files may be open."""
 
     def __init__(self, spills: list[Spill]) -> None:
         self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]

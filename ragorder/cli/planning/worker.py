@@ -1,4 +1,4 @@
-"""The plan of one shard, in a process that plans one after another."""
+"""Planning of shards in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanFolder, write_json
-from ragorder.cli.request_lines import order_line
+from ragorder.cli.planning.requests import order_line
 from ragorder.trie.shards import PlannedRequest, plan_requests
 
 __all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]
@@ -26,7 +26,7 @@ OUT_OF_MEMORY = "memory ran out: give fewer --workers or more --shards"
 
 
 def serve(tasks: Connection[Any, Any], path: Path) -> None:
-    """Plan the shards whose numbers come, until no more come. An answer is (figures, "") or (None, error)."""
+    """Plan the shards whose numbers arrive, until the pipe closes. An answer is (figures, "") or (None, error)."""
     # An interrupt is the business of the process that asks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -45,7 +45,7 @@ def serve(tasks: Connection[Any, Any], path: Path) -> None:
 
 
 def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
-    """Write a shard's requests in serving order; its figures."""
+    """Write a shard's requests in serving order, and return its figures."""
     spill = folder.spill(shard)
     rows = list(spill.rows())
     starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
@@ -70,7 +70,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector: a plan is millions of objects without a cycle."""
+    """Run without the garbage collector: a plan is millions of objects without a cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,7 +86,7 @@ def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End at once if the process that asks was killed: its successor plans this shard again."""
+    """End at once if the parent process was killed: its successor plans this shard again."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Processes that plan shards, each one at a time."""
+"""Processes that plan shards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["plan_in_processes"]
 def plan_in_processes(
     folder: PlanFolder, shards: Iterable[int], processes: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(shard, its figures) of each, as they become ready; with one process in this one. Raises PlanError if a process
-    fails or is ended."""
+    """Yield (shard, figures) when a shard is ready; one worker is this process. Raises PlanError if a process fails or
+    is killed."""
     waiting = deque(shards)
     if processes == 1:
         for shard in waiting:

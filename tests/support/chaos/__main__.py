@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ragorder.cli.signals import end_on_signals
+from ragorder.cli.main import end_on_signals
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.server import launch_process

@@ -1,4 +1,4 @@
-"""The command `ragorder plan`."""
+"""The command `ragorder plan`: a large batch in shards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from ragorder.cli.options import Command, Count, Size, option, section
-from ragorder.cli.output import StreamFile
-from ragorder.cli.request_lines import document_tokens_option, warn_of
+from ragorder.cli.options import Command, option, section
+from ragorder.cli.planning.requests import document_tokens_option, warn_of
+from ragorder.cli.values import Count, Size, StreamFile
 from ragorder.request_lines import UnreadFields
 
 if TYPE_CHECKING:
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "ragorder plan requests.jsonl -o plan/",
+        "ragorder plan requests.jsonl.gz -o plan/ --shards 8 --memory 16GiB",
+    ],
+)
 @click.argument("requests", type=StreamFile("rb"), default="-")
 @section(
     "Plan",
@@ -38,13 +44,14 @@ __all__ = ["plan"]
         "--shards",
         type=Count(1, 99_999),
         metavar="N",
-        help="Files of about as many tokens each. [default: as many as keep one below a million documents]",
+        help="Number of files, with about equally many tokens.",
+        unset="the least that keeps a file below a million documents",
     ),
     document_tokens_option(),
 )
 @section(
     "Run",
-    option("--workers", type=Count(1), metavar="N", help="Processes that plan. [default: one for each core]"),
+    option("--workers", type=Count(1), metavar="N", help="Processes that plan.", unset="one for each core"),
     option(
         "--memory",
         "memory_bytes",
@@ -58,7 +65,7 @@ __all__ = ["plan"]
         "--resume/--no-resume",
         default=True,
         show_default=True,
-        help="Continue what an interrupted run has left in DIR, or plan again.",
+        help="Continue an interrupted run in DIR, or plan again.",
     ),
 )
 def plan(
@@ -75,13 +82,13 @@ def plan(
     REQUESTS has JSON lines as for `ragorder replay` and `ragorder order`, plain or gzipped, or is - for standard input;
     "time" is not needed. A shard has requests that share documents, in the order in which one engine should serve them,
     as the lines that `ragorder order` writes: fields are repeated, so results are joined by an id among them or by
-    "index". Here "prefix_documents" and "cached_tokens" are what a request shares with the line before. Requests of
+    "index". "prefix_documents" and "cached_tokens" count what a request shares with the line before. Requests of
     different tenants, or with prefixes of different lengths, share nothing.
 
-    Memory is bounded, whatever the number of requests; the disk holds their numbers and fields meanwhile, not their
-    texts. A run that was interrupted is simply started again, and ends with the same files.
+    Memory is bounded for any number of requests; the disk holds their numbers and fields meanwhile, but no texts. Start
+    an interrupted run again: it ends with the same files.
     """
-    from ragorder.cli.planning import PlanOptions, plan_file
+    from ragorder.cli.planning.run import PlanOptions, plan_file
 
     unread = UnreadFields()
     options = PlanOptions(shards, document_tokens, memory_bytes, workers or _cores(), resume)

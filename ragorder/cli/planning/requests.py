@@ -1,4 +1,4 @@
-"""Requests to order, as `ragorder order` and `ragorder plan` make them of lines, and the lines of their orders."""
+"""Requests to order, read from lines, and the lines of their orders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import IO, Any, NamedTuple
 
 import click
 
-from ragorder.cli.options import Count, Decorator, option
+from ragorder.cli.options import Decorator, option
+from ragorder.cli.values import Count
 from ragorder.jsonl import JSONLines
 from ragorder.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 
@@ -28,7 +29,7 @@ class LineError(click.ClickException):
 
 
 class RequestDocument(NamedTuple):
-    """A document as an `Orderer` reads it. Its `key` is that of this content in this length."""
+    """A document as an `Orderer` reads it. Its `key` is that of its content and length."""
 
     id: str | int
     key: Hashable
@@ -39,7 +40,7 @@ class RequestDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestToOrder:
-    """A request by its place in the input, and the fields that its order repeats.
+    """A request with its number in the input, and the fields that its order repeats.
 
     `scope`: requests share nothing if tenants or lengths of prefixes differ. `prefix_tokens` and `suffix_tokens`,
     question and answer: None if the line does not say."""
@@ -57,7 +58,7 @@ class RequestToOrder:
 
 
 def document_tokens_option() -> Decorator:
-    """--document-tokens."""
+    """Return --document-tokens."""
     return option(
         "--document-tokens",
         type=Count(0),
@@ -76,8 +77,8 @@ def read_requests(
     unread: UnreadFields | None = None,
     progress: Callable[[str, int], Callable[[], None]] | None = None,
 ) -> Iterator[RequestToOrder]:
-    """The requests of an open file, plain, gzipped or in xz; the lengths are for lines that give none. Raises
-    LineError with the number of the line."""
+    """Yield the requests of an open file, plain, gzipped or in xz. The lengths are defaults for lines without any.
+    Raises LineError with the number of the line."""
     lines = JSONLines(source, error=LineError, example=EXAMPLE, progress=progress)
     for index, (number, line) in enumerate(lines.read(RequestLine)):
         if unread is not None:
@@ -113,7 +114,7 @@ def order_line(
     prefix_documents: int,
     cached_tokens: int,
 ) -> dict[str, Any]:
-    """The line of an order: the request's fields, each length beside its document."""
+    """Return the line of an order: the request's fields, with lengths in the order of the documents."""
     given = echo.get("tokens")
     moved = {"tokens": [given[rank] for rank in permutation]} if isinstance(given, list) else {}
     return {
@@ -128,6 +129,6 @@ def order_line(
 
 
 def warn_of(unread: UnreadFields) -> None:
-    """Say on standard error which fields that were not read may have been meant to be."""
+    """Warn on standard error of unread fields that may be misspelt."""
     if doubtful := unread.doubtful:
         click.echo(f"Warning: fields that were repeated but not read: {', '.join(doubtful)}", err=True)
