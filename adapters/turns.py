@@ -18,7 +18,7 @@ from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = ["FrameworkTurns", "Label", "NextTurn", "off_loop", "plain_message"]
 
@@ -221,7 +221,7 @@ class FrameworkTurns(Generic[M, D]):
         try:
             *history, last = segments_of(self._behind(messages), form) or [Segment("", 0)]
             scope = self._scope_of(request)
-            ordering: Ordering[Document] = self.orderer.order([], behind=history, question=last, scope=scope)
+            ordering: Ordering[Document] = self.orderer.order([], history=History(history, question=last), scope=scope)
         except Exception as error:
             ordering = self.orderer.fall_back([], error)
         self._check_marks(ordering)
@@ -289,7 +289,7 @@ class _AsRanked:
     def predict_cached_tokens(self, documents: Iterable[Document], **_: Any) -> tuple[int, int]:
         return 0, 0
 
-    def has_lost(self, behind: Iterable[Segment], **_: Any) -> bool:
+    def has_lost(self, history: History, **_: Any) -> bool:
         return False
 
 

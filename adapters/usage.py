@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ragorder.counts import reported_count
-from ragorder.pipelining.running_mean import RunningMean
+from ragorder.running_mean import RunningMean
 
 __all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
 

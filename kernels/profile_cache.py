@@ -17,7 +17,7 @@ from typing import Any
 
 from ragorder.cache_folder import cache_folder
 from ragorder.file_lock import try_lock
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["ProfileCache", "processor_name", "profile_key"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["LONGEST_TOKENS", "LoadTimes", "PrefillTimes", "measure_short_loads", "measure_short_profile"]
 

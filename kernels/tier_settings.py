@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ragorder.counts import parse_size
-from ragorder.kernels.policies import POLICIES
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.policies import POLICIES
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["KVTierSettings"]
 

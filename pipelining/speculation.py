@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
-from ragorder.pipelining.running_mean import RunningMean
+from ragorder.running_mean import RunningMean
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
 

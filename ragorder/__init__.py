@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 from ragorder.conversation import Turn
 from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
-from ragorder.orderer import Orderer
+from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder, Span
 from ragorder.settings import Settings
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = [
     "DegradedWarning",
     "Document",
+    "History",
+    "Lengths",
     "Orderer",
     "Ordering",
     "Prompt",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ragorder._best import BestPlace
 from ragorder._request import OrderRequest
 from ragorder._scope import Scope
-from ragorder.trie.plan import plan_backlog
+from ragorder.trie.plan import CachedPath, Planned, plan_backlog, shared_tokens
+from ragorder.trie.tree import Key
 
 __all__ = ["Step", "plan_batch"]
 
@@ -89,8 +91,8 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
         # Documents that are not shared are placed as if the request came alone.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
-        planned = scope.best.improve(
-            plan_backlog(alone, tokens, cached), [request.keys for request in batch], cached, tokens
+        planned = _with_best(
+            scope.best, plan_backlog(alone, tokens, cached), [request.keys for request in batch], cached, tokens
         )
         for number, order in planned:
             request = batch[number]
@@ -109,3 +111,33 @@ def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
         number, request, _ = candidates.pop(held.index(max(held)))
         run.order(number, request, [keys for _, _, keys in candidates])
         candidates += islice(coming, 1)
+
+
+def _with_best(
+    best: BestPlace,
+    planned: Sequence[Planned],
+    requests: Sequence[Sequence[Key]],
+    cached: Sequence[CachedPath],
+    tokens: Mapping[Key, int],
+) -> Sequence[Planned]:
+    """Return a batch's plan with the best documents at their place; `requests` are given as ranked."""
+    if best.end == "any":
+        return planned
+    improved: list[Planned] = []
+    for place, (number, order) in enumerate(planned):
+        first = requests[number][:1]
+        others = [key for key in order if key not in first]
+        moved = [*first, *others] if best.end == "first" else [*others, *first]
+        before = [cached[number].keys, *(other for _, other in improved[-1:])]
+        after = [other for _, other in planned[place + 1 : place + 2]]
+        lost = _saved(order, before, after, tokens) - _saved(moved, before, after, tokens)
+        improved.append((number, moved if lost <= best.price else order))
+    return improved
+
+
+def _saved(
+    order: Sequence[Key], before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
+) -> int:
+    """Return the tokens that an order finds of one before it, and that those after find of it."""
+    found = max(shared_tokens(order, other, tokens) for other in before)
+    return found + sum(shared_tokens(order, other, tokens) for other in after)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any
 
-from ragorder._scope import ScopeOwner
-from ragorder._turns import TurnScope
+from ragorder._scope import Route, Scope, ScopeOwner
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
+from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget
+from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksResidency
+from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import Behind, TurnEnd
-from ragorder.trie.mark_choice import MarkChoice
-from ragorder.trie.mark_rates import MarkRates, WriteBudget
-from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import (
-    JunctionsResidency,
-    Lease,
-    MarkedFeedback,
-    MarksResidency,
-    Pool,
-    ScopeLengths,
-    TokenIds,
-)
-from ragorder.trie.search.marked import MarkedPathSearch
-from ragorder.trie.tree import Node
+from ragorder.trie.residency import Lease, Pool, ScopeLengths
 
 __all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
 
@@ -105,10 +93,12 @@ class CloudScopes:
         return CloudScope(name, settings, owner, pool, lengths, self.cache, choice)
 
 
-class CloudScope(TurnScope):
+class CloudScope(Scope):
     """What a cloud's cache has of one model, prompt template and tenant."""
 
     mirror: MarksResidency
+    # Breakpoints of documents are in the last message of a turn only.
+    rebases = False
 
     def __init__(
         self,
@@ -132,22 +122,10 @@ class CloudScope(TurnScope):
     def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
         return self._at_cloud(super()._begin(*arguments, **options))
 
-    def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        return self._at_cloud(super().order_turn(*arguments, **options))
-
-    def has_lost(self, behind: Behind) -> bool:
-        """Nothing is laid out again: marks of documents stand in a turn's last message alone."""
-        return False
-
-    def _lease_turn(
-        self,
-        path: Sequence[Node],
-        turn: TurnEnd | None,
-        suffix_tokens: int,
-        token_ids: Sequence[TokenIds],
-    ) -> Lease:
-        assert turn is not None
-        return self.mirror.lease_turn(path, turn, suffix_tokens)
+    def _lease(self, route: Route, suffix_tokens: int) -> Lease:
+        if route.turn is None:
+            return super()._lease(route, suffix_tokens)
+        return self.mirror.lease_turn(route.path, route.turn, max(0, suffix_tokens + route.suffix_tokens))
 
     def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
         lease: Any = ordering._lease

@@ -18,11 +18,11 @@ __all__ = ["FusedPlaces", "FusedReuse"]
 
 class FusedPlaces(NamedTuple):
     """`exact`: leading documents that are exact, cached or computed; `invested`: those computed although they could be
-    taken over; `taken_over`: places."""
+    taken over; `reused`: places."""
 
     exact: int
     invested: list[Invested]
-    taken_over: list[int]
+    reused: list[int]
 
     @property
     def exact_documents(self) -> int:

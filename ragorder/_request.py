@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, index
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ragorder.document import Estimate, check_readable
 from ragorder.trie.residency import TokenIds
 from ragorder.trie.tree import Key
 
-__all__ = ["OrderRequest", "RequestReader", "read_length"]
+__all__ = ["USUAL", "Lengths", "OrderRequest", "RequestReader", "read_length"]
 
 D = TypeVar("D")
 
@@ -19,8 +19,19 @@ _document_key = attrgetter("key")
 _document_tokens = attrgetter("token_count")
 
 
+class Lengths(NamedTuple):
+    """Tokens of a request besides its documents, where they differ from the settings: the `prefix` before the
+    documents, read with a scope's first request, and the `suffix`, question and answer."""
+
+    prefix: int | None = None
+    suffix: int | None = None
+
+
+USUAL = Lengths()
+
+
 class OrderRequest(Generic[D]):
-    __slots__ = ("documents", "estimated", "fixed", "groups", "keys", "ranks", "token_ids", "tokens")
+    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "sent", "token_ids", "tokens")
 
     def __init__(
         self,
@@ -39,14 +50,14 @@ class OrderRequest(Generic[D]):
         self.tokens = tokens
         self.groups = groups
         self.token_ids = token_ids
-        self.fixed: list[int] | None = None
+        self.sent: list[int] | None = None
 
-    def fix(self, permutation: Sequence[int]) -> None:
-        """Send the documents in this order, whatever is cached. Raises ValueError unless it has each rank once."""
-        fixed = list(map(index, permutation))
-        if sorted(fixed) != list(range(len(self.keys))):
-            raise ValueError("permutation has not each rank of the documents once")
-        self.fixed = fixed
+    def send_as(self, permutation: Sequence[int]) -> None:
+        """Send the documents in this order again. Raises ValueError unless it has each rank once."""
+        sent = list(map(index, permutation))
+        if sorted(sent) != list(range(len(self.keys))):
+            raise ValueError("History.sent does not have each rank of the documents once")
+        self.sent = sent
 
 
 class RequestReader:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from copy import copy as shallow_copy
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ragorder._best import BestPlace
 from ragorder._earned import EarnedMoves
-from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
+from ragorder.document import Estimate
 from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
-from ragorder.trie.histories import KnownSegments
-from ragorder.trie.plan import CachedPath
+from ragorder.trie.histories import Histories, History, KnownSegments, TurnEnd, find_below, held_tokens
 from ragorder.trie.residency import (
-    EngineBlocks,
-    EventsResidency,
     FeedbackResidency,
-    FollowedPool,
     LearnedLengths,
     Lease,
     LRUResidency,
@@ -31,12 +28,16 @@ from ragorder.trie.residency import (
     ScopeLengths,
     TokenIds,
 )
-from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
-from ragorder.trie.search.base import Permits
+from ragorder.trie.search import Permits, PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.tail import EarnedTail, Tail, Waiting, tails
 from ragorder.trie.tree import KnowledgeTree, Node
 
-__all__ = ["EngineContents", "Scope", "ScopeOwner"]
+if TYPE_CHECKING:
+    from ragorder._fused import FusedPlaces, FusedReuse
+    from ragorder.trie.plan import CachedPath
+    from ragorder.trie.residency.blocks import EngineBlocks
+
+__all__ = ["EngineContents", "Route", "Scope", "ScopeOwner"]
 
 D = TypeVar("D")
 
@@ -51,13 +52,24 @@ class ScopeOwner(Protocol):
     segments: KnownSegments
     """Of all conversations."""
     defer: Callable[[Callable[[], None]], None]
-    """Calls an outcome in its turn."""
+    """Runs an outcome in its turn."""
 
     def changed(self) -> None: ...
 
 
 class Scope:
-    """The engine's cache for one (model, template, tenant). The caller serialises all calls but `finish`."""
+    """The engine's cache for one (model, template, tenant). The caller serialises all calls but `finish`.
+
+    Documents after a history are shared with no other request, so they stay as ranked, except for the best one and for
+    those that the engine holds in another order. All other requests are ordered alike, with or without a question.
+
+    `follows_histories`: the engine resumes a prompt anywhere, so it reuses a history as it grows. `rebases`: a lost
+    conversation may be rebased.
+    """
+
+    follows_histories = True
+    rebases = True
+    _histories: Histories | None = None
 
     def __init__(
         self,
@@ -84,7 +96,7 @@ class Scope:
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.moves].from_settings(settings)
         self.earned = EarnedMoves(settings, self.search, self.tail) if isinstance(self.tail, EarnedTail) else None
-        self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
+        self.fused = _fused_reuse(settings, self.tree, self.tail) if fuses else None
 
     @property
     def whole(self) -> bool:
@@ -95,20 +107,27 @@ class Scope:
     def whole(self, whole: bool) -> None:
         self.mirror.whole = whole
 
-    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
-        self.residency.refresh(request)
-        if request.fixed is None:
+    def order(
+        self,
+        request: OrderRequest[D],
+        waiting: Waiting = (),
+        suffix_tokens: int | None = None,
+        history: History | None = None,
+    ) -> Ordering[D]:
+        after = _after(history)
+        self.residency.refresh(None if after else request)
+        if not after and request.sent is None:
             self.tail.observe(request)
-        permutation, guard_cost_tokens = self._arrange(request, waiting)
-        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
+        permutation, guard_cost_tokens = self._arrange(request, waiting, history)
+        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
     def copy(self) -> Scope:
-        """An independent scope that continues from here; nothing corrects its mirror."""
+        """Return an independent scope that continues from here; no report corrects its mirror."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner)
         copy.mirror = copy.residency = self.mirror.copy()
-        # A dry run finds the blocks where they are now, and moves none.
+        # A dry run finds the blocks in their present tiers, and moves none.
         copy.places = None
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
@@ -117,37 +136,60 @@ class Scope:
         copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 
-    def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
-        self.residency.refresh(request)
-        with self.tail.observing(request):
-            return self._arrange(request, waiting)[0]
+    def preview(self, request: OrderRequest[D], waiting: Waiting = (), history: History | None = None) -> list[int]:
+        after = _after(history)
+        self.residency.refresh(None if after else request)
+        with nullcontext() if after else self.tail.observing(request):
+            return self._arrange(request, waiting, history)[0]
 
-    def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
-        self.residency.refresh(request)
-        guards = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups)
-        node = self._choose(request, guards)
-        return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
+    def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
+        """Return the cached tokens of the request in the order of `preview`, and its tokens up to the end of the
+        question, or of the documents without one."""
+        end = self.tree.root.end + sum(self._tokens(request))
+        if history is None:
+            self.residency.refresh(request)
+            guards = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups)
+            return max(0, self.tree.cached_tokens(self._choose(request, guards))), end
+        permutation = self.preview(request, (), history)
+        path = [self.tree.root]
+        if self._follows:
+            path = self.histories.known_path(history, [request.keys[rank] for rank in permutation])
+        end += sum(self._lengths_of(request, history))
+        return self._reusable(held_tokens(self.tree, path), path, history), end
+
+    def has_lost(self, history: History) -> bool:
+        self.residency.refresh()
+        return self.rebases and self._follows and self.histories.has_lost(history)
+
+    @property
+    def histories(self) -> Histories:
+        if self._histories is None:
+            self._histories = Histories(self.tree, self._owner.segments)
+        return self._histories
 
     def holds_prefix(self) -> bool:
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
     def cached_path(self, request: OrderRequest[D]) -> CachedPath:
+        from ragorder.trie.plan import CachedPath
+
         tree = self.tree
         self.residency.refresh(request)
         node = self._find(request)
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None = None) -> Ordering[D]:
+        """Order a request of a batch as planned."""
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
-        """A request that was served elsewhere, in the order of its guards."""
+    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None = None) -> None:
+        """Count a request that another process has served in this order."""
         self.residency.refresh(request)
         self.tail.observe(request)
         self._begin(request, permutation, 0, suffix_tokens).confirm()
@@ -159,7 +201,7 @@ class Scope:
         documents_end: int | None = None,
         fused: FusedPlaces | None = None,
     ) -> None:
-        """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
+        """End a lease. Any thread may call it at any time; it never waits. `documents_end`: if it is not the path's."""
         served, *reported = outcome
         self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
 
@@ -171,7 +213,7 @@ class Scope:
         documents_end: int | None = None,
         fused: FusedPlaces | None = None,
     ) -> None:
-        # A forgotten or half changed scope has no requests any more.
+        # A forgotten or half changed scope has no requests.
         if self.mirror.closed or not self.whole:
             return
         self.whole = False
@@ -181,7 +223,7 @@ class Scope:
                 cached_tokens, _, prompt_tokens = reported
                 if prompt_tokens is not None and isinstance(self.residency, FeedbackResidency):
                     self.residency.learn_prompt(documents_end - self.tree.root.end, prompt_tokens)
-                # Nothing behind the exact documents is kept.
+                # The engine keeps nothing after the exact documents.
                 reported = [cached_tokens, lease.path[-1].end]
             self.residency.release(lease, *reported)
         else:
@@ -212,18 +254,37 @@ class Scope:
     def _choose(self, request: OrderRequest[D], guards: RequestGuards | None = None) -> Node:
         return self.best.choose(partial(self._find, request), self.tree, request.ranks, guards)
 
-    def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
-        if request.fixed is not None:
-            return request.fixed, 0
+    @property
+    def _follows(self) -> bool:
+        # Reused documents are no exact prefix, and neither is what comes after them.
+        return self.follows_histories and self.fused is None
+
+    def _arrange(
+        self, request: OrderRequest[D], waiting: Waiting, history: History | None = None
+    ) -> tuple[list[int], int]:
+        if request.sent is not None:
+            return request.sent, 0
+        guards = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups)
+        if history is not None and history.segments:
+            return self._arrange_after(history, request, guards), 0
         tree, ranks = self.tree, request.ranks
         node = self._choose(request)
-        if self._guards is None:
+        if guards is None:
             return self._complete(ranks_on_path(node, ranks), request, waiting), 0
-        guards = self._guards.for_request(len(ranks), request.groups)
         guarded = self._choose(request, guards)
         cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
         prefix = ranks_on_path(guarded, ranks)
         return guards.complete(prefix, self._complete(prefix, request, waiting)), cost
+
+    def _arrange_after(self, history: History, request: OrderRequest[D], guards: RequestGuards | None) -> list[int]:
+        prefix: list[int] = []
+        if self._follows and (end := self.histories.end(history)) is not None:
+            permits = None if guards is None else guards.permits
+            prefix = find_below(self.tree, end, request.ranks, self._search_budget, permits)
+        placed = set(prefix)
+        first, rest, last = self.best.split(prefix, [rank for rank in range(len(request.keys)) if rank not in placed])
+        arranged = prefix + first + rest + last
+        return arranged if guards is None else guards.complete(prefix, arranged)
 
     def _complete(self, prefix: list[int], request: OrderRequest[D], waiting: Waiting) -> list[int]:
         count = len(request.keys)
@@ -232,60 +293,105 @@ class Scope:
         placed = set(prefix)
         rest = [rank for rank in range(count) if rank not in placed]
         first, rest, last = self.best.split(prefix, rest)
-        taken_over: list[int] = []
+        reused: list[int] = []
         if self.fused is not None:
-            # Nothing after a document that is taken over is kept: it never stands before one to compute.
+            # The engine keeps nothing after a reused document, so it never comes before one to compute.
             if first and self.fused.has_copy(request.keys[0]):
                 first, rest = [], first + rest
-            invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix + first, rest)
+            invested, rest, reused = self.fused.split(request, self._tokens(request), prefix + first, rest)
             first += invested
         exact = prefix + first
-        return exact + self.tail.arrange(request, exact, rest, waiting) + taken_over + last
+        return exact + self.tail.arrange(request, exact, rest, waiting) + reused + last
 
     def _begin(
         self,
         request: OrderRequest[D],
         permutation: list[int],
         guard_cost_tokens: int,
-        suffix_tokens: int | None,
+        suffix_tokens: int | None = None,
+        history: History | None = None,
     ) -> Ordering[D]:
-        keys, tokens = request.keys, self._tokens(request)
+        tokens = self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
-        kept, behind_tokens, fused = permutation, 0, None
-        if self.fused is not None:
-            fused = self.fused.places(request, tokens, permutation)
-            kept = permutation[: fused.exact]
-            behind_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
-        path = self.tree.insert(keys, tokens, kept)
-        token_ids = request.token_ids
-        if token_ids:
-            token_ids = [token_ids[rank] for rank in kept]
-        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
-        self._measure(request, tokens, lease)
-        documents = request.documents
+        after = _after(history)
+        if history is not None and (after or self._follows):
+            route = self._route_in(history, request, tokens, permutation)
+        else:
+            route = self._route(request, tokens, permutation)
+        path, turn, fused = route.path, route.turn, route.fused
+        lease = self._lease(route, suffix_tokens)
+        held, cached_tokens = lease.cached_documents, lease.cached_tokens
+        if history is not None and not route.plain:
+            held = 0 if turn is None else max(0, min(held, turn.documents) - turn.history_nodes)
+            cached_tokens = self._reusable(cached_tokens, path, history)
+        if not after:
+            self._measure(request, tokens, lease)
         ordering = Ordering(
-            [documents[rank] for rank in permutation],
+            [request.documents[rank] for rank in permutation],
             permutation,
-            lease.cached_documents,
-            lease.cached_tokens,
+            held,
+            cached_tokens,
             guard_cost_tokens,
-            self.finish
-            if fused is None
-            else partial(self.finish, fused=fused, documents_end=path[-1].end + behind_tokens),
+            self.finish if fused is None else partial(self.finish, fused=fused, documents_end=route.end),
             lease,
-            path[-1].end + behind_tokens,
-            self.tail,
-            keys,
+            route.end,
+            None if after else self.tail,
+            () if after else request.keys,
         )
         if fused is not None and self.fused is not None:
-            ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
-            copied = sum(tokens[permutation[place]] for place in fused.taken_over)
+            ordering.fused, ordering.exact_documents = fused.reused, fused.exact_documents
+            copied = sum(tokens[permutation[place]] for place in fused.reused)
             self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
         self._place(path, lease, ordering)
         return ordering
 
+    def _route(self, request: OrderRequest[D], tokens: Sequence[int], permutation: list[int]) -> Route:
+        kept, reused_tokens, fused = permutation, 0, None
+        if self.fused is not None:
+            fused = self.fused.places(request, tokens, permutation)
+            kept = permutation[: fused.exact]
+            reused_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
+        path = self.tree.insert(request.keys, tokens, kept)
+        token_ids = [request.token_ids[rank] for rank in kept] if request.token_ids else ()
+        return Route(path, path[-1].end + reused_tokens, reused_tokens, token_ids, fused=fused)
+
+    def _route_in(
+        self, history: History, request: OrderRequest[D], tokens: Sequence[int], permutation: list[int]
+    ) -> Route:
+        lengths = self._lengths_of(request, history)
+        if not self._follows:
+            # No later request finds anything of it.
+            root = self.tree.root
+            rest = sum(lengths[: len(history.segments)]) + sum(tokens)
+            return Route([root], root.end + rest, rest, (), plain=False)
+        path, turn = self.histories.insert(history, lengths, request.keys, tokens, permutation)
+        # The question's node has its tokens.
+        asked = 0 if history.question is None else path[-1].end - path[-2].end
+        # The tokens of a history are unknown: only the mirror follows what comes after it.
+        known = request.token_ids and not history.segments
+        token_ids = [request.token_ids[rank] for rank in permutation] if known else ()
+        return Route(path, path[turn.documents].end, -asked, token_ids, turn, plain=False)
+
+    def _lease(self, route: Route, suffix_tokens: int) -> Lease:
+        lease = self.residency.lease(route.path, max(0, suffix_tokens + route.suffix_tokens), route.token_ids)
+        lease.turn = route.turn
+        return lease
+
+    def _reusable(self, held_tokens: int, path: Sequence[Node], history: History) -> int:
+        """Return the held tokens without the block of the prompt's last token, which engines compute."""
+        if history.question is None:
+            return held_tokens
+        size = self.tree.block_size
+        return min(held_tokens, max(0, path[-1].end - 1) // size * size)
+
+    def _lengths_of(self, request: OrderRequest[D], history: History) -> Sequence[int]:
+        """Return the tokens of a history's segments, of its question, and of the segments after that."""
+        asked = [] if history.question is None else [history.question]
+        lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
+        return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
+
     def _measure(self, request: OrderRequest[D], tokens: Sequence[int], lease: Lease) -> None:
-        if self.earned is not None and request.fixed is None:
+        if self.earned is not None and request.sent is None:
             self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
 
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
@@ -297,6 +403,24 @@ class Scope:
             ordering.host_tokens += host * self.tree.block_size
             ordering.disk_tokens += disk * self.tree.block_size
         self.places.serve(path, lease, lambda: ordering.expected_uses)
+
+
+class Route(NamedTuple):
+    """A request's way through the tree: its nodes from the root, the prompt's tokens up to the end of its documents
+    (`end`), and the tokens that its suffix has more than the caller gave. `plain`: outside a conversation."""
+
+    path: list[Node]
+    end: int
+    suffix_tokens: int
+    token_ids: Sequence[TokenIds]
+    turn: TurnEnd | None = None
+    fused: FusedPlaces | None = None
+    plain: bool = True
+
+
+def _after(history: History | None) -> bool:
+    """Whether a request's documents come after other messages."""
+    return history is not None and bool(history.segments)
 
 
 class _DetachedOwner:
@@ -313,10 +437,20 @@ def _at_once(outcome: Callable[[], None]) -> None:
     outcome()
 
 
+def _fused_reuse(settings: Settings, tree: KnowledgeTree, tail: Tail) -> FusedReuse:
+    from ragorder._fused import FusedReuse
+
+    return FusedReuse(settings, tree, tail)
+
+
 def _make_mirror(
     name: Hashable, tree: KnowledgeTree, pool: Pool, contents: EngineContents | None, tiers: EngineTiers
 ) -> LRUResidency:
-    # The salt of a scope that is no string is unknown: its blocks cannot be identified.
-    if contents is not None and isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
-        return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
+    if contents is not None:
+        from ragorder.trie.residency.events import EventsResidency
+        from ragorder.trie.residency.followed import FollowedPool
+
+        # The salt of a scope that is no string is unknown: its blocks cannot be identified.
+        if isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
+            return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
     return tiers.residency(name, tree, pool)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
-from ragorder._scope import ScopeOwner
+from ragorder._scope import Scope, ScopeOwner
 from ragorder._tiers import EngineTiers
-from ragorder._turns import TurnScope
 from ragorder.settings import Settings
 from ragorder.trie.histories import KnownSegments
-from ragorder.trie.residency import EngineBlocks, FollowedPool, Pool
+from ragorder.trie.residency import Pool
+
+if TYPE_CHECKING:
+    from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["Scopes"]
 
 
-class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
-    """Scopes by name, least recently used first, at most `max_scopes`, on one `pool`."""
+class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
+    """Scopes by name on one `pool`, least recently used first, at most `max_scopes`."""
 
     def __init__(
         self,
@@ -34,17 +37,19 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         self.pool = self.make_pool()
 
     def make_pool(self) -> Pool:
-        """An empty one."""
+        """Return an empty pool."""
         settings = self._settings
         if settings.residency == "none":
             return Pool(None, settings.block_size, settings.max_nodes)
         if self.blocks is None:
             return self.tiers.make_pool()
+        from ragorder.trie.residency.followed import FollowedPool
+
         options = settings.held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
         return FollowedPool(*options, blocks=self.blocks)
 
-    def add(self, scope: TurnScope) -> TurnScope:
-        """Replaces a damaged scope of this name, or the least recently used one beyond `max_scopes`."""
+    def add(self, scope: Scope) -> Scope:
+        """Add a scope instead of a damaged one of its name, or of the least recently used one if there are too many."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._settings.max_scopes and (first := self._first()) is not None:
@@ -52,7 +57,7 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         self[scope.name] = scope
         return scope
 
-    def forget(self, scope: TurnScope) -> None:
+    def forget(self, scope: Scope) -> None:
         try:
             del self[scope.name]
         except Exception:
@@ -67,20 +72,20 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         super().clear()
 
     def stop_following(self) -> None:
-        """No more events: everything starts over."""
+        """Start over without events."""
         self.clear()
         self.blocks = None
         evicted_blocks, self.pool = self.pool.evicted_blocks, self.make_pool()
         self.pool.evicted_blocks = evicted_blocks
 
     def changed(self) -> None:
-        """Scopes whose documents have all been evicted are forgotten: their popularity counts take room as well."""
+        """Forget scopes whose documents are all evicted: their forecasts take memory, too."""
         if emptied := self.pool.emptied:
             self.pool.emptied = []
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:
                 self.forget(scope)
 
-    def _first(self) -> TurnScope | None:
+    def _first(self) -> Scope | None:
         try:
             return next(iter(self.values()), None)
         except Exception:

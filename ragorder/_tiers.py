@@ -12,7 +12,7 @@ from ragorder.trie.search import Price, PricedPaths
 from ragorder.trie.tree import KnowledgeTree
 
 if TYPE_CHECKING:
-    from ragorder.kernels.profile import PrefillProfile
+    from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["EngineTiers"]
 
@@ -43,9 +43,9 @@ class EngineTiers:
         if not self._several or held_tokens is None:
             return Pool(*options)
         # The optional backend: not imported for an engine with one tier.
-        from ragorder.kernels.mirror import MirroredTier, TieredPool, TierMirror
-        from ragorder.kernels.policies import History, Tier, make_policy
-        from ragorder.kernels.profile import LINEAR
+        from ragorder.trie.mirror import MirroredTier, TieredPool, TierMirror
+        from ragorder.trie.policies import History, Tier, make_policy
+        from ragorder.trie.profile import LINEAR
 
         sizes = settings.capacity_tokens, settings.host_tokens, settings.disk_tokens
         tiers = [
@@ -60,7 +60,7 @@ class EngineTiers:
     def residency(self, name: Hashable, tree: KnowledgeTree, pool: Pool) -> LRUResidency:
         """Of a scope, in the pool."""
         if self._several:
-            from ragorder.kernels.mirror import TieredPool, TieredResidency
+            from ragorder.trie.mirror import TieredPool, TieredResidency
 
             if isinstance(pool, TieredPool):
                 return TieredResidency(tree, pool, name)
@@ -83,7 +83,7 @@ class EngineTiers:
 
 
 def _check_policy(name: str) -> None:
-    from ragorder.kernels.policies import policies
+    from ragorder.trie.policies import policies
 
     try:
         policies.check(name)
@@ -92,6 +92,6 @@ def _check_policy(name: str) -> None:
 
 
 def _read_profile(path: Path) -> PrefillProfile:
-    from ragorder.kernels.profile import PrefillProfile
+    from ragorder.trie.profile import PrefillProfile
 
     return PrefillProfile.from_file(path)

@@ -22,7 +22,7 @@ from ragorder.conversation import (
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
 from ragorder.rebase import Standing, lay_out_anew, read_earlier
-from ragorder.trie.histories import Question, Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = ["make_turn"]
 
@@ -60,11 +60,10 @@ def make_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Documents, and what stands in front of them and behind."""
+    """Documents, and the messages before and after them."""
 
     documents: list[Document]
-    behind: list[Segment]
-    question: Question
+    history: History
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,8 @@ class _TurnMaker:
         else:
             # As in a conversation that was laid out again.
             (question,) = segments_of([self._message(form.escape(asked))], form)
-        place = _Place(new, segments_of(self.messages, form), question)
-        if earlier is not None and self.orderer.has_lost(place.behind, scope=self.options.get("scope")):
+        place = _Place(new, History(segments_of(self.messages, form), question))
+        if earlier is not None and self.orderer.has_lost(place.history, scope=self.options.get("scope")):
             turn = self._lay_out_anew(text, given, earlier, place)
             if turn is not None:
                 return turn
@@ -117,7 +116,7 @@ class _TurnMaker:
         first, *others = [*layout.messages, self._message(form.escape(self._names(given) + text))]
         rest = first["content"]
         follows = [Segment(digest_of(rest), self._length(rest)), *segments_of(others, form)]
-        place = _Place(layout.documents, [], follows)
+        place = _Place(layout.documents, History(question=follows))
         if self._computed_tokens(place) >= self._computed_tokens(appended):
             return None
         ordering = self._order(place)
@@ -152,12 +151,11 @@ class _TurnMaker:
         return {"role": "tool", "tool_call_id": self.tool_call_id, "content": content}
 
     def _order(self, place: _Place) -> Ordering[Document]:
-        return self.orderer.order(place.documents, behind=place.behind, question=place.question, **self.options)
+        return self.orderer.order(place.documents, history=place.history, **self.options)
 
     def _computed_tokens(self, place: _Place) -> int:
-        where: dict[str, Any] = {"behind": place.behind, "question": place.question}
         cached_tokens, end = self.orderer.predict_cached_tokens(
-            place.documents, scope=self.options.get("scope"), **where
+            place.documents, scope=self.options.get("scope"), history=place.history
         )
         return end - cached_tokens
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ragorder.clouds import TurnMarks, TurnParts
+from ragorder._request import USUAL, Lengths
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
-from ragorder.trie.histories import Question, Segment
+from ragorder.trie.histories import History, Segment
+
+if TYPE_CHECKING:
+    from ragorder.clouds.turns import TurnParts
 
 __all__ = [
     "REFERENCE",
@@ -47,9 +50,8 @@ class OrdersTurns(Protocol):
         *,
         waiting: Sequence[Iterable[Document]] = (),
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> Ordering[Document]: ...
 
     def predict_cached_tokens(
@@ -57,11 +59,10 @@ class OrdersTurns(Protocol):
         documents: Iterable[Document],
         *,
         scope: Hashable = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        history: History | None = None,
     ) -> tuple[int, int]: ...
 
-    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
+    def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,8 @@ class Turn:
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
+        from ragorder.clouds.turns import TurnMarks, TurnParts
+
         cloud = self.ordering.cloud
         if cloud is None:
             return TurnParts(self.messages, self._front, TurnMarks())
@@ -198,7 +201,7 @@ def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[
 
 
 def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segment]:
-    """A history for `Orderer.order(behind=…)`."""
+    """Return the segments of a `History`."""
     segments = []
     for message in messages:
         key = message_key(message)

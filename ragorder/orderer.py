@@ -7,31 +7,34 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
 from ragorder import _deferred, _fork
-from ragorder._batch_plan import plan_batch
-from ragorder._cloud_scope import CloudCache, CloudScopes, cloud_settings
 from ragorder._deferred import DeferringLock
-from ragorder._request import OrderRequest, RequestReader, read_length
+from ragorder._request import USUAL, Lengths, OrderRequest, RequestReader, read_length
 from ragorder._scope import EngineContents, Scope
 from ragorder._scopes import Scopes
 from ragorder._tiers import EngineTiers
-from ragorder._turns import TurnScope
 from ragorder.batch import Batch
-from ragorder.clouds import CacheRules, Prices, Provider
 from ragorder.degraded import Degradations
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.topic import Topics
-from ragorder.trie.histories import Behind, Question, Segment
-from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
+from ragorder.trie.histories import History
+from ragorder.trie.residency import LearnedLengths, Pool
 
-__all__ = ["Orderer", "OrdererLike"]
+if TYPE_CHECKING:
+    from ragorder._cloud_scope import CloudCache, CloudScopes
+    from ragorder.clouds import CacheRules, Prices, Provider
+    from ragorder.topic import Topics
+    from ragorder.trie.residency.blocks import EngineBlocks
+
+__all__ = ["USUAL", "Lengths", "Orderer", "OrdererLike"]
 
 D = TypeVar("D")
+H = TypeVar("H")
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 _UNSALTED = (
     "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
@@ -59,11 +62,8 @@ class OrdererLike(Protocol):
         *,
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
-        permutation: Sequence[int] | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> Ordering[D]: ...
 
     def preview(
@@ -72,7 +72,7 @@ class OrdererLike(Protocol):
         *,
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
-        behind: Iterable[Segment] | None = None,
+        history: History | None = None,
     ) -> list[D]: ...
 
     def predict_cached_tokens(
@@ -80,14 +80,13 @@ class OrdererLike(Protocol):
         documents: Iterable[D],
         *,
         scope: Hashable = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> tuple[int, int]: ...
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
 
-    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
+    def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None: ...
 
@@ -96,7 +95,7 @@ class OrdererLike(Protocol):
         requests: Iterable[Iterable[D]],
         *,
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
         max_wait: int | None = None,
     ) -> Batch[D]: ...
 
@@ -158,7 +157,7 @@ class Orderer:
         self._topics = topics
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
-        self._clouds = CloudScopes(cloud) if cloud is not None else None
+        self._clouds = None if cloud is None else _cloud_scopes(cloud)
         self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, blocks)
         if self._tiers.unpriced:
             self.degrade(
@@ -219,6 +218,8 @@ class Orderer:
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+        from ragorder._cloud_scope import CloudCache, cloud_settings
+
         cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
             tokens = builder.document_tokens
@@ -284,54 +285,36 @@ class Orderer:
         *,
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
-        permutation: Sequence[int] | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
-        `waiting` holds the documents of requests that already wait, next first: the tail is arranged for them. `scope`
-        separates requests that share no prefix: model, prompt template, tenant. `suffix_tokens` (question and answer)
-        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings.
-
-        In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
-        and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Of a conversation that is
-        laid out again `question` has all segments behind its documents, the question last. Raises TypeError for other
-        segments.
-
-        `permutation`: the ranks in the order in which the documents must be sent, for a turn that goes as it went
-        before. They are counted as sent in that order, and it teaches the earned moves nothing.
+        - `waiting`: documents of the requests that wait already, next first; those not cached are ordered for them
+        - `scope` separates requests that share no prefix: model, prompt template, tenant
+        - `lengths`: tokens before and after the documents
+        - `history`: of a conversation (docs/conversations.md); `History()` is its first turn
         """
-        turn = _read_turn(behind, question)
         given = list(documents)
-        if turn is not None and turn.segments and self.settings.reuse == "fused":
+        if history is not None and _checked(history).segments and self.settings.reuse == "fused":
             self.degrade(_FUSED_HISTORY)
         if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
             self.degrade(_UNSALTED)
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            if suffix_tokens is not None:
-                suffix_tokens = read_length(suffix_tokens)
-            if prefix_tokens is not None:
-                prefix_tokens = read_length(prefix_tokens)
-            if permutation is not None:
-                request.fix(permutation)
+            prefix, suffix = lengths if lengths is USUAL else _read_lengths(lengths)
+            if history is not None and history.sent is not None:
+                request.send_as(history.sent)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error)
         try:
-            if turn is None:
-                return self._enter(scope, lambda known: known.order(request, backlog, suffix_tokens), prefix_tokens)
-            return self._enter(
-                scope,
-                lambda known: known.order_turn(request, backlog, turn, suffix_tokens),
-                prefix_tokens,
-            )
+            ordering = self._enter(scope, prefix, Scope.order, request, backlog, suffix, history)
         except Exception as error:
             return self.fall_back(given, error)
+        self._ordered(given, ordering, scope, lengths, history)
+        return ordering
 
     def preview(
         self,
@@ -339,18 +322,14 @@ class Orderer:
         *,
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
-        behind: Iterable[Segment] | None = None,
+        history: History | None = None,
     ) -> list[D]:
-        """The documents as `order` would place them now. Nothing is recorded."""
-        turn = _read_turn(behind, None)
-        given = list(documents)
+        """Return the documents as `order` would order them now. Nothing is recorded."""
+        given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            if turn is None:
-                permutation = self._look(scope, lambda known: known.preview(request, backlog))
-            else:
-                permutation = self._look(scope, lambda known: known.preview_turn(request, backlog, turn))
+            permutation = self._look(scope, None, Scope.preview, request, backlog, history)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error).documents
@@ -361,51 +340,48 @@ class Orderer:
         documents: Iterable[D],
         *,
         scope: Hashable = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents, or of the `question`) that `order` would predict now.
-        Nothing is recorded."""
-        turn = _read_turn(behind, question)
-        given = list(documents)
+        """Return the cached tokens that `order` would predict now, and the tokens up to the end of the question of
+        `history`, or of the documents without one. Nothing is recorded."""
+        given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
-            prefix = None if prefix_tokens is None else read_length(prefix_tokens)
-            if turn is not None:
-                return self._look(scope, lambda known: known.predict_turn(request, turn), prefix)
-            return self._look(scope, lambda known: known.predict_cached_tokens(request), prefix)
+            prefix, _ = _read_lengths(lengths)
+            return self._look(scope, prefix, Scope.predict_cached_tokens, request, history)
         except Exception as error:
             self._reader.refuse(given, error)
             self._report(error)
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Whether the engine should hold the tokens before the documents, compute them already, or be unable to keep a
-        block of them."""
+        """Return whether there is nothing to warm up: the engine should hold or be computing the tokens before the
+        documents, or they fill no block."""
         try:
-            return self._look(scope, Scope.holds_prefix)
+            return self._look(scope, None, Scope.holds_prefix)
         except Exception as error:
             self._report(error)
             return True
 
-    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool:
-        """Whether the engine should have lost a conversation that it served: of the history `behind` it holds no more
-        than the documents of the first message. False for a history that this orderer has not seen served. Raises
-        TypeError for other segments."""
-        turn = Behind(behind)
+    def has_lost(self, history: History, *, scope: Hashable = None) -> bool:
+        """Return whether the engine should have evicted a conversation that it served, and hold at most the documents
+        of its first message. False for a history that this orderer has not seen served."""
         try:
-            return self._look(scope, lambda known: known.has_lost(turn))
+            return self._look(scope, None, Scope.has_lost, history)
         except Exception as error:
             self._report(error)
             return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        """The topic of a request's documents, which are counted: the key by which a router sends requests that share
-        documents to one replica (`Topics`). None without documents. Nothing is ordered."""
+        """Return the topic of a request's documents, or None without documents, and count them.
+
+        It is the key by which a router sends requests that share documents to one replica (`Topics`)."""
         given = list(documents)
         try:
             if self._topics is None:
+                from ragorder.topic import Topics
+
                 self._topics = Topics()
             return self._topics.of(self._reader.read_keys(given), scope)
         except Exception as error:
@@ -419,14 +395,14 @@ class Orderer:
         *,
         permutation: Sequence[int] | None = None,
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
     ) -> None:
-        """Count a request that another process had served by the same engine, as if ordered and served here. Without
-        the `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
+        """Count a request that another process had served by the same engine, as if ordered and served here.
+
+        Without the `permutation` of its ordering the documents are in prompt order. KV events make this needless."""
         given = list(documents)
         try:
-            self._record(self._reader.read(given), permutation, scope, suffix_tokens, prefix_tokens)
+            self._record(self._reader.read(given), permutation, scope, lengths)
         except Exception as error:
             self._reader.refuse(given, error)
             self._report(error)
@@ -436,23 +412,24 @@ class Orderer:
         requests: Iterable[Iterable[D]],
         *,
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
         max_wait: int | None = None,
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents follow one another.
 
-        The orderings come in serving order, each with its `index` in `requests`, none more than `max_wait` places late
-        (None: no bound); each is in flight once it is taken. Never predicted to hit less than `order` for each in turn.
-        Raises ValueError for a negative `max_wait`.
+        The orderings come in serving order, each with its `index` in `requests`, at most `max_wait` places late (None:
+        no bound); each is in flight once it is taken. Its predicted hits are at least those of `order` for each in
+        turn. Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
             raise ValueError(f"max_wait must not be negative, got {max_wait}")
+        from ragorder._batch_plan import plan_batch
+
         try:
             read = [self._reader.read(documents) for documents in given]
-            if suffix_tokens is not None:
-                suffix_tokens = read_length(suffix_tokens)
-            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens)
+            prefix, suffix = _read_lengths(lengths)
+            steps = plan_batch(self._copy_of(scope, prefix, read), read, max_wait, suffix)
         except Exception as error:
             for documents in given:
                 self._reader.refuse(documents, error)
@@ -461,15 +438,13 @@ class Orderer:
 
         def start(place: int) -> Ordering[D]:
             number, permutation = steps[place]
+            request = read[number]
             try:
-                ordering = self._enter(
-                    scope,
-                    lambda known: (
-                        known.order(read[number], (), suffix_tokens)
-                        if permutation is None
-                        else known.start(read[number], permutation, suffix_tokens)
-                    ),
-                )
+                if permutation is None:
+                    ordering = self._enter(scope, prefix, Scope.order, request, (), suffix)
+                else:
+                    ordering = self._enter(scope, prefix, Scope.start, request, permutation, suffix)
+                self._ordered(given[number], ordering, scope, lengths, None)
             except Exception as error:
                 ordering = self.fall_back(given[number], error)
             ordering.index = number
@@ -478,7 +453,7 @@ class Orderer:
         return Batch([step.number for step in steps], start)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        """Retrieval order after an error, which is counted, or raised in strict mode. For adapters."""
+        """Return the documents in retrieval order after an adapter's error, and count it. Raises it in strict mode."""
         self._report(error)
         return _unordered(list(documents))
 
@@ -498,35 +473,54 @@ class Orderer:
         if follows:
             self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
 
+    def _ordered(
+        self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
+    ) -> None:
+        """Hook for each ordering in flight, unless it fell back."""
+
     def _record(
-        self,
-        request: OrderRequest[Any],
-        permutation: Sequence[int] | None,
-        scope: Hashable,
-        suffix_tokens: int | None,
-        prefix_tokens: int | None,
+        self, request: OrderRequest[Any], permutation: Sequence[int] | None, scope: Hashable, lengths: Lengths
     ) -> None:
         places = list(range(len(request.keys))) if permutation is None else list(permutation)
         if sorted(places) != list(range(len(request.keys))):
             raise ValueError("the permutation does not have each rank once")
-        suffix = None if suffix_tokens is None else read_length(suffix_tokens)
-        prefix = None if prefix_tokens is None else read_length(prefix_tokens)
-        self._enter(scope, lambda known: known.record(request, places, suffix), prefix)
+        prefix, suffix = _read_lengths(lengths)
+        self._enter(scope, prefix, Scope.record, request, places, suffix)
 
-    def _copy_of(self, name: Hashable, requests: Iterable[OrderRequest[D]]) -> Scope:
+    def _copy_of(self, name: Hashable, prefix_tokens: int | None, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:
-            # Discovery of what other processes had computed works on one request at a time.
+            # Discovery of other processes' prefixes works on one request at a time.
             for request in requests:
-                self._enter(name, partial(Scope.cached_path, request=request))
-        return self._look(name, Scope.copy)
+                self._enter(name, prefix_tokens, Scope.cached_path, request)
+        return self._look(name, prefix_tokens, Scope.copy)
 
-    def _enter(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None = None) -> T:
-        return self._lock.run(self._work_in, name, work, prefix_tokens)
+    def _enter(
+        self,
+        name: Hashable,
+        prefix_tokens: int | None,
+        work: Callable[[Scope, *Arguments], T],
+        *arguments: *Arguments,
+    ) -> T:
+        """Call a method of the scope, or of a new one, that changes it."""
+        return self._lock.run(self._work_in, name, prefix_tokens, work, *arguments)
 
-    def _look(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None = None) -> T:
-        return self._lock.run(self._look_at, name, work, prefix_tokens)
+    def _look(
+        self,
+        name: Hashable,
+        prefix_tokens: int | None,
+        work: Callable[[Scope, *Arguments], T],
+        *arguments: *Arguments,
+    ) -> T:
+        """Call a method of the scope, or of a temporary one, that records nothing."""
+        return self._lock.run(self._look_at, name, prefix_tokens, work, *arguments)
 
-    def _work_in(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None) -> T:
+    def _work_in(
+        self,
+        name: Hashable,
+        prefix_tokens: int | None,
+        work: Callable[[Scope, *Arguments], T],
+        *arguments: *Arguments,
+    ) -> T:
         scopes = self._scopes
         scope = scopes.get(name)
         if scope is None or not scope.whole:
@@ -536,32 +530,38 @@ class Orderer:
         # An error or an interrupt may leave the tree half changed: then `whole` stays False.
         mirror = scope.mirror
         mirror.whole = False
-        result = work(scope)
+        result = work(scope, *arguments)
         scopes.changed()
         mirror.whole = True
         return result
 
-    def _look_at(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None) -> T:
+    def _look_at(
+        self,
+        name: Hashable,
+        prefix_tokens: int | None,
+        work: Callable[[Scope, *Arguments], T],
+        *arguments: *Arguments,
+    ) -> T:
         known = self._scopes.get(name)
         if known is not None and known.whole:
             known.whole = False
-            result = work(known)
+            result = work(known, *arguments)
             self._scopes.changed()
             known.whole = True
             return result
         scope = self._make_scope(name, self._scopes.make_pool(), prefix_tokens)
         try:
-            return work(scope)
+            return work(scope, *arguments)
         finally:
             scope.close()
 
-    def _make_scope(self, name: Hashable, pool: Pool, prefix_tokens: int | None) -> TurnScope:
+    def _make_scope(self, name: Hashable, pool: Pool, prefix_tokens: int | None) -> Scope:
         settings = self.settings
         if prefix_tokens is not None:
             settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
         if self._clouds is not None:
             return self._clouds.make(name, settings, self._scopes, pool, self._lengths.of(name))
-        return TurnScope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
+        return Scope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
         """A child process has no other threads: what they were changing is not whole, and no events come."""
@@ -585,8 +585,21 @@ class Orderer:
             )
 
 
-def _read_turn(behind: Iterable[Segment] | None, question: Question | None) -> Behind | None:
-    return None if behind is None and question is None else Behind(() if behind is None else behind, question)
+def _cloud_scopes(cloud: CloudCache) -> CloudScopes:
+    from ragorder._cloud_scope import CloudScopes
+
+    return CloudScopes(cloud)
+
+
+def _checked(history: H) -> H:
+    if history is not None and not isinstance(history, History):
+        raise TypeError(f"history is a {type(history).__name__}: give ragorder.History(segments)")
+    return history
+
+
+def _read_lengths(lengths: Lengths) -> Lengths:
+    """Raises TypeError and ValueError."""
+    return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
 
 
 def _unordered(given: list[D], index: int = 0) -> Ordering[D]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
-from ragorder.clouds import CloudRequest, Cost
 from ragorder.counts import reported_count
 from ragorder.trie.residency import Lease
+
+if TYPE_CHECKING:
+    from ragorder.clouds.cost import Cost
+    from ragorder.clouds.request import CloudRequest
 
 __all__ = ["Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragorder._turn_maker import make_turn
+from ragorder._request import USUAL, Lengths
 from ragorder.citations import number_label
-from ragorder.clouds import PromptParts
 from ragorder.conversation import (
     REFERENCE,
     Message,
@@ -28,6 +27,9 @@ from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
 from ragorder.tokens import PromptFrame, SegmentTokenizer, repair_unicode, special_token_escaper, split_text
 from ragorder.trie.histories import Segment
+
+if TYPE_CHECKING:
+    from ragorder.clouds.parts import PromptParts
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
@@ -63,7 +65,15 @@ class Prompt:
     messages: list[dict[str, str]]
     token_ids: list[int] | None
     spans: list[Span]
-    parts: PromptParts = field(default_factory=lambda: PromptParts("", [], ""), repr=False, compare=False)
+    _content: tuple[Any, ...] = field(default=("", [], ""), repr=False, compare=False)
+    _marked: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def parts(self) -> PromptParts:
+        """Content parts for a cloud's client."""
+        from ragorder.clouds.parts import PromptParts
+
+        return PromptParts(*self._content, **self._marked)
 
     def anthropic(self) -> dict[str, Any]:
         """For `client.messages.create(model=…, max_tokens=…, **prompt.anthropic())`."""
@@ -72,7 +82,7 @@ class Prompt:
     def openai(self) -> dict[str, Any]:
         """For `client.chat.completions.create(model=…, **prompt.openai())`."""
         # Without marks as strings: DeepSeek refuses parts.
-        return self.parts.openai() if self.parts.explicit else {"messages": self.messages}
+        return self.parts.openai() if self._marked.get("explicit") else {"messages": self.messages}
 
     def bedrock(self) -> dict[str, Any]:
         """For `client.converse(modelId=…, **prompt.bedrock())`."""
@@ -193,20 +203,16 @@ class PromptBuilder:
             token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
         texts, question = list(map(self.document_text, ordered)), self._question(query, ordered, ranking)
         turn = self._escape("".join(texts) + question)
-        parts = self._parts(texts, question, documents)
-        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, parts)
+        content, marked = (self.system, texts, question), self._marked(documents)
+        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, content, marked)
 
-    def _parts(
-        self, texts: list[str], question: str, documents: Ordering[Document] | Sequence[Document]
-    ) -> PromptParts:
+    def _marked(self, documents: Ordering[Document] | Sequence[Document]) -> dict[str, Any]:
         cloud = documents.cloud if isinstance(documents, Ordering) else None
         if cloud is None:
-            return PromptParts(self.system, texts, question, escape=self._escape)
+            return {"escape": self._escape}
         rules = cloud.model.rules
         explicit = rules.resume == "marks"
-        return PromptParts(
-            self.system, texts, question, cloud.breakpoints, rules.ttl, explicit=explicit, escape=self._escape
-        )
+        return {"marks": cloud.breakpoints, "ttl": rules.ttl, "explicit": explicit, "escape": self._escape}
 
     def turn(
         self,
@@ -220,7 +226,7 @@ class PromptBuilder:
         reference: str = REFERENCE,
         tool_call_id: str | None = None,
         waiting: Sequence[Iterable[Document]] = (),
-        suffix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
         rebase: Iterable[Document] | None = None,
     ) -> Turn:
         """The next turn of a conversation, whose messages are sent as they are; the new one stands behind them.
@@ -241,7 +247,9 @@ class PromptBuilder:
         Raises TypeError and ValueError for a history that is none, or begins with another system prompt, and for wrong
         options.
         """
-        options: dict[str, Any] = {"scope": scope, "waiting": waiting, "suffix_tokens": suffix_tokens}
+        from ragorder._turn_maker import make_turn
+
+        options: dict[str, Any] = {"scope": scope, "waiting": waiting, "lengths": lengths}
         naming: dict[str, Any] = {
             "repeat": repeat,
             "reference": reference,
@@ -251,7 +259,7 @@ class PromptBuilder:
         return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:
-        """A history for `Orderer.order(behind=…)`. Raises as `turn` does."""
+        """Return the segments of a `History`. Raises as `turn` does."""
         return segments_of(read_history(history, self.message_format)[0], self.message_format)
 
     @cached_property

@@ -1,5 +1,4 @@
-"""Histories of conversations in the knowledge tree: documents behind a fixed path, and answers that later requests
-continue."""
+"""Histories of conversations in the knowledge tree."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from hashlib import blake2b
 from itertools import count
 from typing import NamedTuple
 
-from ragorder.trie.search.base import Permits
+from ragorder.trie.search import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = [
     "AnswerKey",
-    "Behind",
     "Histories",
+    "History",
     "KnownSegments",
     "Question",
     "Segment",
@@ -51,23 +50,31 @@ class Segment:
 
 
 Question = Segment | Sequence[Segment]
-"""What stands behind a request's documents: a question, or the rest of a conversation that is laid out again."""
+"""The segments after a request's documents: a question, or the rest of a rebased conversation."""
 
 
-class Behind:
-    """Where a request's documents stand: behind the segments of a history, in front of a `question`, which others may
-    `follow`.
+class History:
+    """The place of a request's documents in a conversation.
 
-    `chains` has, for each segment, a digest of it and of all before it. Raises TypeError for other objects.
+        History(builder.segments(messages), question=Segment("…", tokens=20))
+
+    - `segments` come before the documents; none in a first turn
+    - `question` comes after them: one segment, or several of a rebased conversation, the question last
+    - `sent`: the ranks in the order in which an earlier request sent these documents, which are then sent so again
+
+    `chains` has a digest for each segment, of it and all before it. Raises TypeError for other objects.
     """
 
-    __slots__ = ("chains", "following", "question", "segments")
+    __slots__ = ("chains", "following", "question", "segments", "sent")
 
-    def __init__(self, segments: Iterable[Segment] = (), question: Question | None = None) -> None:
+    def __init__(
+        self, segments: Iterable[Segment] = (), question: Question | None = None, sent: Sequence[int] | None = None
+    ) -> None:
         self.segments = list(segments)
         asked = [] if question is None else [question] if isinstance(question, Segment) else list(question)
         self.question = asked[0] if asked else None
         self.following = asked[1:]
+        self.sent = sent
         for given in (*self.segments, *asked):
             if not isinstance(given, Segment):
                 raise TypeError(f"a history consists of ragorder.Segment objects, got {type(given).__name__}")
@@ -78,60 +85,63 @@ class Behind:
             self.chains.append(chain)
 
     def tail_keys(self) -> list[Key]:
-        """Of the nodes behind the documents."""
+        """Return the keys of the nodes after the documents."""
         asked = [] if self.question is None else [self.question]
         return [_link(b"question", segment.key) for segment in (*asked, *self.following)]
 
     @property
     def chain(self) -> bytes:
-        """Digest of the whole history."""
+        """Digest of all segments."""
         return self.chains[-1] if self.chains else b""
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node, which ends where the engine has reported, whatever the lengths in front of it."""
+    """Key of an answer's node, which ends where the engine has reported, whatever the lengths before it."""
 
 
 class TurnEnd:
-    """The turn of a request behind a history: in a lease's path `history` nodes stand in front of its documents, of
-    which the last is number `documents`, and the question and what follows it behind them; `sizes` are the nodes of
-    each segment of the history. `message` (the one with the documents) and `answer` are the keys by which later
-    histories name the turn, with `closing_tokens` of template text behind the answer."""
+    """A conversation's request in the tree.
 
-    __slots__ = ("_behind", "_histories", "answer", "closing_tokens", "documents", "history", "message", "sizes")
+    In its lease's path `history_nodes` come before the documents, the last of which is node `documents`; the question
+    and what follows it come after them. `sizes` counts the nodes of each segment of the history. `message` (the one
+    with the documents) and `answer` are the keys by which later histories name the turn, with `closing_tokens` of
+    template text after the answer.
+    """
 
-    def __init__(self, histories: Histories, behind: Behind, sizes: Sequence[int], documents: int) -> None:
+    __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")
+
+    def __init__(self, histories: Histories, history: History, sizes: Sequence[int], documents: int) -> None:
         self._histories = histories
-        self._behind = behind
+        self._history = history
         self.sizes = sizes
-        self.history = sum(sizes)
-        self.documents = self.history + documents
+        self.history_nodes = sum(sizes)
+        self.documents = self.history_nodes + documents
         self.message = self.answer = ""
         self.closing_tokens = 0
 
     @property
     def opens(self) -> bool:
         """Whether its prompt is documents and a question, without any other message."""
-        return not self.history and not self._behind.following
+        return not self.history_nodes and not self._history.following
 
     @property
     def answer_key(self) -> Key | None:
-        """None: later requests do not continue this answer."""
+        """Key of the answer's node, or None if later requests do not continue it."""
         if not self.message or not self.answer:
             return None
-        if self._behind.question is None:
+        if self._history.question is None:
             return AnswerKey(_link(_link(b"answer", self.message), self.answer))
-        # As behind the documents of a conversation that is laid out again.
+        # As after the documents of a rebased conversation.
         return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
-        """The request is served: its turn has these nodes in later histories."""
+        """Store the nodes of a served turn for later histories."""
         if not self.message:
             return
-        following = self._behind.following
-        chain = _link(self._behind.chain, self.message)
+        following = self._history.following
+        chain = _link(self._history.chain, self.message)
         end = len(path) - len(following)
-        self._histories.add(chain, path[self.history + 1 : end])
+        self._histories.add(chain, path[self.history_nodes + 1 : end])
         for segment, node in zip(following, path[end:], strict=True):
             chain = _link(chain, segment.key)
             self._histories.add(chain, [node])
@@ -140,14 +150,14 @@ class TurnEnd:
 
 
 class _Part(NamedTuple):
-    """Consecutive nodes: their keys, and their lengths in tokens."""
+    """Keys and lengths, in tokens, of consecutive nodes."""
 
     keys: list[Key]
     lengths: list[int]
 
 
 class _Path(NamedTuple):
-    """The same of a history, and the number of nodes of each segment."""
+    """Keys and lengths of a history's nodes, and the number of nodes of each segment."""
 
     keys: list[Key]
     lengths: list[int]
@@ -155,7 +165,7 @@ class _Path(NamedTuple):
 
 
 class KnownSegments:
-    """Segments that were served, of all scopes, by a digest of all up to there; the `kept` that were used last."""
+    """Served segments of all scopes, by the digest of their chain; the `kept` most recently used."""
 
     def __init__(self, kept: int = _KEPT_SEGMENTS) -> None:
         self._kept = kept
@@ -178,10 +188,10 @@ class KnownSegments:
 
 
 class Histories:
-    """Segments of histories that were served, as nodes of a tree: a message is its documents and its question, so that
-    it shares them with other requests, and is predicted while a part of them is held.
+    """Served segments of histories as nodes of a tree.
 
-    Of those that are not `known` any more, and of those of other processes, each is one opaque node.
+    A message is the nodes of its documents and its question, so it shares them with other requests, and is predicted
+    while the engine holds a part of it. An unknown segment (forgotten, or of another process) is one opaque node.
     """
 
     _numbers = count()
@@ -198,41 +208,41 @@ class Histories:
         self._known.put(self._own + chain, _Part([node.key for node in nodes], lengths))
 
     def insert(
-        self, behind: Behind, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
+        self, history: History, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
-        """The path of a request: its history, segments of `lengths`, its documents in their order (as in
-        `KnowledgeTree.insert`), and what is behind them, of the lengths that are left."""
-        path = self._path(behind, lengths)
+        """Insert a request's path: its history, its documents in their order (as in `KnowledgeTree.insert`), and the
+        segments after them. `lengths` has the tokens of the history's segments, then of those after the documents."""
+        path = self._path(history, lengths)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
-        nodes_keys += behind.tail_keys()
-        nodes_lengths += lengths[len(behind.segments) :]
+        nodes_keys += history.tail_keys()
+        nodes_lengths += lengths[len(history.segments) :]
         nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
-        return nodes, TurnEnd(self, behind, path.sizes, len(order))
+        return nodes, TurnEnd(self, history, path.sizes, len(order))
 
-    def known_path(self, behind: Behind, keys: Sequence[Key]) -> list[Node]:
-        """The nodes, from the root, of a request's path that are in the tree: of its history, its documents `keys`, and
-        what is behind them."""
-        return self._walk([*self._path(behind).keys, *keys, *behind.tail_keys()])
+    def known_path(self, history: History, keys: Sequence[Key]) -> list[Node]:
+        """Return the nodes of a request's path that the tree has, from the root: its history, its documents `keys`, and
+        the segments after them."""
+        return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
-    def has_lost(self, behind: Behind) -> bool:
-        """Whether a history was served whose first message is not held any more, and with it all behind that. Of one
-        that is not known, which others may have served, nothing can be said."""
-        part = self._known.get(self._own + behind.chains[0]) if behind.chains else None
+    def has_lost(self, history: History) -> bool:
+        """Return whether the engine has evicted the first message of a served history. False for an unknown history:
+        another process may have served it."""
+        part = self._known.get(self._own + history.chains[0]) if history.chains else None
         if part is None:
             return False
         nodes = self._walk(part.keys)
         return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
-    def end(self, behind: Behind) -> Node | None:
-        """The node at which the history ends; None if the tree does not have it."""
-        wanted = self._path(behind).keys
+    def end(self, history: History) -> Node | None:
+        """Return the last node of a history, or None if the tree does not have it."""
+        wanted = self._path(history).keys
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None
 
-    def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Path:
+    def _path(self, history: History, lengths: Sequence[int] = ()) -> _Path:
         path = _Path([], [], [])
-        for number, chain in enumerate(behind.chains):
+        for number, chain in enumerate(history.chains):
             part = self._known.get(self._own + chain)
             if part is None:
                 part = _Part([chain], list(lengths[number : number + 1]))
@@ -254,8 +264,8 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Ranks of a request's documents on the longest path in tokens that is held below a node, among equals the most
-    recently used; at most `budget` nodes are examined."""
+    """Return the ranks of a request's documents on the longest held path, in tokens, below a node; ties go to the most
+    recently used. At most `budget` nodes are examined."""
     if not held(top):
         return []
     best: list[int] = []
@@ -278,12 +288,12 @@ def find_below(
 
 
 def held(node: Node) -> bool:
-    """As a lease sees it."""
+    """Return whether the engine holds the whole node, as a lease sees it."""
     return bool(node.stamp) and not node.missing
 
 
 def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
-    """Prompt tokens that a request on this path would find."""
+    """Return the prompt tokens that a request on this path would find cached."""
     end = 0
     for node in path:
         end = max(0, tree.cached_tokens(node))

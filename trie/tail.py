@@ -301,4 +301,4 @@ class _GatedTail(CohortTail):
 
 
 TailName = Literal["cohort", "earned", "free", "prefix", "queue"] | str
-"""The registered names, of which type checkers see these."""
+"""The registered names; type checkers see these."""

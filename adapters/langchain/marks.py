@@ -8,8 +8,6 @@ from typing import Any, Literal
 from langchain_core.messages import BaseMessage, SystemMessage
 
 from ragorder.adapters.turns import NextTurn
-from ragorder.clouds import TurnParts
-from ragorder.clouds.parts import cache_control, cache_options, cache_point, prompt_cache_breakpoint
 
 __all__ = ["Marks", "checked_marks", "marked"]
 
@@ -31,6 +29,9 @@ def marked(messages: Sequence[BaseMessage], turn: NextTurn[Any], form: str) -> t
     cloud = turn.ordering.cloud
     if not form or cloud is None or cloud.model.rules.resume != "marks":
         return list(messages), {}
+    from ragorder.clouds import TurnParts
+    from ragorder.clouds.parts import cache_control, cache_options, cache_point, prompt_cache_breakpoint
+
     ttl = cloud.model.rules.ttl
     others = (place for place, message in enumerate(messages) if not isinstance(message, SystemMessage))
     plain = [{"role": message.type, "content": message.content} for message in messages]

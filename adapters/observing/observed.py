@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ragorder.batch import Batch
 from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
 from ragorder.ordering import Moves, Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import Question, Segment
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 
 D = TypeVar("D")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _logger = logging.getLogger("ragorder")
 _PLAIN: OrdererOptions = {
@@ -31,13 +33,20 @@ _PLAIN: OrdererOptions = {
 }
 
 
+def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Give a wrapper the signature of the orderer's method."""
+    return lambda wrapper: wraps(method)(wrapper)
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """One ordered request, without anything about a document or a tenant.
 
-    `ordered_tokens`: cached tokens predicted for ragorder's order, `retrieval_tokens` for retrieval order (None: not
-    compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: time of ragorder's order;
-    `moves`: what it moves. At a cloud both orders have predicted costs.
+    - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for ragorder's order and for retrieval order, None
+      if it was not compared
+    - `documents_end`: prompt tokens up to the end of the documents
+    - `order_s`: seconds that ragorder's order took; `moves`: the documents that it moves
+    - `ordered_cost`, `retrieval_cost`: predicted costs of both orders at a cloud
     """
 
     shadow: bool
@@ -53,7 +62,7 @@ class Observation:
 
     @property
     def predicted_tokens(self) -> int:
-        """For the served order."""
+        """Cached tokens predicted for the served order."""
         return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
 
 
@@ -61,7 +70,7 @@ class Watcher(Protocol):
     """Receives every request, in the serving path. An optional method `watch` gets the `ObservedOrderer` once."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """Called for each ordered request; the result is called once with its outcome."""
+        """Receive an ordered request, and return the callback for its outcome."""
 
 
 class ObservedOrderer:
@@ -69,9 +78,9 @@ class ObservedOrderer:
 
         orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
-    With `compare`, a second orderer mirrors the cache in retrieval order: the difference is what was saved. In `shadow`
-    mode retrieval order is served and ragorder's is scored on a mirror. Either takes about as long as ordering itself.
-    Reports on the served order correct both.
+    With `compare`, a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow`
+    mode retrieval order is served, and ragorder's order is scored on a mirror. Either doubles the time of an order.
+    Reports on the served order correct both mirrors.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ class ObservedOrderer:
 
     @property
     def fallbacks(self) -> int:
-        """Internal errors of the served order and of ragorder's."""
+        """Internal errors in the served order and in ragorder's."""
         return sum(orderer.fallbacks for orderer in {self._orderer, self._ours})
 
     @property
@@ -131,86 +140,52 @@ class ObservedOrderer:
     def evicted_blocks(self) -> int:
         return self._ours.evicted_blocks
 
+    @_like(Orderer.order)
     def order(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
-        permutation: Sequence[int] | None = None,
-    ) -> Ordering[D]:
-        """In shadow mode the documents stay in retrieval order."""
-        given = list(documents)
-        options: dict[str, Any] = {
-            "scope": scope,
-            "suffix_tokens": suffix_tokens,
-            "prefix_tokens": prefix_tokens,
-            "behind": None if behind is None else list(behind),
-            "question": question,
-            "permutation": permutation,
-        }
-        waiting = [list(others) for others in waiting]
+        self, documents: Iterable[Any], *, waiting: Sequence[Iterable[Any]] = (), **options: Any
+    ) -> Ordering[Any]:
+        """Keep the documents in retrieval order in shadow mode."""
+        given, waiting = list(documents), [list(others) for others in waiting]
         return self._watch(
             lambda orderer: orderer.order(given, waiting=() if orderer is self._plain else waiting, **options)
         )
 
+    @_like(Orderer.order_batch)
     def order_batch(
-        self,
-        requests: Iterable[Iterable[D]],
-        *,
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        max_wait: int | None = None,
-    ) -> Batch[D]:
-        """In shadow mode requests and documents stay in place."""
+        self, requests: Iterable[Iterable[Any]], *, max_wait: int | None = None, **options: Any
+    ) -> Batch[Any]:
+        """Keep requests and documents in place in shadow mode."""
         given = [list(documents) for documents in requests]
-        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
 
-        def plan(orderer: Orderer) -> Batch[D]:
+        def plan(orderer: Orderer) -> Batch[Any]:
             return orderer.order_batch(given, max_wait=0 if orderer is self._plain else max_wait, **options)
 
         batches = {id(orderer): plan(orderer) for orderer in (self._orderer, self._other) if orderer is not None}
         served = batches[id(self._orderer)]
         return Batch(served.indices, lambda place: self._watch(lambda orderer: batches[id(orderer)][place]))
 
-    def preview(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        behind: Iterable[Segment] | None = None,
-    ) -> list[D]:
-        """Without watchers; in shadow mode the documents stay in retrieval order."""
-        waiting = () if self.shadow else waiting
-        return self._orderer.preview(documents, waiting=waiting, scope=scope, behind=behind)
+    @_like(Orderer.preview)
+    def preview(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Preview the served order, unwatched."""
+        return self._orderer.preview(*arguments, **options)
 
-    def predict_cached_tokens(
-        self,
-        documents: Iterable[D],
-        *,
-        scope: Hashable = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
-    ) -> tuple[int, int]:
-        """`Orderer.predict_cached_tokens`, of the served order."""
-        options: dict[str, Any] = {"behind": behind, "question": question}
-        return self._orderer.predict_cached_tokens(documents, scope=scope, prefix_tokens=prefix_tokens, **options)
+    @_like(Orderer.predict_cached_tokens)
+    def predict_cached_tokens(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        """Predict for the served order."""
+        return self._orderer.predict_cached_tokens(*arguments, **options)
 
-    def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        return self._orderer.holds_prefix(scope=scope)
+    @_like(Orderer.holds_prefix)
+    def holds_prefix(self, **options: Any) -> bool:
+        return self._orderer.holds_prefix(**options)
 
-    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool:
-        """In shadow mode nothing is laid out again."""
-        return not self.shadow and self._orderer.has_lost(behind, scope=scope)
+    @_like(Orderer.has_lost)
+    def has_lost(self, *arguments: Any, **options: Any) -> bool:
+        """Return False in shadow mode, which rebases no conversation."""
+        return not self.shadow and self._orderer.has_lost(*arguments, **options)
 
-    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        return self._own.topic(documents, scope=scope)
+    @_like(Orderer.topic)
+    def topic(self, *arguments: Any, **options: Any) -> str | None:
+        return self._own.topic(*arguments, **options)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
         return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)

@@ -11,6 +11,7 @@ from ragorder.adapters.openai.call import Call, CallSetup
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat, message_key
+from ragorder.orderer import Lengths
 from ragorder.rebase import read_earlier
 
 __all__ = ["Conversation"]
@@ -41,7 +42,7 @@ class _TurnCall(Call):
             reference=chat.reference,
             rebase=chat.earlier(self.history),
             waiting=self.waiting,
-            suffix_tokens=self.setup.ordered.suffix_tokens(self.query, self.options),
+            lengths=Lengths(suffix=self.setup.ordered.suffix_tokens(self.query, self.options)),
         )
         return self.turn.ordering
 

@@ -14,7 +14,7 @@ from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
 from ragorder.counts import reported_count
 from ragorder.document import estimate_tokens
-from ragorder.orderer import OrdererLike
+from ragorder.orderer import Lengths, OrdererLike
 from ragorder.pipelining import CachedLengths, Usage
 
 __all__ = [
@@ -133,7 +133,7 @@ class OrderedPrompts:
         waiting: Sequence[Iterable[Document]] = (),
     ) -> Ordering[Document]:
         suffix_tokens = self.suffix_tokens(query, options)
-        return self._orderer.order(documents, scope=scope, waiting=waiting, suffix_tokens=suffix_tokens)
+        return self._orderer.order(documents, scope=scope, waiting=waiting, lengths=Lengths(suffix=suffix_tokens))
 
     def suffix_tokens(self, query: str, options: Mapping[str, Any]) -> int:
         """Of the question, and of the answer that is expected with these options."""

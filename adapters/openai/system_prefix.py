@@ -9,7 +9,7 @@ from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
-from ragorder.orderer import OrdererLike
+from ragorder.orderer import Lengths, OrdererLike
 from ragorder.pipelining import AnswerChunk, StreamingEngine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]
@@ -94,8 +94,8 @@ class SystemPrefix:
     async def prefill(self, question: Question, /) -> None:
         """Raises the engine's errors; cancelling aborts the request."""
         request = self._request(question)
-        suffix_tokens = (request.prompt_tokens or 0) - self._builder.prefix_tokens
-        ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=suffix_tokens)
+        lengths = Lengths(suffix=(request.prompt_tokens or 0) - self._builder.prefix_tokens)
+        ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, lengths=lengths)
         ordered_s = time.perf_counter()
         usage: Usage | None = None
         began = False

@@ -20,10 +20,10 @@ from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
 from ragorder.clouds import read_cloud_usage
 from ragorder.document import Document
-from ragorder.orderer import OrdererLike
+from ragorder.orderer import Lengths, OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer", "SentRequest", "TopicHeader", "TopicRouter", "ranks_value"]
 
@@ -111,8 +111,7 @@ class OnSent(Protocol):
         permutation: Sequence[int],
         *,
         scope: Hashable,
-        suffix_tokens: int,
-        prefix_tokens: int,
+        lengths: Lengths,
     ) -> None:
         """A request is about to be sent with its documents in this order. Must not raise."""
 
@@ -248,7 +247,10 @@ class RequestOrderer:
             return CachedLengths(0, 1)
         follows = self._follows(parsed)
         cached_tokens, end = self._of(parsed).predict_cached_tokens(
-            parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens, question=follows or None
+            parsed.documents,
+            scope=parsed.scope,
+            lengths=Lengths(parsed.prefix_tokens),
+            history=_history(follows),
         )
         return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
 
@@ -268,25 +270,24 @@ class RequestOrderer:
             default = orderer.settings.suffix_tokens
             suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
             follows = self._follows(parsed)
-            place = partial(
+            own_tokens = suffix_tokens - sum(each.tokens for each in follows[:-1])
+            order = partial(
                 orderer.order,
                 parsed.documents,
                 waiting=[each.documents for each in upcoming if each.scope == parsed.scope and each.left is None],
                 scope=parsed.scope,
-                suffix_tokens=suffix_tokens - sum(each.tokens for each in follows[:-1]),
-                prefix_tokens=parsed.prefix_tokens,
-                question=follows or None,
+                lengths=Lengths(parsed.prefix_tokens, own_tokens),
             )
-            ordering = place(permutation=sent)
+            ordering = order(history=_history(follows, sent))
             if parsed.sent is not None and sent is None:
-                # Unknown, it is the orderer's order if the engine should hold all of that, as another process has sent
-                # it, and else the client's own.
+                # Unknown: the orderer's order if the engine should hold all of it, as another process may have sent it,
+                # else the client's own.
                 sent = range(len(parsed.documents))
                 if ordering.prefix_documents == len(sent):
                     sent = ordering.permutation
                 elif list(sent) != list(ordering.permutation):
                     ordering.discard()
-                    ordering = place(permutation=sent)
+                    ordering = order(history=_history(follows, sent))
         try:
             permutation = ordering.permutation if sent is None else sent
             if is_kept := list(permutation) != list(ordering.permutation):
@@ -309,8 +310,7 @@ class RequestOrderer:
                     parsed.documents,
                     permutation,
                     scope=parsed.scope,
-                    suffix_tokens=suffix_tokens,
-                    prefix_tokens=parsed.prefix_tokens,
+                    lengths=Lengths(parsed.prefix_tokens, suffix_tokens),
                 )
             return OrderedRequest(
                 content,
@@ -358,3 +358,7 @@ def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
     kept = sorted(places[:room])
     cloud.keep_marks(kept)
     return kept
+
+
+def _history(follows: Sequence[Segment], sent: Sequence[int] | None = None) -> History | None:
+    return History(question=follows or None, sent=sent) if follows or sent is not None else None

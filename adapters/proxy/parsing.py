@@ -106,7 +106,7 @@ class RepeatedDocuments:
         return "".join([*pieces, text[end:]])
 
 
-_TURNS = 16384
+_KEPT_TURNS = 16384
 _MOST_BYTES = 8 << 20
 _ENTRY_BYTES = 200
 
@@ -116,7 +116,7 @@ class _SentTurns:
     retrieval order, the engine's cache as they were sent. At most 16,384 in 8 MiB, without any text. Thread-safe."""
 
     def __init__(self) -> None:
-        self._orders: LRUCache[Sequence[int]] = LRUCache(_TURNS, _MOST_BYTES)
+        self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
     def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
         """`text` was sent as `sent`, which a client may have in its history as well."""

@@ -1,6 +1,6 @@
 """Supported versions of Ray, and what of it is used.
 
-Request routers are alpha, and `choose_replica` has no label: any minor version may change them.
+Request routers are alpha: any minor version may change them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.serve.exceptions:ReplicaUnavailableError": (),
     "ray.serve.exceptions:RequestCancelledError": (),
     "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter": (),
-    "ray.serve.handle:DeploymentHandle.choose_replica": (),
-    "ray.serve.handle:DeploymentHandle.dispatch": ("selection",),
     "ray.serve.handle:DeploymentHandle.options": ("method_name", "session_id", "stream"),
     "ray.serve.handle:DeploymentResponseGenerator.__anext__": (),
     "ray.serve.handle:DeploymentResponseGenerator.cancel": (),
-    "ray.serve.request_router:RequestRouter.choose_replicas": ("candidate_replicas", "pending_request"),
 }
 """Names that the application uses, as "module:name", with the parameters that it gives or is given."""
 

@@ -1,21 +1,20 @@
-"""An orderer whose orders other processes know."""
+"""Orderer that shares its orders with other processes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakMethod, finalize, ref
 
-from ragorder._request import RequestReader, read_length
+from ragorder._request import USUAL, Lengths, RequestReader, read_length
 from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError
 from ragorder.adapters.shared_orders.log import OrderLog
-from ragorder.batch import Batch
 from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import Question, Segment
+from ragorder.trie.histories import History
 
 __all__ = ["SharedOrderer"]
 
@@ -34,16 +33,16 @@ class _Document(NamedTuple):
 
 
 class SharedOrderer(Orderer):
-    """An `Orderer` that shares its orders with those of other processes in front of the same engine.
+    """An `Orderer` that shares its orders with other processes of the same engine.
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, from where the other processes
-    take them into their trees, those of the last 10,000 requests when they start. Ordering reads memory only. While the
-    server is lost each process goes on with its own orders, as a `DegradedWarning` says once, and catches up later. In
-    the stream are digests and lengths of documents, and scopes, no texts. With `at_once=False` an order is shared when
-    it is given to `share`, as what may send another one does (`make_app(on_sent=orderer.share)`). Raises ValueError for
-    a malformed URL, ImportError without ragorder[shared].
+    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server. The other processes add them to
+    their trees; a new process reads those of the last 10,000 requests. Ordering reads memory only. Without the server
+    each process continues with its own orders, with one `DegradedWarning`, and catches up later. The stream has digests
+    and lengths of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order, for a caller
+    that may send another one (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError
+    without ragorder[shared].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -62,55 +61,12 @@ class SharedOrderer(Orderer):
         self._share(url, stream)
         self._log.start()
 
-    def order(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
-        permutation: Sequence[int] | None = None,
-    ) -> Ordering[D]:
-        """What stands behind a history is not shared: no other request has it in front of its documents."""
-        given = list(documents)
-        behind = None if behind is None else list(behind)
-        ordering = super().order(
-            given,
-            waiting=waiting,
-            scope=scope,
-            suffix_tokens=suffix_tokens,
-            prefix_tokens=prefix_tokens,
-            behind=behind,
-            question=question,
-            permutation=permutation,
-        )
-        if self._at_once and not behind and not ordering.fallback:
-            self.share(
-                given, ordering.permutation, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens
-            )
-        return ordering
-
-    def order_batch(
-        self,
-        requests: Iterable[Iterable[D]],
-        *,
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        max_wait: int | None = None,
-    ) -> Batch[D]:
-        given = [list(documents) for documents in requests]
-        batch = super().order_batch(given, scope=scope, suffix_tokens=suffix_tokens, max_wait=max_wait)
-
-        def start(place: int) -> Ordering[D]:
-            ordering = batch[place]
-            if self._at_once and not ordering.fallback:
-                self.share(given[ordering.index], ordering.permutation, scope=scope, suffix_tokens=suffix_tokens)
-            return ordering
-
-        return Batch(batch.indices, start)
+    def _ordered(
+        self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
+    ) -> None:
+        # No other request has the documents after the same history.
+        if self._at_once and not (history is not None and history.segments):
+            self.share(documents, ordering.permutation, scope=scope, lengths=lengths)
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
         """Shares nothing, and takes over what other processes had served: a comparison must count that as well."""
@@ -125,10 +81,9 @@ class SharedOrderer(Orderer):
         permutation: Sequence[int],
         *,
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
     ) -> None:
-        """Tell the other processes that these documents are sent in the order of this permutation of their ranks."""
+        """Share that these documents are sent in the order of this permutation of their ranks."""
         given: list[Any] = list(documents)
         if not given:
             return
@@ -144,8 +99,8 @@ class SharedOrderer(Orderer):
                     list(map(int, request.tokens)),
                     list(permutation),
                     request.estimated,
-                    None if suffix_tokens is None else read_length(suffix_tokens),
-                    None if prefix_tokens is None else read_length(prefix_tokens),
+                    None if lengths.suffix is None else read_length(lengths.suffix),
+                    None if lengths.prefix is None else read_length(lengths.prefix),
                 )
             )
         except (OverflowError, UnicodeEncodeError, UnreadableError):
@@ -188,13 +143,13 @@ class SharedOrderer(Orderer):
         tokens = map(Estimate, order.tokens) if order.estimated else order.tokens
         try:
             request = self._reads_shared.read(list(map(_Document, order.keys, tokens)))
-            lengths = order.suffix_tokens, order.prefix_tokens
-            self._record(request, order.permutation, order.scope, *lengths)
+            lengths = Lengths(order.prefix_tokens, order.suffix_tokens)
+            self._record(request, order.permutation, order.scope, lengths)
             for known in self._clones:
                 if (clone := known()) is not None:
                     # What moves no document would have served them as ranked.
                     permutation = None if clone.settings.max_displacement == 0 else order.permutation
-                    clone._record(request, permutation, order.scope, *lengths)
+                    clone._record(request, permutation, order.scope, lengths)
         except Exception as error:
             # There is no caller in the thread of the log.
             self.degrade(f"orders of other processes cannot be applied ({type(error).__name__})")

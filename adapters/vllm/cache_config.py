@@ -8,8 +8,8 @@ from typing import Any
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.extras import needs
-from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
+from ragorder.trie.policies import POLICIES
 
 __all__ = ["CacheConfig", "ServerError", "read_cache_config"]
 

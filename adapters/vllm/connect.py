@@ -14,7 +14,7 @@ from ragorder.adapters.vllm.kv_events import KVEventSubscriber
 from ragorder.clouds import hybrid_rules
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["connect"]
 

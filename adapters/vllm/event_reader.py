@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.trie.residency import EngineBlocks, Place
+from ragorder.trie.residency import Place
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "EventReader"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
 from ragorder.extras import needs
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["EventCounters", "KVEventSubscriber"]
 

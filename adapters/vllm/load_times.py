@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.tier_stats import Hits, TierStats, fetch_hits, fetch_tier_stats
 from ragorder.adapters.vllm.copy_times import copy_times
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["Advance", "Answered", "Send", "TierLoads"]
 

@@ -16,9 +16,9 @@ from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.adapters.vllm.load import requests_on
 from ragorder.adapters.vllm.load_times import Answered, TierLoads
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["measure_server", "profile_server"]
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from ragorder.adapters.vllm_tiers.disk_identity import model_facts, this_machine
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.adapters.vllm_tiers.versions import vllm_version
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["AwaitedProfile", "PrefillCosts", "note_profile", "prefill_costs"]
 

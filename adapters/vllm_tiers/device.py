@@ -13,7 +13,7 @@ from ragorder.adapters.vllm_tiers.awaited_profile import prefill_costs
 from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
 from ragorder.adapters.vllm_tiers.metrics import DEVICE_ORDER, TierCounts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
-from ragorder.kernels.policies import History, Tier, make_policy
+from ragorder.trie.policies import History, Tier, make_policy
 
 __all__ = ["DeviceOrderConnector", "order_device"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from ragorder.adapters.request_facts import RequestFacts
-from ragorder.kernels.policies import Tier
+from ragorder.trie.policies import Tier
 from ragorder.trie.tree import Key
 
 __all__ = ["DeviceOrder", "WatchedQueue"]

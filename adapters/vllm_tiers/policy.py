@@ -1,4 +1,4 @@
-"""Eviction from the host tier: a `CachePolicy` of vLLM on `ragorder.kernels.policies`."""
+"""Eviction from the host tier: a `CachePolicy` of vLLM on `ragorder.trie.policies`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from ragorder.adapters.vllm_tiers.awaited_profile import PrefillCosts
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.adapters.vllm_tiers.request_state import RequestPath, facts_of, path_of
-from ragorder.kernels.policies import AwaitedNodes, History, Tier, make_policy
-from ragorder.kernels.profile import LINEAR
+from ragorder.trie.policies import AwaitedNodes, History, Tier, make_policy
+from ragorder.trie.profile import LINEAR
 
 __all__ = ["HostPolicy"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
-from ragorder.kernels.policies import Key
+from ragorder.trie.policies import Key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

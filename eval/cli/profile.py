@@ -18,7 +18,7 @@ from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
-    from ragorder.kernels.profile import PrefillProfile
+    from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["profile"]
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from ragorder.trie.cache_rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields
 
 __all__ = ["CloudAnswer", "CloudError", "SimulatedCloud", "estimated_tokens"]
 

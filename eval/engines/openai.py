@@ -16,7 +16,7 @@ from ragorder.extras import needs
 if TYPE_CHECKING:
     import httpx2
 
-    from ragorder.trie.residency import EngineBlocks
+    from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["OpenAIEngine", "ServedModel", "find_model"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ragorder.document import Document
 from ragorder.eval.peers.environment import prepare_peer
 from ragorder.eval.peers.worker import Worker
+from ragorder.orderer import USUAL, Lengths
 from ragorder.ordering import Ordering
 
 __all__ = ["PeerPolicy", "make_peer"]
@@ -51,13 +52,13 @@ class PeerPolicy:
         return self._spent_ns
 
     def order(
-        self, documents: list[Document], *, waiting: Sequence[list[Document]] = (), suffix_tokens: int | None = None
+        self, documents: list[Document], *, waiting: Sequence[list[Document]] = (), lengths: Lengths = USUAL
     ) -> Ordering[Document]:
         """Without the waiting requests."""
         return next(self.order_batch([documents]))
 
     def order_batch(
-        self, requests: Sequence[list[Document]], *, suffix_tokens: int | None = None, max_wait: int | None = None
+        self, requests: Sequence[list[Document]], *, lengths: Lengths = USUAL, max_wait: int | None = None
     ) -> Iterator[Ordering[Document]]:
         """All requests, in the peer's order of serving, without a bound on waiting."""
         numbered = [[self._number(document) for document in documents] for documents in requests]

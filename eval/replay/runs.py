@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ragorder import Lengths
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.log import Log, RecordedArrivals
@@ -84,8 +85,7 @@ class _Client:
         ordering = self._orderer.order(
             documents,
             scope=scope,
-            suffix_tokens=log.suffix_tokens[row] + self._answer_tokens,
-            prefix_tokens=log.prefix_tokens[scope],
+            lengths=Lengths(prefix=log.prefix_tokens[scope], suffix=log.suffix_tokens[row] + self._answer_tokens),
         )
         return _Sent(row, ordering.documents, ordering)
 

@@ -18,7 +18,7 @@ from ragorder.eval.running.load import Advance, Load, serve_live, serve_live_in_
 from ragorder.eval.running.local import MakeRun
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import BenchError, EventsAddress
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 if TYPE_CHECKING:
     from ragorder.eval.running.specs import Bench, EngineSpec

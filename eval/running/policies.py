@@ -16,11 +16,11 @@ from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.peers import PEERS, make_peer
-from ragorder.orderer import Orderer
+from ragorder.orderer import USUAL, Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy", "parse_guards"]
 
@@ -84,12 +84,12 @@ class Policy(Protocol):
     """Orders documents, as an `Orderer` does."""
 
     def order(
-        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), lengths: Lengths = USUAL
     ) -> Ordering[Document]:
         """`waiting` are the documents of the requests behind this one."""
 
     def order_batch(
-        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
+        self, requests: Sequence[Documents], *, lengths: Lengths = USUAL, max_wait: int | None = None
     ) -> Iterable[Ordering[Document]]:
         """In serving order, none more than `max_wait` places late."""
 
@@ -164,13 +164,13 @@ class _Plain:
         self._permute = permute
 
     def order(
-        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), lengths: Lengths = USUAL
     ) -> Ordering[Document]:
         permutation = self._permute(documents)
         return Ordering([documents[rank] for rank in permutation], permutation)
 
     def order_batch(
-        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
+        self, requests: Sequence[Documents], *, lengths: Lengths = USUAL, max_wait: int | None = None
     ) -> Iterator[Ordering[Document]]:
         for index, documents in enumerate(requests):
             ordering = self.order(documents)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ragorder import Lengths
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.base import Cache, EngineCompletion
@@ -243,7 +244,7 @@ class Run:
             suffix_tokens = self._suffix_tokens(request)
             self._first_s = self._first_s or time.perf_counter()
             start = self._clock_ns()
-            ordering = order(request.documents, waiting=waiting, suffix_tokens=suffix_tokens)
+            ordering = order(request.documents, waiting=waiting, lengths=Lengths(suffix=suffix_tokens))
             yield number, ordering, self._clock_ns() - start
 
     def _plan(self) -> Iterator[tuple[int, Ordering[Document], int]]:
@@ -253,7 +254,7 @@ class Run:
         self._first_s = time.perf_counter()
         start = self._clock_ns()
         wait = {} if self.max_wait is None else {"max_wait": self.max_wait}
-        orderings = iter(self._policy.order_batch(documents, suffix_tokens=suffix_tokens, **wait))
+        orderings = iter(self._policy.order_batch(documents, lengths=Lengths(suffix=suffix_tokens), **wait))
         planning = (self._clock_ns() - start) // max(1, len(requests))
         while True:
             start = self._clock_ns()

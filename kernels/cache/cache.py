@@ -23,8 +23,8 @@ from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.cache.uses import NodeUses, tokens_by_tier
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
-from ragorder.kernels.policies import Key
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.policies import Key
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["KnowledgeCache", "prefetch", "purge"]
 

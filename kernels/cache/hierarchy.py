@@ -14,7 +14,7 @@ from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
-from ragorder.kernels.policies import AwaitedNodes
+from ragorder.trie.policies import AwaitedNodes
 
 __all__ = ["Hierarchy"]
 

@@ -8,7 +8,7 @@ from typing import cast
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
-from ragorder.kernels.policies import History, Tier, TierNode, make_policy
+from ragorder.trie.policies import History, Tier, TierNode, make_policy
 
 __all__ = ["MemoryTier"]
 

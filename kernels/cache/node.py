@@ -10,7 +10,7 @@ from enum import Enum, auto
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.paging import BlockPool
-from ragorder.kernels.policies import TierNode
+from ragorder.trie.policies import TierNode
 
 __all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 

@@ -9,8 +9,8 @@ from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import TierTokens
-from ragorder.kernels.policies.tier import NO_FORECAST
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.policies.tier import NO_FORECAST
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["NodeUses", "tokens_by_tier"]
 

@@ -21,7 +21,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload.footprint import decoder_layers
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["PatchedModel", "cache_maker", "device_blocks", "wanted_tokens"]
 

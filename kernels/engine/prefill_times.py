@@ -25,10 +25,10 @@ from ragorder.kernels.engine.identity import ORIGIN, device_name
 from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import BlockPool, KVShape, make_transfers
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, LoadTimes, measure_short_loads, measure_short_profile
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["engine_profile"]
 

@@ -13,8 +13,8 @@ from ragorder.kernels.cache import KnowledgeCache, Segment
 from ragorder.kernels.engine.fused import Fuser
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["ScheduledChunk", "Scheduler"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from random import Random
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,12 +15,12 @@ from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Request, TokenLogprobs, Update
 from ragorder.kernels.fusion.settings import Fusion
-from ragorder.kernels.policies import Key
+from ragorder.trie.policies import Key
 
 __all__ = ["Positions", "ScatteredPrefill", "Selecting", "Sequence", "Spans"]
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
-Spans = Sequence[tuple[int, int]]
+Spans = abc.Sequence[tuple[int, int]]
 """Begins and ends, ascending."""
 
 

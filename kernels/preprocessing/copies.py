@@ -13,8 +13,8 @@ from ragorder.kernels.cache.disk import store_identity
 from ragorder.kernels.cache.segments import segments_of
 from ragorder.kernels.fusion.document_kv import as_blocks
 from ragorder.kernels.paging import KVShape
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.store import ChunkStore
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["CopyStore", "WriteFailedError"]
 

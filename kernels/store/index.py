@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import cast
 
-from ragorder.kernels.policies import History, Tier, TierNode, make_policy
 from ragorder.kernels.store.format import ChunkName, Header
+from ragorder.trie.policies import History, Tier, TierNode, make_policy
 
 __all__ = ["ChunkIndex", "StoredChunk"]
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ragorder.kernels.policies.tier import NO_FORECAST
 from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import ChunkFolder, StoreRefusedError
 from ragorder.kernels.store.format import MAX_KEY_BYTES, BadHeaderError, ChunkName, Header, checksum
 from ragorder.kernels.store.index import ChunkIndex, StoredChunk
 from ragorder.kernels.store.scan import check, scan
+from ragorder.trie.policies.tier import NO_FORECAST
 
 __all__ = ["ChunkStore"]
 

@@ -10,14 +10,16 @@ from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragorder.jsonl import decode
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Spread, Workload
 from ragorder.pipelining.power_law import PowerLaw
-from ragorder.pipelining.search.partition_file import PartitionFile
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.search.partition_file import PartitionFile
 
 __all__ = ["GenerationSample", "PlacementProfile", "RetrievalSample", "index_sizes", "shared_tokens"]
 
@@ -222,6 +224,8 @@ def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
 
 
 def _cut(path: Path | str, count: int) -> PartitionFile:
+    from ragorder.pipelining.search.partition_file import PartitionFile
+
     return PartitionFile(path, count, searcher=_SEARCHER)
 
 

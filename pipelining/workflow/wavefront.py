@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
-from ragorder.pipelining.running_mean import RunningMean
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
 from ragorder.pipelining.workflow.result import Outcome, PieceTrace, Worker, WorkflowTrace
+from ragorder.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search.tiers import TierGains

@@ -23,7 +23,7 @@ from ragorder.cli.request_lines import (
     read_requests,
     warn_of,
 )
-from ragorder.orderer import Orderer
+from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.request_lines import UnreadFields
 from ragorder.settings import Settings
@@ -157,8 +157,7 @@ def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[Requ
         request.documents,
         waiting=waiting,
         scope=request.scope,
-        suffix_tokens=request.suffix_tokens,
-        prefix_tokens=request.prefix_tokens,
+        lengths=Lengths(prefix=request.prefix_tokens, suffix=request.suffix_tokens),
     )
     return request, ordering
 
@@ -172,11 +171,9 @@ def _in_batches(
         by_scope.setdefault(request.scope, []).append(request)
     for scope, members in by_scope.items():
         documents = [request.documents for request in members]
-        # A batch takes the prefix of its scope, which the scope's first request says.
-        orderer.order([], scope=scope, prefix_tokens=members[0].prefix_tokens).discard()
         known = [request.suffix_tokens for request in members if request.suffix_tokens is not None]
-        suffix_tokens = round(sum(known) / len(known)) if known else None
-        for ordering in orderer.order_batch(documents, scope=scope, suffix_tokens=suffix_tokens, max_wait=max_wait):
+        lengths = Lengths(members[0].prefix_tokens, round(sum(known) / len(known)) if known else None)
+        for ordering in orderer.order_batch(documents, scope=scope, lengths=lengths, max_wait=max_wait):
             yield members[ordering.index], ordering
 
 

@@ -26,9 +26,9 @@ from ragorder.cli.serve_engine import engine_options
 from ragorder.cli.serve_limits import ServeLimits
 from ragorder.cli.serve_running import running_options
 from ragorder.clouds.prices import PRICES_VARIABLE
-from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE
+from ragorder.trie.policies import POLICIES
 
 __all__ = ["ORDER_SETTINGS", "check_keys", "serve_options"]
 

@@ -92,7 +92,7 @@ def topics_of(header: str | None, secret: str | None, *, route: bool) -> Topics 
 
 def with_loads(profile: Path, *, needed: bool) -> Path | None:
     """The profile, if it has load times. Raises click.UsageError if it cannot be read, or needs to have them."""
-    from ragorder.kernels.profile import PrefillProfile
+    from ragorder.trie.profile import PrefillProfile
 
     try:
         loads = PrefillProfile.from_file(profile).loads

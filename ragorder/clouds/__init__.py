@@ -18,10 +18,10 @@ from ragorder.clouds.hybrid import hybrid_rules
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
 from ragorder.clouds.prices import Prices
 from ragorder.clouds.request import CloudModel, CloudRequest
+from ragorder.clouds.rules import CacheRules, UsageFields
 from ragorder.clouds.tables import Provider, cache_rules
 from ragorder.clouds.turns import HistoryMark, TurnMarks, TurnParts
 from ragorder.clouds.usage import CloudUsage, read_cloud_usage
-from ragorder.trie.cache_rules import CacheRules, UsageFields
 
 __all__ = [
     "CacheRules",

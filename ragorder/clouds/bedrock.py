@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ragorder.clouds import anthropic
-from ragorder.trie.cache_rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields
 
 __all__ = ["MODELS", "TTLS", "rules"]
 

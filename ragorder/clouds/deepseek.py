@@ -8,7 +8,7 @@ api-docs.deepseek.com/guides/kv_cache.
 from __future__ import annotations
 
 from ragorder.clouds.names import generation
-from ragorder.trie.cache_rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields
 
 __all__ = ["MODELS", "TTLS", "rules"]
 

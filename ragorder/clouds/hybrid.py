@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from ragorder.trie.cache_rules import CacheRules
+from ragorder.clouds.rules import CacheRules
 
 __all__ = ["hybrid_rules"]
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from ragorder.clouds.cost import Cost
 from ragorder.clouds.prices import Prices
+from ragorder.clouds.residency import CacheReport, MarkPlan
+from ragorder.clouds.rules import CacheRules
 from ragorder.clouds.turns import TurnMarks
-from ragorder.trie.cache_rules import CacheRules
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency import CacheReport, MarkPlan
 
 __all__ = ["CloudModel", "CloudRequest", "RequestMirror"]
 
@@ -64,7 +64,7 @@ class CloudRequest:
             marks = self._plan.breakpoints
             return TurnMarks(system=0 in marks, documents=tuple(mark for mark in marks if mark))
         turn = self._turn
-        return TurnMarks.of(self._plan.breakpoints, turn.sizes, turn.documents - turn.history)
+        return TurnMarks.of(self._plan.breakpoints, turn.sizes, turn.documents - turn.history_nodes)
 
     @property
     def resumed(self) -> int:

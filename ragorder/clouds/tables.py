@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol, cast
 
 from ragorder.clouds import anthropic, bedrock, deepseek, openai
-from ragorder.trie.cache_rules import CacheRules
+from ragorder.clouds.rules import CacheRules
 
 __all__ = ["PROVIDERS", "Provider", "cache_rules"]
 

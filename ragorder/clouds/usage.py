@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ragorder.clouds.rules import CacheRules, UsageFields
 from ragorder.counts import reported_count
-from ragorder.trie.cache_rules import CacheRules, UsageFields
 
 __all__ = ["CloudUsage", "read_cloud_usage"]
 

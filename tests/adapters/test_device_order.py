@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder.adapters.request_facts import RequestFacts
-from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
+from ragorder.trie.policies import POLICIES, History, Tier, make_policy
 
 pytestmark = pytest.mark.vllm
 

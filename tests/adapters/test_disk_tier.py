@@ -22,8 +22,8 @@ from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
-from ragorder.trie.residency import EngineBlocks, Place
-from ragorder.trie.residency.blocks import Content, block_content, chain_root
+from ragorder.trie.residency import Place
+from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 
 pytestmark = pytest.mark.vllm
 

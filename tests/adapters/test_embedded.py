@@ -53,9 +53,9 @@ from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
+from ragorder.trie.profile import PrefillProfile
 
 pytestmark = pytest.mark.merge
 

@@ -12,8 +12,8 @@ import pytest
 from ragorder import Document, Orderer
 from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
 from ragorder.eval.experiments.replacement import A10G
-from ragorder.trie.residency import EngineBlocks, Place
-from ragorder.trie.residency.blocks import Content, block_content, chain_root
+from ragorder.trie.residency import Place
+from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 
 msgpack = pytest.importorskip("msgspec").msgpack
 

@@ -32,8 +32,7 @@ from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters.vllm import kv_events
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
 from ragorder.settings import Settings
-from ragorder.trie.residency import EngineBlocks
-from ragorder.trie.residency.blocks import Content, block_content, chain_root
+from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgspec").msgpack
@@ -1037,7 +1036,7 @@ class TestWhatIsNeeded:
         done = python(
             "-c",
             "from ragorder.adapters.vllm.kv_events import KVEventSubscriber\n"
-            "from ragorder.trie.residency import EngineBlocks\n"
+            "from ragorder.trie.residency.blocks import EngineBlocks\n"
             "KVEventSubscriber(EngineBlocks(16), 'tcp://127.0.0.1:5557')\n",
             blocked=(package,),
         )

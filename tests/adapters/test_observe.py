@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.http_server import PageServer
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
@@ -77,12 +77,7 @@ class TestObservedOrderer:
         plain, watched = make_orderer(), ObservedOrderer(make_orderer(), [Recorder()])
         for documents, waiting in zip(asked(60), asked(60, seed=1), strict=True):
             for scope in ("a", "b"):
-                options: dict[str, Any] = {
-                    "scope": scope,
-                    "waiting": [waiting],
-                    "suffix_tokens": 40,
-                    "prefix_tokens": 8,
-                }
+                options: dict[str, Any] = {"scope": scope, "waiting": [waiting], "lengths": Lengths(8, 40)}
                 expected, ordering = plain.order(documents, **options), watched.order(documents, **options)
                 assert ordering.permutation == expected.permutation
                 assert ordering.cached_tokens == expected.cached_tokens
@@ -604,14 +599,14 @@ class TestOrdering:
 
     def test_the_prefix_of_a_scope_is_what_its_first_request_says(self) -> None:
         orderer = make_orderer()
-        orderer.order(DOCUMENTS[:2], scope="long", prefix_tokens=320)
+        orderer.order(DOCUMENTS[:2], scope="long", lengths=Lengths(prefix=320))
         orderer.order(DOCUMENTS[:2], scope="short")
         assert orderer.order(DOCUMENTS[:2], scope="long").cached_tokens == 320 + 192
         assert orderer.order(DOCUMENTS[:2], scope="short").cached_tokens == 256
 
     def test_a_wrong_prefix_is_a_fallback(self) -> None:
         orderer = make_orderer(strict=False)
-        assert orderer.order(DOCUMENTS[:2], prefix_tokens=-1).fallback
+        assert orderer.order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
 
     def test_evictions_of_a_forgotten_scope_still_count(self) -> None:
         orderer = make_orderer(max_scopes=1, capacity_tokens=600)

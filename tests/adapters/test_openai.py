@@ -459,7 +459,7 @@ class TestRoom:
 
     def asked(self, connect: Connect, orderer: WatchedOrderer) -> list[int]:
         """The tokens of answers that room was asked for, one request each."""
-        return [options["suffix_tokens"] - connect.builder.suffix_tokens(QUERY) for options in orderer.asked]
+        return [options["lengths"].suffix - connect.builder.suffix_tokens(QUERY) for options in orderer.asked]
 
     def answers(self, *lengths: Any) -> list[Response]:
         return [Response([chat("Yes"), STOP, usage(completion_tokens=length)]) for length in lengths]
@@ -469,14 +469,14 @@ class TestRoom:
         self, connect: Connect, orderer: WatchedOrderer, unlimited: dict[str, Any]
     ) -> None:
         connect().generate(QUERY, DOCUMENTS, **unlimited)
-        assert orderer.asked[0]["suffix_tokens"] == orderer.settings.suffix_tokens - 1
+        assert orderer.asked[0]["lengths"].suffix == orderer.settings.suffix_tokens - 1
 
     def test_a_question_longer_than_the_settings_say_gets_its_room(
         self, connect: Connect, orderer: WatchedOrderer
     ) -> None:
         connect().generate(self.LONG, DOCUMENTS)
         question_tokens = connect.builder.suffix_tokens(self.LONG)
-        assert orderer.asked[0]["suffix_tokens"] == question_tokens > orderer.settings.suffix_tokens
+        assert orderer.asked[0]["lengths"].suffix == question_tokens > orderer.settings.suffix_tokens
 
     @pytest.mark.parametrize(
         ("limit", "tokens"),
@@ -539,7 +539,7 @@ class TestRoom:
         client = OrderedClient(PlainClient(*streams), model="m", orderer=orderer, builder=builder)
         for _ in streams:
             client.generate(QUERY, DOCUMENTS, max_tokens=limit)
-        room = orderer.asked[-1]["suffix_tokens"] - builder.suffix_tokens(QUERY)
+        room = orderer.asked[-1]["lengths"].suffix - builder.suffix_tokens(QUERY)
         assert max(0, min(*lengths, limit) - 1) <= room <= max(0, min(max(lengths), limit) - 1)
 
     def test_a_high_limit_displaces_no_documents(self, connect: Connect) -> None:
@@ -1293,7 +1293,7 @@ class TestVLLM:
         for _ in range(2):
             client.generate(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
         client.generate(QUERY, self.DOCUMENTS, max_tokens=20)
-        assert live.asked[2]["suffix_tokens"] == connect.builder.suffix_tokens(QUERY) + 7
+        assert live.asked[2]["lengths"].suffix == connect.builder.suffix_tokens(QUERY) + 7
 
     def test_sixteen_tasks_get_answers_on_their_own_documents(
         self, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.document import Estimate
 from ragorder.ordering import RequestOutcome
 
@@ -354,7 +354,7 @@ class TestTaggedChat:
             names = "".join(rng.sample("abcdefgh", 4))
             proxy.post(tagged(names))
             documents = [Document(name, TEXTS[name]) for name in names]
-            ordering = plain.order(documents, prefix_tokens=builder.prefix_tokens)
+            ordering = plain.order(documents, lengths=Lengths(prefix=builder.prefix_tokens))
             assert far_end.last.json["messages"] == builder.build("Which?", ordering).messages
             ordering.confirm(512, 607)
 
@@ -644,13 +644,13 @@ class TestScopes:
 class TestLengths:
     def test_they_are_estimated_at_four_characters_a_token(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post(tagged("ab"))
-        assert orderer.calls[0]["prefix_tokens"] == PromptBuilder(SYSTEM["content"]).prefix_tokens
+        assert orderer.calls[0]["lengths"].prefix == PromptBuilder(SYSTEM["content"]).prefix_tokens
 
     def test_the_answer_gets_the_room_that_answers_take(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         builder = PromptBuilder("")
         for fields in ({}, {}, {"max_tokens": 3}, {"max_completion_tokens": 2, "max_tokens": 9}):
             proxy.post(tagged("ab", **fields))
-        room = [call["suffix_tokens"] - builder.suffix_tokens("Which?") for call in orderer.calls]
+        room = [call["lengths"].suffix - builder.suffix_tokens("Which?") for call in orderer.calls]
         # The far end says that an answer has 7 tokens; the last of them is never cached.
         assert room[1:] == [6, 2, 1]
 
@@ -663,7 +663,7 @@ class TestLengths:
         tools = [{"type": "function", "function": {"name": "z" * 400}}]
         for fields in ({"messages": [{"role": "user", "content": parts}]}, {"tools": tools}):
             proxy.post(tagged("ab", **fields))
-        with_parts, with_tools = (call["prefix_tokens"] for call in orderer.calls)
+        with_parts, with_tools = (call["lengths"].prefix for call in orderer.calls)
         assert with_parts == 100
         assert 100 < with_tools < 130
 
@@ -674,7 +674,7 @@ class TestLengths:
         builder = PromptBuilder(SYSTEM["content"], tokenizer=tokenizer)
         start(tokenizer=tokenizer).post(tagged("ab"))
         call = orderer.calls[0]
-        assert call["prefix_tokens"] == builder.prefix_tokens
+        assert call["lengths"].prefix == builder.prefix_tokens
         assert [each.tokens for each in call["documents"]] == [
             builder.document_tokens(each) for each in call["documents"]
         ]
@@ -687,7 +687,7 @@ class TestLengths:
         call = orderer.calls[0]
         for name, each in zip("ab", call["documents"], strict=True):
             assert each.tokens == len(tokenizer.encode(written(name), add_special_tokens=False))
-        assert call["prefix_tokens"] > PromptBuilder(SYSTEM["content"], tokenizer=tokenizer).prefix_tokens
+        assert call["lengths"].prefix > PromptBuilder(SYSTEM["content"], tokenizer=tokenizer).prefix_tokens
 
     def test_a_plain_prompt_is_counted_as_servers_count_it(
         self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
@@ -696,14 +696,14 @@ class TestLengths:
         body = tagged("ab", prompt="Use these documents.\n")
         del body["messages"]
         start(tokenizer=tokenizer).post(body, COMPLETIONS)
-        assert orderer.calls[0]["prefix_tokens"] == len(tokenizer.encode("Use these documents.\n"))
+        assert orderer.calls[0]["lengths"].prefix == len(tokenizer.encode("Use these documents.\n"))
 
     def test_what_the_chat_template_refuses_is_estimated(
         self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
     ) -> None:
         response = start(tokenizer=tokenizers["no-system"]).post(tagged("ab"))
         assert response.status_code == 200
-        assert orderer.calls[0]["prefix_tokens"] == PromptBuilder(SYSTEM["content"]).prefix_tokens
+        assert orderer.calls[0]["lengths"].prefix == PromptBuilder(SYSTEM["content"]).prefix_tokens
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)

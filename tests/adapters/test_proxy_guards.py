@@ -32,7 +32,7 @@ from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
 from ragorder.cli.serve import serve as serve_command
-from ragorder.kernels.profile import LINEAR
+from ragorder.trie.profile import LINEAR
 
 CHAT = "/v1/chat/completions"
 

@@ -30,7 +30,6 @@ from ragorder.adapters.ray.lifespan import Lifespan
 from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
 from ragorder.adapters.ray.transport import ReplicaTransport
 from ragorder.degraded import DegradedWarning
-from ragorder.topic import Topics
 
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -77,18 +76,9 @@ class TestTheContract:
 
 
 class TestTheApplication:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"choose": "random"}, "choose must be 'topic' or 'best', got 'random'"),
-            ({"choose": "best", "topics": Topics("secret")}, "topics are for choose='topic'"),
-            ({"replicas": {"request_router_config": None}}, "leave out request_router_config"),
-            ({"choose": "best", "ingress": {"num_replicas": 2}}, "leave num_replicas out"),
-        ],
-    )
-    def test_options_that_contradict_each_other_are_refused(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            make_application(EmbeddedEngine("/models/none"), **options)
+    def test_has_a_request_router_of_its_own(self) -> None:
+        with pytest.raises(ValueError, match="leave request_router_config out"):
+            make_application(EmbeddedEngine("/models/none"), replicas={"request_router_config": None})
 
     async def test_sees_requests_below_its_prefix(self) -> None:
         seen = []

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import httpx2
 from support.ray_engines import FakeReplica, NeverEnding, ReplicaProcess, deploying, replicas_in
 from support.waiting import eventually
 
-from ragorder import Orderer
 from ragorder.adapters.http_server.app_transport import AppTransport
 from ragorder.adapters.ray import EmbeddedEngine, make_application
 from ragorder.adapters.ray.lifespan import Lifespan
@@ -46,10 +44,6 @@ FRONT = {"ray_actor_options": {"num_cpus": 0.05}}
 def deploy(ray_serve: str) -> Iterator[Callable[[Any], str]]:
     with deploying(ray_serve) as deploy:
         yield deploy
-
-
-def mirrors() -> Orderer:
-    return Orderer(capacity_tokens=CAPACITY, block_size=16, strict=True)
 
 
 @dataclass
@@ -78,13 +72,12 @@ class Application:
 def start(deploy: Callable[[Any], str], tmp_path: Path) -> Callable[..., Application]:
     """An application of two fake engines."""
 
-    def start(choose: str, **options: Any) -> Application:
-        folder = tmp_path / f"{choose}-{len(list(tmp_path.iterdir()))}"
+    def start(**options: Any) -> Application:
+        folder = tmp_path / f"application-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         engines = FakeReplica(folder, capacity_tokens=CAPACITY)
         options = {"replicas": SMALL, "ingress": FRONT, **options}
-        options |= {} if choose == "topic" else {"make_orderer": mirrors}
-        return Application(deploy(make_application(engines, choose=choose, **options)), engines)
+        return Application(deploy(make_application(engines, **options)), engines)
 
     return start
 
@@ -145,7 +138,7 @@ def stream(application: Application, body: dict[str, Any], into: Streamed) -> St
 class TestTopics:
     def test_documents_stay_with_their_replica(self, start: Callable[..., Application]) -> None:
         """Whatever their order, in all processes of the ingress; and there they are found."""
-        application = start("topic", ingress=FRONT | {"num_replicas": 2})
+        application = start(ingress=FRONT | {"num_replicas": 2})
         rng = random.Random(0)
         first = []
         for names in SETS:
@@ -161,7 +154,7 @@ class TestTopics:
     def test_requests_without_documents_go_anywhere_and_sessions_to_one(
         self, start: Callable[..., Application]
     ) -> None:
-        application = start("topic")
+        application = start()
         plain = {"model": "fake", "messages": [{"role": "user", "content": "Question: ?"}]}
         assert {replica_of(application.post(plain)) for _ in range(40)} == set(application.replicas)
         assert len({replica_of(application.post(plain, **{"x-session-id": "mine"})) for _ in range(10)}) == 1
@@ -170,13 +163,10 @@ class TestTopics:
         assert application.get("/ragorder/ready").json() == {"status": "ready"}
 
 
-@pytest.mark.parametrize("choose", ["topic", "best"])
 class TestAnswers:
     @pytest.mark.slow
-    def test_come_as_they_are_generated_and_errors_say_what_to_change(
-        self, start: Callable[..., Application], choose: str
-    ) -> None:
-        application = start(choose)
+    def test_come_as_they_are_generated_and_errors_say_what_to_change(self, start: Callable[..., Application]) -> None:
+        application = start()
         answer = Streamed()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(stream, application, tagged(SETS[0], pace=[0, None]), answer)
@@ -191,11 +181,9 @@ class TestAnswers:
         assert application.post(tagged(SETS[0]), "/v1/embeddings").json()["error"]["code"] == "no_documents_here"
         assert application.get("/nowhere").status_code == 404
 
-    def test_of_a_killed_replica_that_had_not_begun_come_from_another(
-        self, start: Callable[..., Application], choose: str
-    ) -> None:
+    def test_of_a_killed_replica_that_had_not_begun_come_from_another(self, start: Callable[..., Application]) -> None:
         """Half of the requests wait for their first token, half are in the middle of their answers."""
-        application = start(choose)
+        application = start()
         begun, waiting = [Streamed() for _ in SETS], [Streamed() for _ in SETS]
         with ThreadPoolExecutor(64) as pool:
             for names, each in zip(SETS, begun, strict=True):
@@ -251,25 +239,12 @@ class EmbeddedEngines:
         )
         return EmbeddedEngine(str(self.model), settings)
 
-    def mirrored(self) -> dict[str, Any]:
-        """Options of an ingress that orders."""
-        make_orderer = partial(Orderer, strict=True, capacity_tokens=self.device_tokens, block_size=16)
-        return {"choose": "best", "make_orderer": make_orderer, "tokenizer": self.tokenizer, "send_facts": True}
-
 
 class TestTwoEngines:
     @pytest.fixture(scope="class")
     def engines(self, model_folder: Path) -> EmbeddedEngines:
         pytest.importorskip("transformers")
         return EmbeddedEngines(model_folder)
-
-    @pytest.mark.slow
-    def test_find_together_what_one_with_the_capacity_of_both_would(
-        self, deploy: Callable[[Any], str], engines: EmbeddedEngines
-    ) -> None:
-        """0.95 of it."""
-        served = self.served(deploy, engines, **engines.mirrored())
-        assert sum(found for _, found in served) >= 0.95 * self.alone(engines, engines.bodies, caches=2)
 
     @pytest.mark.slow
     def test_find_by_topic_what_they_find_outside_of_ray(
@@ -280,11 +255,9 @@ class TestTwoEngines:
         assert [found for _, found in served] == [self.alone(engines, bodies) for bodies, _ in served]
         assert sum(found for _, found in served) >= self.alone(engines, engines.bodies)
 
-    def served(
-        self, deploy: Callable[[Any], str], engines: EmbeddedEngines, **options: Any
-    ) -> list[tuple[list[Any], int]]:
+    def served(self, deploy: Callable[[Any], str], engines: EmbeddedEngines) -> list[tuple[list[Any], int]]:
         """The requests of each replica in their order, and the tokens that they found cached."""
-        url = deploy(make_application(engines.engine(), replicas=SMALL, ingress=FRONT, **options))
+        url = deploy(make_application(engines.engine(), replicas=SMALL, ingress=FRONT))
         dealt: dict[str, list[Any]] = {}
         found: Counter[str] = Counter()
         with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
@@ -317,7 +290,7 @@ class TestReplicas:
     @pytest.mark.slow
     def test_are_replaced_when_their_engine_fails(self, start: Callable[..., Application]) -> None:
         replicas = SMALL | {"num_replicas": 1, "health_check_period_s": 0.5}
-        application = start("topic", replicas=replicas)
+        application = start(replicas=replicas)
         first = replica_of(application.post(tagged(SETS[0])))
         application.replicas[first].sicken()
         assert eventually(lambda: len(application.replicas) == 2)

@@ -25,8 +25,8 @@ from ragorder.adapters.vllm.server_profile import profile_server
 from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.cli import main
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 KEY = "0123456789abcdef01234567"
 PROFILE = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from ragorder import Lengths
+
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("redis")
 pytest.importorskip("starlette")
@@ -122,7 +124,7 @@ class TestSharing:
 
     def test_lengths_are_those_of_the_request(self, sharing: Callable[..., SharedOrderer]) -> None:
         one, other = sharing(prefix_tokens=32), sharing(prefix_tokens=32)
-        one.order(DOCUMENTS[:2], prefix_tokens=64, suffix_tokens=16)
+        one.order(DOCUMENTS[:2], lengths=Lengths(prefix=64, suffix=16))
         one.order([Document("estimated", "words " * 100)], scope="estimated")
         assert known(other, orders=2)
         assert other.predict_cached_tokens(DOCUMENTS[:2]) == one.predict_cached_tokens(DOCUMENTS[:2]) == (256, 264)
@@ -202,7 +204,7 @@ class TestSharing:
                 return 48
 
         one, other = sharing(), sharing()
-        one.order(DOCUMENTS[:2], suffix_tokens=Length(), prefix_tokens=Length())
+        one.order(DOCUMENTS[:2], lengths=Lengths(prefix=Length(), suffix=Length()))
         assert known(other, orders=1)
         assert other.predict_cached_tokens(DOCUMENTS[:2])[1] == 248
 

@@ -25,7 +25,7 @@ from ragorder.adapters.vllm_tiers import (
     read_facts,
     versions,
 )
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 CHUNK = 16
 CHUNK_BYTES = 4096

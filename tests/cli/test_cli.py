@@ -66,7 +66,7 @@ SETTINGS = [
     ("--prefix-tokens", "10"),
     ("--suffix-tokens", "20"),
     ("--search", "greedy"),
-    ("--moves", "frequency"),
+    ("--moves", "queue"),
     ("--residency", "none"),
     ("--keep-first", "1"),
     ("--keep-last", "1"),

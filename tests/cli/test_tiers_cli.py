@@ -20,8 +20,8 @@ from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import fetch_hits, fetch_tier_stats
 from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings
 from ragorder.cli import main
-from ragorder.kernels.profile import LINEAR
 from ragorder.kernels.store import ChunkStore
+from ragorder.trie.profile import LINEAR
 
 GIB = 1 << 30
 Serve = Callable[[str], str]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragorder import Document, Orderer, PromptBuilder, Segment
+from ragorder import Document, History, Orderer, PromptBuilder, Segment
 from ragorder.clouds import TurnMarks, TurnParts, cache_rules, read_cloud_usage
 from ragorder.clouds.turns import HistoryMark
 from ragorder.conversation import Turn
@@ -178,12 +178,12 @@ class TestTurns:
 
     def test_segments_of_ones_own_have_marks_too(self) -> None:
         orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=PromptBuilder(SYSTEM), strict=True)
-        ordering = orderer.order(DOCUMENTS[:2], behind=[Segment("hello", 900)], question=Segment("what", 20))
+        ordering = orderer.order(DOCUMENTS[:2], history=History([Segment("hello", 900)], question=Segment("what", 20)))
         assert ordering.cloud is not None and ordering.cloud.turn_marks.question
         ordering.confirm()
-        again = orderer.order(DOCUMENTS[:2], behind=[Segment("hello", 900)], question=Segment("what", 20))
+        again = orderer.order(DOCUMENTS[:2], history=History([Segment("hello", 900)], question=Segment("what", 20)))
         assert again.cached_tokens > 900
-        assert orderer.order(DOCUMENTS[:2], behind=[]).cached_tokens == 0
+        assert orderer.order(DOCUMENTS[:2], history=History([])).cached_tokens == 0
 
 
 class TestBodies:

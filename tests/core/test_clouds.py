@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment
+from ragorder import Document, History, Orderer, Ordering, PromptBuilder, Segment
 from ragorder.adapters.marks import marked_documents
 from ragorder.clouds import (
     CacheRules,
@@ -200,7 +200,7 @@ class TestOrders:
         orderer, _, _ = make()
         serve(orderer, DOCUMENTS)
         for behind in ([], [Segment("hello", 50)]):
-            ordering = orderer.order(DOCUMENTS, behind=behind)
+            ordering = orderer.order(DOCUMENTS, history=History(behind))
             assert ordering.breakpoints and len(ordering.breakpoints) <= 4 if not behind else ordering.cost
             ordering.confirm(0)
         assert orderer.order(DOCUMENTS).cached_tokens > 0

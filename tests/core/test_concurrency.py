@@ -18,7 +18,7 @@ from support.rings import length
 
 from ragorder import Document, Orderer, Ordering
 from ragorder.ordering import RequestOutcome
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 ORDERS = length(50_000, 15_000)
 THREADS = 16

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.told_server import BLOCK, Told, ToldServer
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment, Turn
+from ragorder import Document, History, Orderer, Ordering, PromptBuilder, Segment, Turn
 from ragorder.adapters.observing import ObservedOrderer
 from ragorder.trie.histories import Histories, KnownSegments
 from ragorder.trie.tree import KnowledgeTree
@@ -275,7 +275,7 @@ class TestPredictions:
         told = server.ask(Told(), server.pick())
         other = server.ask(told, server.pick())
         question = Segment("q in flight", 40)
-        waiting = server.orderer.order(server.pick(), behind=told.segments, question=question)
+        waiting = server.orderer.order(server.pick(), history=History(told.segments, question=question))
         for _ in range(3):
             told, other = server.ask(told, server.pick()), server.ask(other, server.pick())
         waiting.remember_as("m in flight", "a in flight")
@@ -325,10 +325,9 @@ class TestPredictions:
         for _ in range(4):
             documents, question = server.pick(), server.tokens(20)
             named = Segment(f"q{hash(tuple(question))}", 20)
-            where: dict[str, Any] = {"behind": told.segments, "question": named}
             size = server.orderer.tree_size
-            predicted, end = server.orderer.predict_cached_tokens(documents, **where)
-            assert server.orderer.preview(documents, behind=told.segments) is not None
+            predicted, end = server.orderer.predict_cached_tokens(documents, history=History(told.segments, named))
+            assert server.orderer.preview(documents, history=History(told.segments)) is not None
             assert server.orderer.tree_size == size
             lengths = sum(len(server.texts[name]) for name in documents)
             assert end == len(server.system) + len(told.tokens) + lengths + 20
@@ -350,7 +349,7 @@ class TestPredictions:
         while told.segments[1].tokens < 3 * BLOCK:
             told = server.ask(Told(), server.pick())
         for _ in range(3):
-            ordering: Ordering[str] = server.orderer.order(server.pick(), behind=told.segments)
+            ordering: Ordering[str] = server.orderer.order(server.pick(), history=History(told.segments))
             # Without its reasoning, say: what was sent before the answer is still there.
             sent = (len(server.system) + told.segments[0].tokens) // BLOCK * BLOCK
             assert sent < ordering.cached_tokens - BLOCK
@@ -360,10 +359,10 @@ class TestPredictions:
 
     def test_other_tenants_histories_are_not_there(self) -> None:
         orderer = strict()
-        orderer.order([A], scope="one", behind=[], question=Segment("q", 40))
-        first = orderer.order([A], scope="one", behind=[], question=Segment("q", 40))
+        orderer.order([A], scope="one", history=History([], question=Segment("q", 40)))
+        first = orderer.order([A], scope="one", history=History([], question=Segment("q", 40)))
         assert first.cached_tokens > 0
-        other = orderer.order([A], scope="two", behind=[], question=Segment("q", 40))
+        other = orderer.order([A], scope="two", history=History([], question=Segment("q", 40)))
         assert other.cached_tokens == 0
 
     def test_an_observed_orderer_follows_both_orders(self) -> None:
@@ -375,14 +374,14 @@ class TestPredictions:
             told = server.ask(told, server.pick())
         assert server.predicted == server.reported
         assert plain is not None
-        behind = plain.predict_cached_tokens([], behind=told.segments)[0]
-        assert behind == observed.predict_cached_tokens([], behind=told.segments)[0] > 0
+        behind = plain.predict_cached_tokens([], history=History(told.segments))[0]
+        assert behind == observed.predict_cached_tokens([], history=History(told.segments))[0] > 0
 
     def test_a_fused_engine_follows_none_and_says_so(self) -> None:
         orderer = strict(reuse="fused")
-        orderer.order([A], behind=[], question=Segment("q", 5)).confirm()
+        orderer.order([A], history=History([], question=Segment("q", 5))).confirm()
         with pytest.warns(UserWarning, match="does not follow conversations"):
-            ordering = orderer.order([B, C], behind=[Segment("m", 40)], question=Segment("q", 5))
+            ordering = orderer.order([B, C], history=History([Segment("m", 40)], question=Segment("q", 5)))
         assert (ordering.documents, ordering.cached_tokens) == ([B, C], 0)
 
 
@@ -428,10 +427,14 @@ class TestSegments:
         with pytest.raises(error, match="Segment"):
             Segment(key, tokens)
 
-    @pytest.mark.parametrize("method", ["order", "preview", "predict_cached_tokens"])
-    def test_a_history_holds_nothing_else(self, method: str) -> None:
+    def test_a_history_holds_nothing_else(self) -> None:
         with pytest.raises(TypeError, match="Segment"):
-            getattr(strict(), method)([A], behind=["text"])
+            History(["text"])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("method", ["order", "preview", "predict_cached_tokens"])
+    def test_segments_alone_are_no_history(self, method: str) -> None:
+        with pytest.raises(TypeError, match=r"ragorder\.History"):
+            getattr(strict(), method)([A], history=[Segment("a", 1)])
 
     def test_a_builders_segments_have_the_lengths_of_its_template(self, tokenizers: Any) -> None:
         tokenizer = tokenizers["chatml"]

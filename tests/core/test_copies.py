@@ -14,7 +14,7 @@ import pytest
 
 from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 DOCUMENTS = [Document(id, f"text of {id}", tokens=32) for id in "abc"]
 WAYS: dict[str, Callable[[Any], Any]] = {

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples, grid
 
-from ragorder import Document, Orderer, Ordering, Settings
+from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
 from ragorder.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -29,7 +29,7 @@ from ragorder.trie.histories import Segment
 
 BLOCK = 16
 SEARCHES = ["best", "greedy"]
-MOVES = ["earned", "free", "prefix", "frequency", "queue"]
+MOVES = ["earned", "free", "prefix", "cohort", "queue"]
 CORPUS = {id: Document(id, f"text of {id}", tokens=32) for id in "abcdefghijklmnopqrstuvwxyz"}
 
 REQUESTS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6)
@@ -443,10 +443,10 @@ class TestBestPlace:
     def test_in_a_conversation_it_is_next_to_the_question_too(self) -> None:
         orderer = strict(best="last")
         behind, question = [Segment("told", 40)], Segment("asked", 10)
-        ordering = orderer.order(documents("abc"), behind=behind, question=question)
+        ordering = orderer.order(documents("abc"), history=History(behind, question=question))
         assert ids(ordering) == "bca"
         ordering.confirm()
-        assert orderer.order(documents("abc"), behind=behind, question=question).prefix_documents == 3
+        assert orderer.order(documents("abc"), history=History(behind, question=question)).prefix_documents == 3
 
 
 class TestAnOrderThatIsGiven:
@@ -456,10 +456,10 @@ class TestAnOrderThatIsGiven:
     def test_is_sent_and_counted_whatever_is_cached(self, moves: Any) -> None:
         orderer = strict(moves=moves, capacity_tokens=100_000)
         orderer.order(documents("abcde")).confirm()
-        ordering = orderer.order(documents("abcde"), permutation=[4, 2, 0, 1, 3])
+        ordering = orderer.order(documents("abcde"), history=History(sent=[4, 2, 0, 1, 3]))
         assert (ids(ordering), ordering.prefix_documents) == ("ecabd", 0)
         ordering.confirm()
-        again = orderer.order(documents("abcde"), permutation=[4, 2, 0, 1, 3])
+        again = orderer.order(documents("abcde"), history=History(sent=[4, 2, 0, 1, 3]))
         assert (ids(again), again.prefix_documents) == ("ecabd", 5)
         again.confirm()
         # Others find it, too.
@@ -468,17 +468,17 @@ class TestAnOrderThatIsGiven:
     def test_stands_before_a_question_and_behind_a_history_alike(self) -> None:
         for behind in ([], [Segment("told", 40)]):
             orderer = strict()
-            ordering = orderer.order(documents("abc"), behind=behind, permutation=(2, 0, 1))
+            ordering = orderer.order(documents("abc"), history=History(behind, sent=(2, 0, 1)))
             assert ids(ordering) == "cab"
             ordering.confirm()
-            assert orderer.order(documents("abc"), behind=behind, permutation=(2, 0, 1)).prefix_documents == 3
+            assert orderer.order(documents("abc"), history=History(behind, sent=(2, 0, 1))).prefix_documents == 3
 
     @pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 1], [1, 2, 3], [0, 1, 2, 3]])
     def test_that_is_none_of_them_keeps_retrieval_order(self, wrong: list[int]) -> None:
         with pytest.raises(ValueError, match="each rank"):
-            strict().order(documents("abc"), permutation=wrong)
+            strict().order(documents("abc"), history=History(sent=wrong))
         with pytest.warns(DegradedWarning, match="ValueError"):
-            assert ids(Orderer().order(documents("abc"), permutation=wrong)) == "abc"
+            assert ids(Orderer().order(documents("abc"), history=History(sent=wrong))) == "abc"
 
 
 class BoomError(Exception):
@@ -526,11 +526,11 @@ class TestPreview:
         orderer = strict(prefix_tokens=16)
         orderer.preview(documents("ab"), scope="new")
         assert not orderer.holds_prefix(scope="new") and not orderer._scopes
-        orderer.order(documents("ab"), scope="new", prefix_tokens=160).confirm()
+        orderer.order(documents("ab"), scope="new", lengths=Lengths(prefix=160)).confirm()
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
     def test_preview_does_not_count_as_popularity(self) -> None:
-        orderer = strict(moves="frequency")
+        orderer = strict(moves="free")
         for _ in range(9):
             orderer.preview(documents("xb"))
         assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
@@ -667,7 +667,7 @@ class TestNeverRaises:
     def test_nonsense_for_the_length_of_the_suffix(self, suffix_tokens: Any) -> None:
         orderer = Orderer(capacity_tokens=1_000)
         retrieved = documents("ba")
-        check_permutation(orderer.order(retrieved, suffix_tokens=suffix_tokens), retrieved)
+        check_permutation(orderer.order(retrieved, lengths=Lengths(suffix=suffix_tokens)), retrieved)
         serve(orderer, "ab", "abc", "xyz")
         check_tree(orderer, idle=False)
 
@@ -716,7 +716,7 @@ from ragorder import Orderer
 from ragorder.eval.data.workloads import make_workload
 orders = []
 for search in ("best", "greedy"):
-    for moves in ("earned", "free", "prefix", "frequency", "queue"):
+    for moves in ("earned", "free", "prefix", "cohort", "queue"):
         for name in ("mix8",):
             workload = make_workload(name, 3, requests=120)
             requests = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]

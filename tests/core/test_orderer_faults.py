@@ -19,7 +19,7 @@ from ragorder.clouds import CacheRules
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.ordering import RequestOutcome
 from ragorder.tokens import SegmentTokenizer
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 DOCUMENTS = [Document(str(number), "", tokens=100) for number in range(60)]
 PATIENCE_S = 20.0

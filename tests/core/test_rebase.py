@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.told_server import BLOCK, CLOSING, Told, ToldServer
 
-from ragorder import Document, Orderer, PromptBuilder, Segment, Turn
+from ragorder import Document, History, Lengths, Orderer, PromptBuilder, Segment, Turn
 from ragorder.adapters.observing import ObservedOrderer
 
 SYSTEM = "Answer from the documents."
@@ -323,7 +323,9 @@ class RebasingServer(ToldServer):
         said = [*talk.said, (f"q{hash(tuple(question))}", question)]
         segments = [Segment(key, len(tokens)) for key, tokens in said]
         wanted = [*documents, *(each for each in talk.documents if each not in documents)]
-        ordering = self.orderer.order(wanted, question=segments, suffix_tokens=len(question) + len(answer) - 1)
+        ordering = self.orderer.order(
+            wanted, history=History(question=segments), lengths=Lengths(suffix=len(question) + len(answer) - 1)
+        )
         self.last = ordering
         shown = [token for name in ordering.documents for token in self.texts[name]]
         sent = [*shown, *(token for _, tokens in said for token in tokens)]
@@ -382,7 +384,7 @@ class TestPredictions:
         question = server.tokens(20)
         said = [*talk.said, (f"q{hash(tuple(question))}", question)]
         segments = [Segment(key, len(tokens)) for key, tokens in said]
-        cached, end = server.orderer.predict_cached_tokens(talk.documents, question=segments)
+        cached, end = server.orderer.predict_cached_tokens(talk.documents, history=History(question=segments))
         assert server.orderer.tree_size == size
         lengths = sum(len(server.texts[name]) for name in talk.documents)
         assert end == len(server.system) + lengths + sum(len(tokens) for _, tokens in said)

@@ -255,7 +255,7 @@ class TestUse:
         assert Orderer(settings).settings is settings
 
     @pytest.mark.parametrize("search", ["best", "greedy"])
-    @pytest.mark.parametrize("moves", ["earned", "free", "prefix", "frequency", "queue"])
+    @pytest.mark.parametrize("moves", ["earned", "free", "prefix", "cohort", "queue"])
     @pytest.mark.parametrize("residency", ["lru", "none"])
     def test_every_combination_of_policies_orders(self, search: str, moves: str, residency: str) -> None:
         orderer = Orderer(search=search, moves=moves, residency=residency, strict=True)

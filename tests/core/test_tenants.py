@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.rings import examples, length
 from support.tenants import BLOCK, Served, Tenants
 
-from ragorder import Document
-from ragorder.trie.residency import FollowedPool
+from ragorder import Document, Lengths
+from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.tree import Node
 
 TENANTS = 50
@@ -197,7 +197,7 @@ class TestIsolation:
         tenants.finish()
         orderer = tenants.orderer(0)
         for number in range(20):
-            ordering = orderer.order([], scope="time of day", prefix_tokens=320)
+            ordering = orderer.order([], scope="time of day", lengths=Lengths(prefix=320))
             assert ordering.cached_tokens == (320 if number else 0)
             ordering.confirm(0)
         assert tenants.serve(0, [0, 1, 2], lengths).predicted > 300

@@ -21,7 +21,7 @@ from ragorder.eval.experiments.replacement import (
     TwoTiers,
     stream_of_trace,
 )
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 LOADS = {"host": 1.5e-4, "disk": 1e-3}
 """Seconds a token; computing one takes 2.2e-4 s and more."""

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.rings import length
 
-from ragorder import Document, Orderer, Prompt, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Prompt, PromptBuilder
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.sim import SimEngine
@@ -292,7 +292,7 @@ class TestVLLM:
         ordered = predicted = evicted = 0
         for query, documents in requests:
             suffix_tokens = builder.suffix_tokens(query) + vllm_engine.kept_output_tokens
-            ordering = orderer.order(documents, suffix_tokens=suffix_tokens)
+            ordering = orderer.order(documents, lengths=Lengths(suffix=suffix_tokens))
             completion = vllm_engine.generate(token_ids(builder.build(query, ordering)))
             predicted += abs(completion.cached_tokens - ordering.cached_tokens) <= vllm_engine.block_size
             ordered += completion.cached_tokens

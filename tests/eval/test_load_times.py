@@ -19,7 +19,7 @@ from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.experiments.profiling.loads import measure_loads
 from ragorder.eval.experiments.profiling.measuring import find_profiled
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 FREE = PrefillProfile((0,), (16,), ((0.0,),), {"engine": "far", "model": "far"})
 

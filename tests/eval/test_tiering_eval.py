@@ -28,8 +28,8 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.store import ChunkStore
+from ragorder.trie.profile import PrefillProfile
 
 JSON = dict[str, Any]
 BLOCK = 32

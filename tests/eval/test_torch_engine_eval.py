@@ -16,6 +16,8 @@ import pytest
 from click.testing import Result
 from support.commands import run_command
 
+from ragorder import Lengths
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -42,7 +44,7 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 pytestmark = pytest.mark.merge
 
@@ -294,7 +296,7 @@ class TestOrderer:
         found = 0
         for number, ranking in enumerate(workload.rankings[:20]):
             documents = [workload.documents[each] for each in ranking]
-            ordering = orderer.order(documents, suffix_tokens=prompts.question_tokens)
+            ordering = orderer.order(documents, lengths=Lengths(suffix=prompts.question_tokens))
             ids = prompts.token_ids(number, TraceRequest("", []), ordering.documents)
             completion = engine.generate(ids)
             assert 0 <= completion.cached_tokens - ordering.cached_tokens < engine.block_size

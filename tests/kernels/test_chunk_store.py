@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.rings import examples
 
-from ragorder.kernels.policies import POLICIES, History, Tier, TierNode, make_policy
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
 from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.format import BadHeaderError, ChunkName, Header
 from ragorder.kernels.store.scan import stored_bytes
+from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_policy
 
 IDENTITY = "a model"
 PLENTY = 1 << 30

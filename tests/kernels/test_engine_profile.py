@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, prefill_times
 from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.store import StoreRefusedError
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 VOCABULARY = 256
 REQUEST = Request(list(range(100)), (40, 80), Sampling(max_tokens=4, ignore_eos=True), keep_logits=True)

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import EngineSettings, Request, TieredEngine
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 A, B, C = tokens(40, 1), tokens(40, 2), tokens(40, 3)
 

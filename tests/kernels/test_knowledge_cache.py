@@ -30,8 +30,8 @@ from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segmen
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
 from ragorder.kernels.paging.transfers import runs
-from ragorder.kernels.policies import POLICIES
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.policies import POLICIES
+from ragorder.trie.profile import PrefillProfile
 
 BLOCK = 4
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=3, block_size=BLOCK, dtype=torch.float32)

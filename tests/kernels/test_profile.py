@@ -28,7 +28,7 @@ from ragorder.eval.experiments.profiling.measuring import (
     plan_grid,
 )
 from ragorder.eval.experiments.profiling.record import ProfileRecord
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 HUGE = 10**400
 SMALL = ["--cached", "0,32", "--new", "16,48", "--repeats", "1"]

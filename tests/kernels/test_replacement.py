@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
-from ragorder.kernels.policies import POLICIES, AwaitedNodes, History, ReplacementPolicy, Tier, TierNode, make_policy
+from ragorder.trie.policies import POLICIES, AwaitedNodes, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
 
@@ -736,7 +736,7 @@ class TestHistory:
 
 SCRIPT = """
 import random
-from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
+from ragorder.trie.policies import POLICIES, History, Tier, make_policy
 for name in POLICIES:
     rng = random.Random(0)
     tier = Tier(make_policy(name), History(20))

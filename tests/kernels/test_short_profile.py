@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder.cache_folder import cache_folder
-from ragorder.kernels.policies import Tier, make_policy
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
+from ragorder.trie.policies import Tier, make_policy
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 
 class FakeEngine:

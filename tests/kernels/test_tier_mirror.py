@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.kernels.mirror import MirroredTier, TieredPool, TieredResidency, TierMirror
-from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.mirror import MirroredTier, TieredPool, TieredResidency, TierMirror
+from ragorder.trie.policies import POLICIES, History, Tier, make_policy
+from ragorder.trie.profile import PrefillProfile
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
 

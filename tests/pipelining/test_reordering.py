@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 from support.waiting import eventually
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
@@ -423,9 +423,9 @@ class TestPredicting:
 
     def test_an_unknown_scope_is_not_created(self) -> None:
         orderer = Orderer(block_size=16, prefix_tokens=64, strict=True)
-        assert orderer.predict_cached_tokens(documents("a"), scope="t", prefix_tokens=100) == (0, 110)
+        assert orderer.predict_cached_tokens(documents("a"), scope="t", lengths=Lengths(prefix=100)) == (0, 110)
         assert orderer.predict_cached_tokens(documents("a"), scope="t") == (0, 74)
-        orderer.order(documents("a"), scope="t", prefix_tokens=100)
+        orderer.order(documents("a"), scope="t", lengths=Lengths(prefix=100))
         assert orderer.predict_cached_tokens(documents("a"), scope="t") == (96, 110)
 
     def test_an_internal_error_predicts_nothing_and_is_counted(self) -> None:

@@ -22,8 +22,8 @@ from ragorder._batch_plan import _DryRun, _in_windows, _nearest_first, _one_by_o
 from ragorder._request import OrderRequest
 from ragorder._scope import Scope
 from ragorder.eval.experiments.replacement import A10G, SYSTEM_TOKENS, DocumentStream, TwoTiers
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.ordering import Ordering
+from ragorder.trie.profile import PrefillProfile
 from support.price import orderer_of, serve, sizes_of, streams_of
 
 _WARM, _BATCH = 300, 200

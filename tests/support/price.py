@@ -27,8 +27,8 @@ from ragorder.eval.experiments.replacement import (
     TwoTiers,
     stream_of_trace,
 )
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.ordering import Ordering
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["orderer_of", "serve", "sizes_of", "streams_of"]
 

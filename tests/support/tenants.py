@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from ragorder import Document, Orderer
+from ragorder import Document, Lengths, Orderer
 from ragorder.eval.engines.sim import Like, SimEngine
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 BLOCK = 16
 PREFIX = 100
@@ -103,7 +103,7 @@ class Tenants:
         ]
         prefix_tokens = PREFIX if self._tell_every is not None else PREFIX + 3 * tenant
         ordering = self.orderer(tenant).order(
-            given, scope=f"t{tenant}", prefix_tokens=prefix_tokens, suffix_tokens=self._suffix_tokens
+            given, scope=f"t{tenant}", lengths=Lengths(prefix=prefix_tokens, suffix=self._suffix_tokens)
         )
         prompt = array("q", range(prefix_tokens))
         for document in ordering.documents:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragorder import Orderer, Ordering, Segment
+from ragorder import History, Lengths, Orderer, Ordering, Segment
 from ragorder.eval.engines.sim import SimEngine
 
 __all__ = ["BLOCK", "CLOSING", "Told", "ToldServer"]
@@ -65,7 +65,9 @@ class ToldServer:
         answer = self.tokens(self.draw.randrange(2, 60))
         named = Segment(f"q{hash(tuple(question))}", len(question))
         ordering: Ordering[str] = self.orderer.order(
-            documents, behind=told.segments, question=named, suffix_tokens=len(question) + len(answer) - 1
+            documents,
+            history=History(told.segments, question=named),
+            lengths=Lengths(suffix=len(question) + len(answer) - 1),
         )
         self.last = ordering
         sent = [*told.tokens, *(token for name in ordering.documents for token in self.texts[name]), *question]

@@ -14,10 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rings import examples, grid
 
-from ragorder import Document, Orderer
+from ragorder import Document, Lengths, Orderer
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.trie.residency import EngineBlocks, EventsResidency
+from ragorder.trie.residency.blocks import EngineBlocks
+from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.tree import Node
 
 BLOCK = 4
@@ -119,7 +120,9 @@ class Live:
     def begin(self, numbers: Sequence[int], suffix_tokens: int | None = 3, answer_tokens: int = 2) -> tuple[int, int]:
         """Order a request and send it: cached tokens predicted and reported."""
         self.served += 1
-        ordering = self.orderer.order([self.documents[number] for number in numbers], suffix_tokens=suffix_tokens)
+        ordering = self.orderer.order(
+            [self.documents[number] for number in numbers], lengths=Lengths(suffix=suffix_tokens)
+        )
         assert sorted(int(document.id) for document in ordering.documents) == sorted(numbers)
         prompt = array("q", SYSTEM)
         for document in ordering.documents:

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.trie.cache_rules import CacheRules
-from ragorder.trie.mark_choice import MarkChoice, best_marks
-from ragorder.trie.mark_rates import MarkRates, WriteBudget, cell_of
-from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import CacheReport, JunctionsResidency, Lease, MarkedFeedback, MarksResidency, Pool
+from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget, best_marks, cell_of
+from ragorder.clouds.residency import CacheReport, JunctionsResidency, MarkedFeedback, MarksResidency
+from ragorder.clouds.rules import CacheRules
+from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
+from ragorder.trie.residency import Lease, Pool
 from ragorder.trie.search import ranks_on_path
-from ragorder.trie.search.marked import MarkedPathSearch
 
 SYSTEM = 100
 TOKENS = 500

@@ -22,7 +22,7 @@ class ReversedTail(Tail):
 """
 
 SEARCH = """
-from ragorder.trie.search.base import PrefixSearch, searches
+from ragorder.trie.search import PrefixSearch, searches
 
 @searches.register("nothing", "no cached document is reused")
 class NoSearch(PrefixSearch):

@@ -11,8 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragorder.trie.residency import LRUResidency, Pool
-from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, Price, PricedPaths, Rest, ranks_on_path
-from ragorder.trie.search.base import Permits
+from ragorder.trie.search import (
+    BestPathSearch,
+    GreedySearch,
+    Permits,
+    PrefixSearch,
+    Price,
+    PricedPaths,
+    Rest,
+    ranks_on_path,
+)
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 BLOCK = 16

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragorder.trie.tail import CohortTail, FreeTail, FrequencyTail, PopularityTail, QueueTail, RankTail, Tail
+from ragorder.eval.running.popular_tails import FrequencyTail, PopularityTail
+from ragorder.trie.tail import CohortTail, FreeTail, QueueTail, RankTail, Tail
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """For properties that several classes inherit: each runs them on another implementation."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
-__all__ = ["Lease", "RequestedDocuments", "Residency", "TokenIds"]
+__all__ = ["Lease", "Loads", "Place", "Places", "RequestedDocuments", "Residency", "TokenIds"]
 
 
 class Lease:
@@ -89,3 +90,30 @@ class Residency(Protocol):
 
     def cancel(self, lease: Lease) -> None:
         """The request failed: what it alone would have computed is not held."""
+
+
+class Place(IntEnum):
+    """Fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class Loads(NamedTuple):
+    """Blocks that the engine loads from host memory and from disk before it reuses them."""
+
+    host: int = 0
+    disk: int = 0
+
+
+@runtime_checkable
+class Places(Protocol):
+    """A residency in an engine with several tiers: where blocks of nodes are."""
+
+    def loads(self, node: Node) -> Loads:
+        """Of the node's held blocks."""
+
+    def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
+        """The request of a new lease brings its path to the device. Without room the lease has ended already.
+        `expected_uses`: forecast uses of its documents' nodes, or none."""

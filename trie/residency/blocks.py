@@ -9,7 +9,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from ragorder.trie.residency.places import Place
+from ragorder.trie.residency.base import Place
 
 __all__ = ["BlockWatcher", "Content", "EngineBlocks", "PathContents", "block_content", "chain_root", "pack_tokens"]
 

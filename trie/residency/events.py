@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
-from ragorder.trie.residency.blocks import Content, PathContents, chain_root, pack_tokens
-from ragorder.trie.residency.discovery import discover
+from ragorder.trie.residency.base import Lease, Loads, Place, RequestedDocuments, TokenIds
+from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.places import Loads, Place
 from ragorder.trie.residency.pool import UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node
 
-__all__ = ["EventsResidency"]
+__all__ = ["EventsResidency", "ServedPath", "discover"]
+
+_BUDGET = 256
+
+
+class ServedPath(NamedTuple):
+    """Ranks of consecutive documents and their contents; the engine holds all but the last whole."""
+
+    ranks: tuple[int, ...] = ()
+    contents: tuple[PathContents, ...] = ()
+
+
+def discover(
+    tree: KnowledgeTree,
+    blocks: EngineBlocks,
+    known: Mapping[Node, PathContents],
+    taken: Container[Content],
+    requested: RequestedDocuments,
+) -> Iterator[ServedPath]:
+    """The paths of a request's documents that the engine holds beyond those of the tree (`known` contents, `taken`
+    blocks).
+
+    The first block of each document after a path is looked up in the engine's table: at most `_BUDGET` times, depth
+    first, in rank order. Only the request's documents and the scope's own prefix and salt are tried: nothing of another
+    tenant can be found.
+    """
+    top = known.get(tree.root)
+    if top is None or (top.blocks and not blocks.holds(top.last)):
+        return
+    size, keys = tree.block_size, requested.keys
+    heads = {
+        rank: pack_tokens(ids[:size])
+        for rank, (ids, length) in enumerate(zip(requested.token_ids, requested.tokens, strict=True))
+        # An empty document fills nothing, wherever it stands.
+        if len(ids) == length > 0
+    }
+    budget = _BUDGET
+    stack: list[tuple[ServedPath, PathContents, Node | None]] = [(ServedPath(), top, tree.root)]
+    while stack and budget > 0:
+        path, end, node = stack.pop()
+        children = node.children or {} if node is not None else {}
+        further: list[tuple[ServedPath, PathContents, Node | None]] = []
+        for rank, head in heads.items():
+            if rank in path.ranks:
+                continue
+            child = children.get(keys[rank])
+            if child is not None:
+                if child in known and not child.missing:
+                    further.append((_extend(path, rank, known[child]), known[child], child))
+                continue
+            budget -= 1
+            first = end.first_block(head, size)
+            # Documents of equal tokens are one to the engine, and the tree already has it.
+            if first is not None and (first in taken or not blocks.holds(first)):
+                continue
+            behind = end.extend(pack_tokens(requested.token_ids[rank]), size)
+            longer = _extend(path, rank, behind)
+            if first is not None:
+                yield longer
+            if all(map(blocks.holds, behind.blocks)):
+                further.append((longer, behind, None))
+        stack += reversed(further)
+
+
+def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
+    return ServedPath((*path.ranks, rank), (*path.contents, contents))
 
 
 class EventsResidency(LRUResidency):
@@ -24,6 +88,7 @@ class EventsResidency(LRUResidency):
     """
 
     pool: FollowedPool
+    knows_tokens = True
 
     def __init__(
         self, tree: KnowledgeTree, pool: FollowedPool, *, prefix_ids: TokenIds, salt: str | None = None
@@ -31,8 +96,6 @@ class EventsResidency(LRUResidency):
         super().__init__(tree, pool)
         self._blocks = pool.blocks
         self._contents: dict[Node, PathContents] = {}
-        self._evict = self._doom
-        self._remove = self._remove_watched
         root = tree.root
         if len(prefix_ids) == root.end:
             self._learn(root, PathContents(chain_root(salt)).extend(pack_tokens(prefix_ids), tree.block_size))
@@ -191,7 +254,7 @@ class EventsResidency(LRUResidency):
                 # Another client computed the system prompt: it ages like anything else.
                 self.pool.append(UseEntry(self, node, node.stamp, 0))
 
-    def _doom(self, node: Node) -> None:
+    def _evict(self, node: Node) -> None:
         """Evict a node in the mirror; the engine's decision shows once it has begun the request."""
         pool = self.pool
         nodes = pool.nodes - self.counted_nodes + self.tree.size
@@ -236,7 +299,7 @@ class EventsResidency(LRUResidency):
                 if held_blocks < node.blocks - node.missing:
                     self.truncate(node, held_blocks)
 
-    def _remove_watched(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         # The root stays.
         if node.parent is None:
             return

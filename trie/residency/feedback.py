@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import inf
 
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
-from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
@@ -30,8 +29,7 @@ class FeedbackResidency:
         self.tree = mirror.tree
         self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
-        # With events the tokens themselves are known.
-        self._learns = not isinstance(mirror, EventsResidency)
+        self._learns = not mirror.knows_tokens
         self._ratio = self.lengths.ratio
         self._version = -1
         self._confirmed = False
@@ -123,9 +121,9 @@ def _ends_in_documents(lease: Lease) -> bool:
     """What is held ends with a document, not the last one, and no history is in front of it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
-    return not lease.turn.history and lease.cached_documents < lease.turn.documents
+    return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
     """Where the prompt ended whose answer is the last of the history."""
-    return lease.path[lease.turn.history - 1].end if lease.turn is not None and lease.turn.history else inf
+    return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

@@ -15,7 +15,12 @@ _MAX_TOKENS = 1 << 32
 
 
 class LRUResidency:
-    """The nodes of one scope's tree that the engine holds, which `pool` evicts in its order of use."""
+    """The nodes of one scope's tree that the engine holds, which `pool` evicts in its order of use.
+
+    `knows_tokens`: the tokens of documents and prefix are known, so no report teaches their lengths.
+    """
+
+    knows_tokens = False
 
     def __init__(self, tree: KnowledgeTree, pool: Pool) -> None:
         self.tree = tree
@@ -24,7 +29,6 @@ class LRUResidency:
         self.counted_nodes = self.counted_blocks = 0
         self.whole = True
         self.closed = False
-        self._remove = self._evict = tree.remove
 
     def copy(self) -> LRUResidency:
         """An independent residency; others keep their part of its pool."""
@@ -238,6 +242,14 @@ class LRUResidency:
             return False
         self._remove(node)
         return True
+
+    def _remove(self, node: Node) -> None:
+        """Take a node that the engine does not hold out of the tree."""
+        self.tree.remove(node)
+
+    def _evict(self, node: Node) -> None:
+        """Take a node that the pool evicts out of the tree."""
+        self._remove(node)
 
     def _evict_root(self, root: Node) -> None:
         root.missing = root.blocks

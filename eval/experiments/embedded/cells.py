@@ -13,7 +13,7 @@ from ragorder.eval.experiments.embedded.prompts import Layout
 from ragorder.eval.experiments.embedded.shapes import SHAPES
 from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.kernels.policies import POLICIES
+from ragorder.trie.policies import POLICIES
 
 __all__ = [
     "BLOCKING",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ragorder.kernels.policies import History, Tier, make_policy
-from ragorder.kernels.profile import LINEAR
+from ragorder.trie.policies import History, Tier, make_policy
+from ragorder.trie.profile import LINEAR
 
 __all__ = ["FusedPrefill", "SimulatedFusion"]
 

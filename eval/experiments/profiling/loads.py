@@ -10,7 +10,7 @@ from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.experiments.profiling.measuring import ProfiledServer
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["measure_loads"]
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["ProfileCell", "ProfileRecord"]
 

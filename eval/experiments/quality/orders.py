@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ragorder import Lengths
 from ragorder.document import Document
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import BuiltPrompts
@@ -88,7 +89,7 @@ class Order:
     def arrange(self, policy: Policy, question: GradedQuestion, suffix_tokens: int | None) -> Ordering[Document]:
         documents = list(question.documents)
         if self.place is None:
-            return policy.order(documents, suffix_tokens=suffix_tokens)
+            return policy.order(documents, lengths=Lengths(suffix=suffix_tokens))
         best = next(rank for rank, document in enumerate(documents) if document.id in question.gold)
         ranks = [rank for rank in range(len(documents)) if rank != best]
         ranks.insert(self.place - 1, best)

@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from ragorder import Lengths
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
@@ -47,7 +48,7 @@ def order_stream(stream: Stream, policy: str, capacity_tokens: int | None, seed:
     found = []
     for number, asked in enumerate(stream.requests):
         request = TraceRequest(str(number), stream.documents(asked))
-        ordering = orderer.order(request.documents, suffix_tokens=prompts.suffix_tokens(request))
+        ordering = orderer.order(request.documents, lengths=Lengths(suffix=prompts.suffix_tokens(request)))
         served = engine.generate(prompts.token_ids(number, request, ordering.documents))
         ordering.confirm(served.cached_tokens)
         found.append(Ordered(tuple(ordering.permutation), served.cached_tokens, served.prompt_tokens))

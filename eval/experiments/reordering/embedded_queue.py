@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from ragorder import Lengths
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
@@ -46,7 +47,7 @@ class EmbeddedQueues(VirtualQueues):
                     clock = max(clock, at_s[arrived])
                 while arrived < len(at_s) and at_s[arrived] <= clock:
                     request = trace.requests[arrived]
-                    ordering = orderer.order(request.documents, suffix_tokens=prompts.suffix_tokens(request))
+                    ordering = orderer.order(request.documents, lengths=Lengths(suffix=prompts.suffix_tokens(request)))
                     token_ids = prompts.token_ids(arrived, request, ordering.documents)
                     waiting[engine.add(served.request(token_ids))] = arrived, ordering
                     arrived += 1

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ragorder import Lengths
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import Cache, EngineCompletion, EngineError
@@ -112,7 +113,7 @@ class _Queue:
         request = self.requests[number]
         suffix_tokens = self._prompts.suffix_tokens(request) + self._answer_tokens
         waiting = [self.requests[other].documents for other in self.waiting.upcoming(self._foreseen)]
-        return self._orderer.order(request.documents, waiting=waiting, suffix_tokens=suffix_tokens)
+        return self._orderer.order(request.documents, waiting=waiting, lengths=Lengths(suffix=suffix_tokens))
 
     def token_ids(self, number: int, ordering: Ordering[Document]) -> Sequence[int]:
         return self._prompts.token_ids(number, self.requests[number], ordering.documents)

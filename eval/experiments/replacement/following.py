@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ragorder.eval.experiments.replacement.streams import DocumentStream
 from ragorder.eval.experiments.replacement.tiers import SYSTEM_TOKENS, TwoTiers
 from ragorder.orderer import Orderer
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["EventsOrderer"]
 

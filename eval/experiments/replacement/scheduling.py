@@ -15,8 +15,8 @@ from hashlib import blake2b
 from itertools import accumulate
 
 from ragorder.eval.running.measures import percentile
-from ragorder.kernels.policies import History, Tier, make_policy
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.policies import History, Tier, make_policy
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["SchedulingTimes", "measure_scheduling"]
 

@@ -17,9 +17,9 @@ from ragorder.eval.experiments.replacement.tiers import (
     Traffic,
     TwoTiers,
 )
-from ragorder.kernels.policies import POLICIES
-from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
+from ragorder.trie.policies import POLICIES
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "mirroring_orderer", "simulate"]
 

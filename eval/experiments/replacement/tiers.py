@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.kernels.policies import History, Tier, TierNode, make_policy
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.policies import History, Tier, TierNode, make_policy
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["A10G", "QUESTION_TOKENS", "SYSTEM_TOKENS", "SimulatedPrefill", "Traffic", "TwoTiers"]
 

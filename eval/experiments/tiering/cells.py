@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from ragorder.eval.experiments.tiering import ROOMS
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.kernels.policies import POLICIES
+from ragorder.trie.policies import POLICIES
 
 __all__ = ["TieringCell"]
 

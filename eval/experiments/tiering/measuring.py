@@ -20,7 +20,7 @@ from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering.results import ARMS
 from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
-from ragorder.kernels.profile import PrefillProfile
+from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["ArmRun", "measure", "pair_of_servers"]
 

@@ -3,17 +3,175 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy as shallow_copy
 from typing import NamedTuple, Self
 
-from ragorder.trie.cache_rules import CacheRules
+from ragorder.clouds.rules import CacheRules
 from ragorder.trie.cohorts import Cohorts
-from ragorder.trie.mark_rates import TURN_END, MarkRates, WriteBudget, cell_of
-from ragorder.trie.mark_samples import MarkSamples
 from ragorder.trie.tree import Key
 
-__all__ = ["MarkChoice", "best_marks"]
+__all__ = ["CELLS", "TURN_END", "MarkChoice", "MarkRates", "MarkSamples", "WriteBudget", "best_marks", "cell_of"]
+
+_COUNTS = 5
+_RATED_PLACES = 11
+CELLS = _COUNTS * _RATED_PLACES
+TURN_END = CELLS
+"""The cell of the ends of conversations' turns, at which the next ones resume."""
+
+# Reads expected before anything is learnt: of prefixes that so many requests (0, 1, 2 or 3, 4 to 7, more) have asked
+# for within the last life of an entry, each further document is in fewer requests; and of the end of a turn.
+_FIRST = (0.5, 0.75, 1.5, 3.0, 8.0, 1.0)
+_NEXT = 0.85
+_WEIGHT = 1.0
+_MOST = 50.0
+_DECAY = 0.99
+# Lives beyond this are learnt from this part of them.
+_LONGEST_S = 3600.0
+
+_SHARE = 0.015
+_PROMPTS = 4
+
+
+def cell_of(count: int, places: int) -> int:
+    """Prefixes that are alike: `count` requests asked for them, and they end `places` documents behind the cached
+    ones."""
+    return min(count.bit_length(), _COUNTS - 1) * _RATED_PLACES + min(places, _RATED_PLACES - 1)
+
+
+class MarkRates:
+    """Expected requests that contain a prefix's documents within the life of an entry (`ttl_s`), by cell.
+
+        rates = MarkRates(300)
+        rates.begin([cell_of(0, 1), cell_of(0, 2)], started=0.0)
+        rates.passed(cell_of(0, 1))
+        rates.expected(cell_of(0, 1), now=20.0)
+
+    Learnt from samples, of which those that are still young count with their share of a life.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self.life_s = min(ttl_s, _LONGEST_S)
+        self._reads = [0.0] * (CELLS + 1)
+        self._lives = [0.0] * (CELLS + 1)
+        # Of the samples that are still watched: their number, and the sum of their starts.
+        self._open = [0] * (CELLS + 1)
+        self._starts = [0.0] * (CELLS + 1)
+
+    def expected(self, cell: int, now: float) -> float:
+        count, place = divmod(cell, _RATED_PLACES)
+        prior = _FIRST[count] * _NEXT ** max(0, place - 1)
+        young = (self._open[cell] * now - self._starts[cell]) / self.life_s
+        return (_WEIGHT * prior + self._reads[cell]) / (_WEIGHT + self._lives[cell] + max(0.0, young))
+
+    def begin(self, cells: Iterable[int], started: float) -> None:
+        for cell in cells:
+            self._open[cell] += 1
+            self._starts[cell] += started
+
+    def passed(self, cell: int) -> None:
+        self._reads[cell] += 1
+
+    def end(self, cells: Iterable[int], started: float, now: float) -> None:
+        life = min(1.0, max(0.0, (now - started) / self.life_s))
+        for cell in cells:
+            self._open[cell] -= 1
+            # Rounding must not add up over months.
+            self._starts[cell] = self._starts[cell] - started if self._open[cell] else 0.0
+            self._lives[cell] += life
+            if self._lives[cell] > _MOST:
+                self._lives[cell] *= _DECAY
+                self._reads[cell] *= _DECAY
+
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy._reads, copy._lives = list(self._reads), list(self._lives)
+        copy._open, copy._starts = list(self._open), list(self._starts)
+        return copy
+
+
+class WriteBudget:
+    """What may be spent on writes, in input tokens at the plain price.
+
+    However badly reads are predicted, prompts never cost more than 1.5 % more than without a cache, and eight prompts:
+    of what reads have saved, four prompts at most are kept for writes, and so many are lent.
+    """
+
+    def __init__(self) -> None:
+        self.balance = 0.0
+
+    def allows(self, surcharge: float, prompt_tokens: float) -> bool:
+        return surcharge <= self.balance + _PROMPTS * prompt_tokens
+
+    def add(self, plain: float, cost: float) -> None:
+        """A prompt of `plain` tokens that costs `cost`."""
+        self.balance = min(self.balance + (1 + _SHARE) * plain - cost, _PROMPTS * plain)
+
+    def correct(self, excess: float) -> None:
+        """It costs so much more than was thought."""
+        self.balance -= excess
+
+    def copy(self) -> Self:
+        return shallow_copy(self)
+
+
+# Watched at once in a scope; half of them may be as young as they like.
+_SAMPLES = 256
+
+
+class _Sample(NamedTuple):
+    """The documents of a request from the first on, those `cells` behind its cached ones."""
+
+    started: float
+    keys: tuple[Key, ...]
+    cached: int
+    cells: list[int]
+
+
+class MarkSamples:
+    """Some of a scope's requests, each for one life of an entry: `rates` learns which of them come again."""
+
+    def __init__(self, rates: MarkRates) -> None:
+        self._rates = rates
+        self._samples: deque[_Sample] = deque()
+        self._sampled = float("-inf")
+
+    def copy(self, rates: MarkRates) -> MarkSamples:
+        """One that teaches other rates."""
+        copy = MarkSamples(rates)
+        copy._samples, copy._sampled = self._samples.copy(), self._sampled
+        return copy
+
+    def close(self, now: float) -> None:
+        """The scope is forgotten."""
+        while self._samples:
+            self._end_first(now)
+
+    def observe(self, asked: Set[Key], now: float) -> None:
+        """A request for documents."""
+        samples, rates = self._samples, self._rates
+        while samples and samples[0].started <= now - rates.life_s:
+            self._end_first(now)
+        for sample in samples:
+            for place, key in enumerate(sample.keys):
+                if key not in asked:
+                    break
+                if place >= sample.cached:
+                    rates.passed(sample.cells[place - sample.cached])
+
+    def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
+        """Watch a request whose first `cached` documents can be read already, if there are not too many."""
+        samples, rates = self._samples, self._rates
+        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
+        if len(samples) < _SAMPLES and sparse:
+            samples.append(_Sample(now, keys, cached, cells))
+            rates.begin(cells, now)
+            self._sampled = now
+
+    def _end_first(self, now: float) -> None:
+        sample = self._samples.popleft()
+        self._rates.end(sample.cells, sample.started, now)
+
 
 # Documents behind what is cached among which marks are chosen.
 _PLACES = 24

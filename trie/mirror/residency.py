@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from ragorder.kernels.mirror.pool import TieredPool
-from ragorder.kernels.mirror.tiers import Arrival, Rank
 from ragorder.trie.histories import TurnEnd
+from ragorder.trie.mirror.pool import TieredPool
+from ragorder.trie.mirror.tiers import Arrival, Rank
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -26,7 +26,6 @@ class TieredResidency(LRUResidency):
 
     def __init__(self, tree: KnowledgeTree, pool: TieredPool, scope: Hashable) -> None:
         super().__init__(tree, pool)
-        self._remove = self._evict = self._leave
         self._scope = hash((scope,))
         self._keys: dict[Node, int] = {}
         # Of the last node that each request in flight should find, before that used it.
@@ -119,7 +118,7 @@ class TieredResidency(LRUResidency):
                 self.pool.drop(self, node, self)
                 return
 
-    def _leave(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         self.tree.remove(node)
         node.stamp = 0
         if node in self._keys:

@@ -1,6 +1,6 @@
 """Replacement policies of full tiers: device, host, disk (RAGCache section 5.1)."""
 
-from ragorder.kernels.policies.base import (
+from ragorder.trie.policies.base import (
     GDSF,
     LFU,
     LRU,
@@ -12,7 +12,7 @@ from ragorder.kernels.policies.base import (
     TierNode,
     policies,
 )
-from ragorder.kernels.policies.tier import History, Tier
+from ragorder.trie.policies.tier import History, Tier
 from ragorder.trie.tree import Key
 
 __all__ = [

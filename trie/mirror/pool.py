@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ragorder.kernels.mirror.tiers import Arrival, Rank, TierMirror
+from ragorder.trie.mirror.tiers import Arrival, Rank, TierMirror
 from ragorder.trie.residency import Lease, Pool
 from ragorder.trie.residency.pool import Holder
 from ragorder.trie.tree import Node

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Any
 
-from ragorder.kernels.policies.base import ReplacementPolicy, TierNode
+from ragorder.trie.policies.base import ReplacementPolicy, TierNode
 from ragorder.trie.tree import Key
 
 __all__ = ["NO_FORECAST", "Entry", "History", "Tier"]

@@ -6,8 +6,8 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from ragorder.kernels.policies import AwaitedNodes, Tier
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.policies import AwaitedNodes, Tier
+from ragorder.trie.profile import LINEAR, PrefillProfile
 from ragorder.trie.residency import Place
 
 __all__ = ["Arrival", "MirroredTier", "Rank", "TierMirror"]

@@ -4,19 +4,125 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from math import inf, isfinite
+from typing import NamedTuple
 
+from ragorder.clouds.marks import MarkChoice
+from ragorder.clouds.tree import MarkedTree
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.mark_choice import MarkChoice
-from ragorder.trie.marked_tree import MarkedTree
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lengths import ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.mark_plan import MarkPlan, RequestTokens
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import Node
 
-__all__ = ["MarkedFeedback", "MarksResidency"]
+__all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "MarksResidency", "RequestTokens"]
+
+
+class CacheReport(NamedTuple):
+    """What a provider reports of a request; None: not reported."""
+
+    cached_tokens: float | None = None
+    written_tokens: float | None = None
+    prompt_tokens: float | None = None
+
+
+class RequestTokens(NamedTuple):
+    """Of `prompt` tokens, those read from the cache and those written into it."""
+
+    prompt: float
+    cached: float
+    written: float
+
+
+class MarkPlan:
+    """The marks of a request in flight.
+
+    `breakpoints`: nodes of its path in front of each mark to set; of a plain request, documents. It could resume at
+    `live` nodes, and does so at the last that a mark finds, its own or one less than `lookback_parts` behind it;
+    `depths`: all entries that it makes or renews, and `states` the places in tokens at which it keeps those of a hybrid
+    model. Predicted are `cached_tokens`, `written_tokens` behind them, and `prompt_tokens`, of which the answer's
+    expected tokens are none.
+    """
+
+    __slots__ = (
+        "_ends",
+        "_live",
+        "_lookback_parts",
+        "breakpoints",
+        "cached_tokens",
+        "depths",
+        "prompt_tokens",
+        "readable",
+        "report",
+        "resumed",
+        "started_s",
+        "states",
+        "written_tokens",
+    )
+
+    def __init__(
+        self,
+        breakpoints: Sequence[int],
+        live: Sequence[int],
+        ends: Sequence[int],
+        lookback_parts: int,
+        prompt_tokens: int,
+        started_s: float,
+    ) -> None:
+        self._live = live
+        self._ends = ends
+        self._lookback_parts = lookback_parts
+        self.prompt_tokens = prompt_tokens
+        self.started_s = started_s
+        self.readable = False
+        self.report = CacheReport()
+        self.states: tuple[int, ...] = ()
+        self.set(breakpoints)
+
+    @classmethod
+    def of_intervals(
+        cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, started_s: float
+    ) -> MarkPlan:
+        """Of a cache that needs no marks: a request resumes in a node, and leaves entries at all."""
+        plan = cls((), (), (), 1, prompt_tokens, started_s)
+        plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, resumed, depths
+        return plan
+
+    def set(self, breakpoints: Sequence[int]) -> None:
+        """These marks and no others."""
+        self.breakpoints = tuple(breakpoints)
+        within = self._lookback_parts
+        found = (place for place in self._live if any(place <= mark < place + within for mark in self.breakpoints))
+        self.resumed = max(found, default=-1)
+        self.cached_tokens = self._ends[self.resumed] if self.resumed >= 0 else 0
+        self.depths: Sequence[int] = sorted({*self.breakpoints, self.resumed} - {-1})
+        self.written_tokens = 0
+        if self.breakpoints:
+            self.written_tokens = max(0, self._ends[self.breakpoints[-1]] - self.cached_tokens)
+
+    def keep(self, breakpoints: Collection[int]) -> None:
+        """Of the marks these alone."""
+        self.set([mark for mark in self.breakpoints if mark in breakpoints])
+
+    @property
+    def tokens(self) -> RequestTokens:
+        """As reported, else as predicted."""
+        cached, written, prompt = self.report
+        prompt = float(self.prompt_tokens) if prompt is None else prompt
+        if cached is None:
+            cached = min(float(self.cached_tokens), prompt)
+        # A prompt that is shorter than what was found of it was counted without that.
+        prompt = max(prompt, cached)
+        if written is None:
+            # It writes up to the same mark, wherever it resumed.
+            written = float(self.cached_tokens + self.written_tokens) - cached if self.breakpoints else 0.0
+        return RequestTokens(prompt, cached, max(0.0, min(written, prompt - cached)))
+
+    @property
+    def predicted(self) -> RequestTokens:
+        return RequestTokens(self.prompt_tokens, self.cached_tokens, self.written_tokens)
+
 
 _ESTIMATES_EXCEED = 4 / 3
 # Providers wrap each part of a prompt in tokens of their own.
@@ -43,7 +149,6 @@ class MarksResidency(LRUResidency):
         self.plans: dict[Lease, MarkPlan] = {}
         self._clock = clock
         self._behind_s = 0.0
-        self._remove = self._evict = self._leave
 
     def copy(self) -> MarksResidency:
         """An independent residency at the time of the last `refresh`."""
@@ -195,7 +300,7 @@ class MarksResidency(LRUResidency):
         if turn is None:
             marks = self.choice.choose(keys, ends, held, live, prompt_tokens, now)
             return MarkPlan(marks, live, ends, rules.lookback_parts, prompt_tokens, now)
-        place = turn.history, turn.documents
+        place = turn.history_nodes, turn.documents
         marks = self.choice.choose_turn(keys, ends, *place, held, live, prompt_tokens, now)
         return MarkPlan(marks, live, ends, 1, prompt_tokens, now)
 
@@ -235,7 +340,7 @@ class MarksResidency(LRUResidency):
             self._mark_missing(node, node.blocks - node.missing)
             node = parent
 
-    def _leave(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         self.marked.marks.pop(node, None)
         self.tree.remove(node)
         node.stamp = 0
@@ -251,10 +356,59 @@ class MarkedFeedback(FeedbackResidency):
         super().__init__(mirror, lengths)
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
-        predicted, history = lease.cached_tokens, lease.turn.history if lease.turn is not None else 0
+        predicted, history = lease.cached_tokens, lease.turn.history_nodes if lease.turn is not None else 0
         # Far off it is another entry that was found.
         if not history and abs(cached_tokens - predicted) < _LIKE * predicted:
             start = self.tree.root.end
             held = lease.path[lease.cached_documents].end - start
             self.lengths.learn_hit(start, held, cached_tokens, self.tree.block_size)
         self.mirror.find(lease, cached_tokens, estimated=self.lengths.estimated)
+
+
+# Lengths may be estimates.
+
+
+class JunctionsResidency(MarksResidency):
+    """The nodes of prompts that a hybrid model has computed, and the places in them of which it has kept its state.
+
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, and the state of its other layers at the last
+    multiple of `interval_tokens` in a prompt, and at the last one within what a request has in common with earlier
+    prompts, if it did not resume there: so it is found from the third request on.
+    """
+
+    def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:
+        plan = super()._plan(path, prompt_tokens, turn)
+        tree, size = self.marked, self.rules.interval_tokens
+        shared = 0
+        for node in path:
+            if not tree.lives(node) or node.missing:
+                break
+            shared = node.end
+        # Engines compute the last token of a prompt.
+        ends = min(shared, prompt_tokens - 1) // size * size, (prompt_tokens - 1) // size * size
+        plan.states = tuple(end for end in ends if end >= max(1, plan.cached_tokens))
+        return plan
+
+    def publish(self, lease: Lease) -> None:
+        plan = self.plans.get(lease)
+        super().publish(lease)
+        if plan is None or not lease.open:
+            return
+        states = self.marked.states
+        for end in plan.states:
+            node = next((each for each in lease.path if each.end >= end), None)
+            if node is not None:
+                states[node] = max(end, states.get(node, 0))
+
+    def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
+        """The engine has found so many tokens of a request's prompt: states that it should have found are gone."""
+        if cached_tokens >= lease.cached_tokens * (1 - _TOLERANCE):
+            return
+        states = self.marked.states
+        for node in lease.path[: lease.cached_documents + 1]:
+            if states.get(node, 0) > cached_tokens:
+                states.pop(node, None)
+
+    def _remove(self, node: Node) -> None:
+        self.marked.states.pop(node, None)
+        super()._remove(node)

@@ -1,0 +1,96 @@
+"""The walls of the house: which part imports which, in no circle, and how much an import loads."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval")
+LOADED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+for name, module in list(sys.modules.items()):
+    if name.split(".")[0] == "ragorder" and (file := getattr(module, "__file__", None)):
+        print(name, len(open(file, encoding="utf-8").read().splitlines()))
+"""
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules that each of ours imports, for type checkers and inside functions as well."""
+    modules = {}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if folder != "ragorder" or parts[1] not in FOLDERS:
+                name = ".".join(parts if folder == "ragorder" else ("ragorder", *parts))
+                modules[name.removesuffix(".__init__")] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        whole = {each for each in found if each in modules}
+        # `from package import module` imports both, but the package is no part of a circle with its own modules.
+        graph[name] = {each for each in whole if each != name and not name.startswith(f"{each}.")}
+    return graph
+
+
+@cache
+def loaded(module: str) -> dict[str, int]:
+    """The lines of each of our modules that an import loads."""
+    command = [sys.executable, "-c", LOADED, module]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    rows = (line.split() for line in done.stdout.splitlines() if line.startswith("ragorder"))
+    return {name: int(lines) for name, lines in rows}
+
+
+def test_no_imports_are_circular() -> None:
+    try:
+        TopologicalSorter(imports()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("part", ["trie", "pipelining", "clouds", "the core"])
+def test_the_layer_imports_nothing_of_the_backend(part: str) -> None:
+    def belongs(name: str) -> bool:
+        rooms = name.split(".")[1:2]
+        if part == "the core":
+            return not rooms or rooms[0] not in {*FOLDERS, "cli", "clouds"}
+        return rooms == [part]
+
+    own = {name: names for name, names in imports().items() if belongs(name)}
+    assert own
+    kernels = {name: {each for each in names if each.startswith("ragorder.kernels")} for name, names in own.items()}
+    assert not {name: names for name, names in kernels.items() if names}
+
+
+@pytest.mark.parametrize(
+    ("module", "needs", "lines"),
+    [("ragorder", None, 6_500), ("ragorder.adapters.langchain", "langchain_core", 10_000)],
+)
+def test_an_import_loads_few_lines(module: str, needs: str | None, lines: int) -> None:
+    if needs is not None and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    found = loaded(module)
+    assert sum(found.values()) <= lines, sorted(found.items(), key=lambda each: -each[1])[:12]
+    late = ("ragorder.clouds", "ragorder.kernels", "ragorder.rebase", "ragorder._fused", "ragorder.trie.plan")
+    assert not [name for name in found if name.startswith(late)]
+
+
+def test_the_embedded_engine_loads_no_batch_server() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert not [name for name in loaded("ragorder.kernels.engine") if name.startswith("ragorder.pipelining.batching")]

@@ -1,0 +1,71 @@
+"""Plain words: what a reader of code, help and docs must not have to decode."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from ragorder.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "examples")
+FORBIDDEN = re.compile(
+    r"\b(behind|in front of|taken over|ahead of need|anew|of which|of whom|so many|as far as|all the same|none:)(?!\w)",
+    re.IGNORECASE,
+)
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("glossary.md", "claims.md")]
+
+
+def found(text: str) -> list[str]:
+    return [text[max(0, match.start() - 30) : match.end() + 30] for match in FORBIDDEN.finditer(text)]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_are_plain(folder: str) -> None:
+    others = set(FOLDERS) | {"eval"}
+    files = [
+        path
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if folder != "ragorder" or path.relative_to(ROOT).parts[1] not in others
+    ]
+    assert files
+    said = {str(path.relative_to(ROOT)): words for path in files if (words := found("\n".join(docstrings(path))))}
+    assert not said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_are_plain(page: Path) -> None:
+    """Quotations and code are others' words."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|^>.*$", "", text, flags=re.MULTILINE)
+    assert not found(text)
+
+
+def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    yield " ".join(words), command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            if (member := command.get_command(context, name)) is not None:
+                yield from commands(member, (*words, name))
+
+
+def test_help_is_plain() -> None:
+    said = {}
+    for name, command in commands(main):
+        texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        if words := found("\n".join(texts)):
+            said[name] = words
+    assert not said

@@ -1,0 +1,204 @@
+"""Prefix searches: the cached path that a request extends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
+
+from ragorder.trie.registry import Registry
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+__all__ = [
+    "BestPathSearch",
+    "GreedySearch",
+    "Permits",
+    "PrefixSearch",
+    "Price",
+    "PricedPaths",
+    "Rest",
+    "SearchName",
+    "ranks_on_path",
+    "searches",
+]
+
+Permits = Callable[[Sequence[int]], bool]
+"""Whether an order may begin with these ranks."""
+
+
+class PrefixSearch(Protocol):
+    """Finds a cached path of the request's documents, within a `budget` of nodes."""
+
+    def __init__(self, budget: int) -> None: ...
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        """The last node of the path; the root if no document is cached. `ranks`: retrieval rank by document key, in
+        rank order; `permits` restricts the allowed orders."""
+
+
+def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:
+    path = []
+    while node.parent is not None:
+        path.append(ranks[node.key])
+        node = node.parent
+    path.reverse()
+    return path
+
+
+searches: Registry[PrefixSearch] = Registry("search")
+
+
+@searches.register("best", "the longest cached path in tokens")
+class BestPathSearch(PrefixSearch):
+    """Depth-first search of all paths within the request's documents, over at most `budget` nodes.
+
+    The longest cached prefix in tokens wins, among equals the most recently used. A partly held node counts with that
+    part and ends its path.
+    """
+
+    def __init__(self, budget: int = 1024) -> None:
+        self.budget = budget
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        best = tree.root
+        if best.missing or not best.children:
+            return best
+        best_end = best.end
+        stack = list(filter(None, map(best.children.get, ranks)))
+        stack.reverse()
+        width = len(ranks)
+        budget = self.budget
+        while stack and budget:
+            budget -= 1
+            node = stack.pop()
+            if permits is not None and not permits(ranks_on_path(node, ranks)):
+                continue
+            end = tree.cached_tokens(node) if node.missing else node.end
+            if end >= best_end and (end > best_end or node.stamp > best.stamp):
+                best = node
+                best_end = end
+            if node.missing:
+                continue
+            below = node.children
+            if below:
+                if len(below) <= width:
+                    stack += [child for key, child in below.items() if key in ranks]
+                else:
+                    stack += filter(None, map(below.get, ranks))
+        return best
+
+
+@searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
+class GreedySearch(PrefixSearch):
+    """At each node takes the cached child with the best rank; under guards at most `budget` orders are checked. The
+    paper's code iterates over a `set`, in hash order; here it is retrieval order, as Algorithm 1 is written."""
+
+    def __init__(self, budget: int = 1024) -> None:
+        self.budget = budget
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        node = tree.root
+        budget = self.budget
+        while node.children and not node.missing:
+            children = node.children
+            if len(children) < len(ranks):
+                candidates = sorted((key for key in children if key in ranks), key=ranks.__getitem__)
+            else:
+                candidates = [key for key in ranks if key in children]
+            for key in candidates:
+                child = children[key]
+                if permits is not None:
+                    if not budget:
+                        return node
+                    budget -= 1
+                    if not permits(ranks_on_path(child, ranks)):
+                        continue
+                node = child
+                break
+            else:
+                break
+        return node
+
+
+class Price(Protocol):
+    """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) and the loads before it."""
+
+    def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
+        """Of the cached tokens some are loaded from host memory and some from disk."""
+
+
+class Rest(NamedTuple):
+    """What a request needs beside its cached path.
+
+    `new_tokens`: those computed behind so many cached ones. `loads`: of documents taken over if they are not on
+    the path, the tokens loaded from host memory and from disk.
+    """
+
+    new_tokens: Callable[[int], float]
+    loads: Mapping[Key, tuple[int, int]] = MappingProxyType({})
+
+
+class PricedPaths:
+    """The cached path that saves most seconds, among equals the longest, then the most recently used.
+
+    `loads`: the blocks of a node that the engine loads from host memory and from disk. At most `budget` nodes are
+    examined.
+    """
+
+    def __init__(self, budget: int, price: Price, loads: Callable[[Node], tuple[int, int]]) -> None:
+        self.budget = budget
+        self._price = price
+        self._loads = loads
+
+    def improve(
+        self,
+        longest: Node,
+        tree: KnowledgeTree,
+        ranks: Mapping[Key, int],
+        rest: Rest,
+        permits: Permits | None = None,
+    ) -> Node:
+        """The last node of the path. If the device has the whole `longest` one, no other saves more. `ranks` and
+        `permits` are those of a search."""
+        if self._on_device(longest):
+            return longest
+        price, loads, size = self._price, self._loads, tree.block_size
+        best = tree.root
+        # The prompt's beginning is loaded whichever path follows.
+        host, disk = map(sum, zip((0, 0), *rest.loads.values(), strict=True))
+        merit = (-price(best.end, rest.new_tokens(best.end), host, disk), best.end, best.stamp)
+        stack = [(child, host, disk) for child in _children(best, ranks)]
+        stack.reverse()
+        budget = self.budget
+        while stack and budget:
+            budget -= 1
+            node, host, disk = stack.pop()
+            if permits is not None and not permits(ranks_on_path(node, ranks)):
+                continue
+            end = tree.cached_tokens(node) if node.missing else node.end
+            from_host, from_disk = loads(node)
+            spared = rest.loads.get(node.key, (0, 0))
+            host += from_host * size - spared[0]
+            disk += from_disk * size - spared[1]
+            found = (-price(end, rest.new_tokens(end), host, disk), end, node.stamp)
+            if found > merit:
+                best, merit = node, found
+            if not node.missing:
+                stack += [(child, host, disk) for child in _children(node, ranks)]
+        return best
+
+    def _on_device(self, node: Node) -> bool:
+        while node.parent is not None:
+            if any(self._loads(node)):
+                return False
+            node = node.parent
+        return True
+
+
+def _children(node: Node, ranks: Mapping[Key, int]) -> list[Node]:
+    below = node.children
+    return [below[key] for key in ranks if key in below] if below else []
+
+
+SearchName = Literal["best", "greedy"] | str
+"""The registered names; type checkers see these."""
