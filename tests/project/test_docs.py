@@ -25,6 +25,15 @@ PAGES = [
 ]
 
 
+# Pages that nobody writes by hand: the first includes the README, claims.toml makes the second.
+WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem not in ("index", "claims")]
+FORBIDDEN = re.compile(
+    r"\b(behind|in front of|taken over|ahead of need|anew|of which|of whom|so many|as many|as far as|all the same"
+    r"|whatever|none:)(?!\w)",
+    re.IGNORECASE,
+)
+
+
 def commands(text: str) -> list[list[str]]:
     """The `ragorder …` commands of a page's code blocks, continued lines joined, comments left out."""
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
@@ -67,6 +76,20 @@ def test_names_that_are_imported_from_ragorder_exist(path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_a_page_says_its_kind_and_opens_with_a_block_to_copy(page: Path) -> None:
+    title, kind, rest = page.read_text("utf-8").split("\n\n", 2)
+    assert title.startswith("# ")
+    assert re.match(r"\*(Tutorial|How-to|Reference|Explanation): \S", kind)
+    assert "```" in rest[:1500]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
+    assert [line for line in prose.splitlines() if FORBIDDEN.search(line)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
