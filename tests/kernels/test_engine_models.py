@@ -266,7 +266,7 @@ def test_a_window_that_the_configuration_has_but_a_layer_does_not_is_refused() -
     """Masks, of which the engine has none, would say it, but the layer does not: only a look at the layers tells."""
     model = make_model("Qwen3", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
     model.model.layers[1].self_attn.sliding_window = None
-    with pytest.raises(UnsupportedModelError, match=f"layer 1 asks for a window of None.*for {WINDOW}"):
+    with pytest.raises(UnsupportedModelError, match=f"layer 1 uses a window of None.*has {WINDOW}"):
         TieredEngine(model, settings=SETTINGS)
 
 
