@@ -114,7 +114,7 @@ class TestProfileServer:
 
     def test_does_not_take_a_prefix_for_cached_that_is_not(self, far: FarServer, cache: ProfileCache) -> None:
         far.forgets = lambda number: True
-        with pytest.raises(ServerError, match="had 0 of .* tokens cached just after they were sent"):
+        with pytest.raises(ServerError, match=r"had 0 of .* tokens cached just after they were sent"):
             profile_server(far.base_url)
         far.forgets = lambda number: number % 7 == 0
         assert profile_server(far.base_url, budget_s=1) is not None
