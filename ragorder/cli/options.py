@@ -70,7 +70,8 @@ class Option(click.Option):
     ) -> None:
         facts = [f"env var: {variable}"] if variable else []
         facts += [f"default: {unset}"] if unset else []
-        super().__init__(*args, help=f"{help} [{'; '.join(facts)}]" if facts else help, **attributes)
+        attributes["help"] = f"{help} [{'; '.join(facts)}]" if facts else help
+        super().__init__(*args, **attributes)
         self.heading: str | None = None
         self.field = field
         self.variable = variable

@@ -106,7 +106,7 @@ class TestThePackage:
 @pytest.mark.parametrize(
     "command",
     [
-        "serve --engine torch",
+        "engine --port 0",
         "demo --engine torch",
         "bench --engine torch",
         "profile -o {folder}/profile.json",
@@ -177,8 +177,8 @@ class TestConversion:
 @pytest.mark.timeout(3600)
 def test_it_is_served_and_knows_what_its_documents_say(smollm2_folder: Path) -> None:
     openai = pytest.importorskip("openai")
-    options = ("--engine", "torch", "--model", "smollm2", "--port", "0", "--device-tokens", "4096", "--profile", "none")
-    with launching(ServeProcess, *SERVE, *options, HF_HUB_OFFLINE="1") as serve:
+    options = ("--model", "smollm2", "--port", "0", "--device-tokens", "4096", "--profile", "none")
+    with launching(ServeProcess, *SERVE[:-1], "engine", *options, HF_HUB_OFFLINE="1") as serve:
         client = openai.OpenAI(base_url=f"{serve().url}/v1", api_key="none")
         model = client.models.list().data[0].id
         documents = "The drawer was opened first by Anna, on Monday.\n\nThe lamp was broken by Paul, on Friday."

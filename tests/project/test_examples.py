@@ -76,7 +76,7 @@ def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder:
     for module in ("openai", "starlette"):
         pytest.importorskip(module)
     options = ("--model", "smollm2", "--dtype", "float32", "--profile", "none", "--port", "0")
-    with launching(ServeProcess, *SERVE, "--engine", "torch", *options) as serve:
+    with launching(ServeProcess, *SERVE[:-1], "engine", *options) as serve:
         folder = [smollm2_folder] if example == "pipelined.py" else []
         done = python(EXAMPLES / example, serve().url, *folder, timeout=1800)
     assert done.returncode == 0, done.stderr
