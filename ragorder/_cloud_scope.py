@@ -52,7 +52,7 @@ class CloudCache:
                 raise ValueError("give provider and model, or rules=CacheRules(…)")
             rules = cache_rules(provider, model, ttl)
         elif provider is not None or ttl is not None:
-            raise ValueError("rules=CacheRules(…) replace provider and ttl: leave these out")
+            raise ValueError("rules=CacheRules(…) replace the table: leave provider and ttl out")
         known = prices if isinstance(prices, Prices) else Prices.load(prices)
         return cls(CloudModel(rules, model, known), clock)
 

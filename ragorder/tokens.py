@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -132,20 +133,21 @@ def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callab
             return repair_unicode
         pattern = re.compile("|".join(re.escape(token) for token in longest_first))
         longest = len(longest_first[0])
+    # A module's function, so that prompts can be pickled.
+    return partial(_escape, pattern, longest)
 
-    def escape_special_tokens(text: str) -> str:
-        text = repair_unicode(text)
-        # An escaped token can leave an overlapping one, or form another with the space.
-        for _ in range(_PASSES):
-            broken = _replace(pattern, longest, text, _break)
-            if broken is None:
-                return text
-            text = broken
-        while (without := _replace(pattern, longest, text, _drop)) is not None:
-            text = without
-        return text
 
-    return escape_special_tokens
+def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
+    text = repair_unicode(text)
+    # An escaped token can leave an overlapping one, or form another with the space.
+    for _ in range(_PASSES):
+        broken = _replace(pattern, longest, text, _break)
+        if broken is None:
+            return text
+        text = broken
+    while (without := _replace(pattern, longest, text, _drop)) is not None:
+        text = without
+    return text
 
 
 def _break(match: re.Match[str]) -> str:
