@@ -16,6 +16,7 @@ from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.peers import PEERS, make_peer
+from ragorder.eval.running import popular_tails as popular_tails  # registers its tails
 from ragorder.orderer import USUAL, Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ragorder.kernels.fusion import selection
 from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, make_selection
 
 # The measurement by which a selection goes, if by one.
@@ -136,11 +134,6 @@ class TestRandom:
 def test_full_reuse_and_full_attention_ignore_the_budget() -> None:
     assert chosen("none", facts(5), 5) == []
     assert chosen("all", facts(5), 0) == [20, 21, 22, 23, 24]
-
-
-def test_each_file_has_one_selection() -> None:
-    files = {path.stem for path in Path(selection.__path__[0]).glob("*.py")} - {"__init__", "base"}
-    assert set(SELECTIONS) == files
 
 
 def test_an_unknown_name_is_refused_with_the_choices() -> None:

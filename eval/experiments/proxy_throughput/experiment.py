@@ -47,7 +47,8 @@ class ProxyThroughput(Experiment):
             upstream = until_measured.enter_context(instant_server())
 
             def start(policy: str) -> ServerProcess:
-                command, *options = [*_COMMANDS[policy], "--workers", str(cell.workers)]
+                command, *usual = _COMMANDS[policy]
+                options = [*usual, "--workers", str(cell.workers)]
                 if _shares_orders(cell, policy):
                     options += ["--shared-orders", until_measured.enter_context(log_server())]
                 return until_measured.enter_context(proxy_server(upstream.port, *options, command=command))
