@@ -66,7 +66,7 @@ def kv_deviation(
     """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in the second
     layer.
 
-    The `start` tokens before it have exact KV. Its own tokens may have none: their KV in the first layer is written,
+    The `start` tokens before it have exact KV. Its own tokens may have no KV: theirs in the first layer is written,
     and depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
     """
     if len(layers.key_caches) < 2:

