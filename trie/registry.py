@@ -16,8 +16,8 @@ C = TypeVar("C")
 class Registry(Generic[P]):
     """Policies of one kind, registered by their modules.
 
-        @tails.register("prefix", "only the cached prefix moves")
-        class RankTail(Tail): ...
+    @tails.register("prefix", "only the cached prefix moves")
+    class RankTail(Tail): ...
     """
 
     def __init__(self, kind: str) -> None:
