@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ragorder.errors import RagorderError
 from ragorder.extras import needs
 from ragorder.jsonl import decode, printable
 
@@ -21,7 +22,7 @@ __all__ = ["AddressError", "Server", "ServerError"]
 _LONGEST = 64 << 20
 
 
-class ServerError(RuntimeError):
+class ServerError(RagorderError, RuntimeError):
     """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
     the HTTP status, if any."""
 

@@ -13,6 +13,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
+from ragorder.errors import RagorderError
+
 __all__ = ["CacheAwareQueue", "CachedLengths", "ConcurrencyLimiter", "QueueFullError", "Ticket"]
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class CachedLengths(NamedTuple):
         return self.cached_tokens / max(1.0, self.computed_tokens)
 
 
-class QueueFullError(Exception):
+class QueueFullError(RagorderError):
     """The queue has its maximum of waiting requests."""
 
 

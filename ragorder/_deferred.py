@@ -15,6 +15,8 @@ from functools import partial
 from threading import RLock, local
 from typing import Any, TypeVar, TypeVarTuple
 
+from ragorder.errors import RagorderError
+
 __all__ = ["DeferringLock", "ReentryError", "defer", "deferred", "is_collecting", "run_deferred", "run_or_defer"]
 
 T = TypeVar("T")
@@ -66,7 +68,7 @@ def run_deferred() -> None:
             _logger.warning("deferred work of a dropped request failed with %s", type(error).__name__)
 
 
-class ReentryError(RuntimeError):
+class ReentryError(RagorderError, RuntimeError):
     """An orderer is called within its own call, by `__eq__` or `__hash__` of a key or a scope."""
 
 

@@ -17,6 +17,8 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ragorder.errors import RagorderError
+
 __all__ = ["JSONLines", "JSONLinesError", "decode", "decode_toml", "kind_of", "name_of", "printable", "problem_of"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -45,7 +47,7 @@ _EXPECTED = {
 M = TypeVar("M", bound=BaseModel)
 
 
-class JSONLinesError(ValueError):
+class JSONLinesError(RagorderError, ValueError):
     """A file of JSON lines cannot be read. The message names file, line and remedy, and quotes no content."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ragorder.adapters.http_client import Server, ServerError
+from ragorder.errors import RagorderError
 
 __all__ = ["ChatTemplate", "LocalTemplate", "RenderError", "ServerTemplate"]
 
@@ -14,7 +15,7 @@ Chat = Sequence[Mapping[str, Any]]
 _CLOCK = "strftime_now"
 
 
-class RenderError(Exception):
+class RenderError(RagorderError):
     """A chat cannot be rendered. The message does not quote it."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from ragorder.adapters.embedded.worker import EngineWorker
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
+from ragorder.errors import RagorderError
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.pipelining import AnswerChunk
 from ragorder.pipelining.placement.base import Placement
@@ -77,6 +78,6 @@ class EmbeddedStreams:
                 yield AnswerChunk("", TimedUsage(*usage, sent_s=sent_s))
 
 
-class EmbeddedRequestError(RuntimeError):
+class EmbeddedRequestError(RagorderError, RuntimeError):
     """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError if memory or the
     model's disk was at fault."""

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from ragorder.errors import RagorderError
 from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
 
 __all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError"]
@@ -25,17 +26,17 @@ _STATS_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
 
 
-class EngineStoppedError(RuntimeError):
+class EngineStoppedError(RagorderError, RuntimeError):
     """The engine has failed, or was closed."""
 
 
-class TooManyWaitingError(RuntimeError):
+class TooManyWaitingError(RagorderError, RuntimeError):
     """Too many requests are unfinished: try again later."""
 
     status_code = 503
 
 
-class TooManyAtOnceError(ValueError):
+class TooManyAtOnceError(RagorderError, ValueError):
     """Too many prompts in one request: send fewer."""
 
 

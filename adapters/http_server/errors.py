@@ -9,12 +9,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragorder.errors import RagorderError
+
 __all__ = ["ErrorMiddleware", "HTTPError"]
 
 _logger = logging.getLogger("ragorder")
 
 
-class HTTPError(Exception):
+class HTTPError(RagorderError):
     """The server's own answer. `message` says what to change and quotes no prompt; `param` names a field of the body.
 
     raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from ragorder.adapters.http_server.server import listen
+from ragorder.errors import RagorderError
 
 __all__ = ["Serve", "Supervisor", "WorkerError", "listen_together"]
 
@@ -35,7 +36,7 @@ class Serve(Protocol):
         """Serve until SIGTERM, or until the supervisor has died, which must be checked now and then."""
 
 
-class WorkerError(Exception):
+class WorkerError(RagorderError):
     """The workers cannot serve."""
 
 

@@ -13,6 +13,7 @@ from ragorder.adapters.http_server.content_encoding import decoded
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
+from ragorder.errors import RagorderError
 
 __all__ = ["ClientGoneError", "RequestBody"]
 
@@ -23,7 +24,7 @@ _COPIES = 4
 _CLOSE = [(b"connection", b"close")]
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(RagorderError):
     """The client disconnected before its request was complete."""
 
 

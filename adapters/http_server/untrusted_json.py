@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ragorder.errors import RagorderError
+
 __all__ = [
     "MAX_VALUES",
     "NOT_JSON",
@@ -47,7 +49,7 @@ _HIDDEN_ESCAPED = re.compile(rb"\\u[dD][bB][fF][eEfF]\\u[dD][c-fC-F]")
 _BACKSLASH = ord("\\")
 
 
-class TooManyValuesError(ValueError):
+class TooManyValuesError(RagorderError, ValueError):
     """A JSON text has too many values."""
 
 

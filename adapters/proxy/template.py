@@ -10,6 +10,7 @@ from string import Formatter
 from typing import NamedTuple
 
 from ragorder.adapters.proxy.body import BOUNDARY
+from ragorder.errors import RagorderError
 
 __all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]
 
@@ -20,7 +21,7 @@ _CLOSING = {'"': '"', "'": "'", "`": "`", "[": "]", "(": ")", "{": "}", "<": ">"
 _NUMBER = re.compile(r"""\s*([0-9]{1,4})(?=\.?(?:\s|$)|[])}>,;:|"'])""")
 
 
-class TemplateError(ValueError):
+class TemplateError(RagorderError, ValueError):
     """The template cannot recognise documents. The message says what to change."""
 
 

@@ -13,6 +13,7 @@ from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.workers import Workers
+from ragorder.errors import RagorderError
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
@@ -24,7 +25,7 @@ _EVENTS = [(b"content-type", b"text/event-stream")]
 Call = Callable[..., Awaitable[AsyncIterator[Any]]]
 
 
-class MalformedDocumentsError(ValueError):
+class MalformedDocumentsError(RagorderError, ValueError):
     """The documents of a request cannot be read; Ray's ingress answers with the status."""
 
     status_code = 400

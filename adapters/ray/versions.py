@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from ragorder.degraded import DegradedWarning
+from ragorder.errors import RagorderError
 from ragorder.extras import install_hint
 
 __all__ = ["CONTRACT", "SUPPORTED_RAY", "UnsupportedRayError", "check_ray", "missing_parts"]
@@ -37,7 +38,7 @@ CONTRACT: dict[str, tuple[str, ...]] = {
 """Names that the application uses, as "module:name", with the parameters that it passes or receives."""
 
 
-class UnsupportedRayError(RuntimeError):
+class UnsupportedRayError(RagorderError, RuntimeError):
     """The installed Ray lacks parts that the application uses."""
 
 

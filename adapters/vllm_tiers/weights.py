@@ -11,6 +11,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from ragorder.errors import RagorderError
 from ragorder.jsonl import decode
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
@@ -27,7 +28,7 @@ _SETTLED_NS = 2 * 10**9
 _MAX_MEMORY_BYTES = 1 << 20
 
 
-class UnknownWeightsError(Exception): ...
+class UnknownWeightsError(RagorderError): ...
 
 
 class WeightDigests:

@@ -15,6 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as bars
 
+from ragorder.errors import RagorderError
 from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
 
@@ -37,7 +38,7 @@ _HUB_NAME = re.compile(rf"{_OLD_HUB_NAME.pattern}/{_OLD_HUB_NAME.pattern}")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class ModelLoadError(ValueError):
+class ModelLoadError(RagorderError, ValueError):
     """The model cannot be loaded; the message says what is missing."""
 
 

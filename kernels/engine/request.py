@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from ragorder.errors import RagorderError
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.offload.checkpoint import LayerReadError
@@ -38,7 +39,7 @@ Fault = Literal["memory", "device", "disk", "other"]
 """Too little memory for the step; a failed device; unreadable weights; an error that would recur."""
 
 
-class RequestRefusedError(ValueError):
+class RequestRefusedError(RagorderError, ValueError):
     """The request can never be served. The message quotes nothing of the prompt."""
 
 
@@ -163,7 +164,7 @@ class Update:
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't start new thread")
 
 
-class DeviceLostError(RuntimeError):
+class DeviceLostError(RagorderError, RuntimeError):
     """The device does not answer this process any more, as after most CUDA errors: start another process."""
 
 

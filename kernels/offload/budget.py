@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ragorder.errors import RagorderError
+
 __all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
 
 # Tokens of a request that must fit into any budget, and of the smallest planned step.
@@ -20,7 +22,7 @@ _SLOTS = 3
 _HOST_LAYERS_SHARE = 0.75
 
 
-class BudgetError(ValueError):
+class BudgetError(RagorderError, ValueError):
     """A budget below one layer and one request. The message gives the missing bytes and what to change."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ragorder.errors import RagorderError
 from ragorder.jsonl import decode
 
 __all__ = ["Checkpoint", "CheckpointError", "LayerReadError", "TensorEntry"]
@@ -33,11 +34,11 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RagorderError, ValueError):
     """A folder without readable weights; the message says what is missing."""
 
 
-class LayerReadError(OSError):
+class LayerReadError(RagorderError, OSError):
     """Weights could not be read while serving; the message names the file and the reason."""
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ragorder.errors import RagorderError
+
 __all__ = ["BlockPool", "KVShape", "OutOfBlocksError"]
 
 
@@ -67,7 +69,7 @@ class _LayerViews:
         )
 
 
-class OutOfBlocksError(RuntimeError):
+class OutOfBlocksError(RagorderError, RuntimeError):
     """Too few blocks are free. Nothing has changed."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ragorder.errors import RagorderError
 from ragorder.kernels.cache.disk import store_identity
 from ragorder.kernels.cache.segments import segments_of
 from ragorder.kernels.fusion.document_kv import as_blocks
@@ -19,7 +20,7 @@ from ragorder.trie.profile import PrefillProfile
 __all__ = ["CopyStore", "WriteFailedError"]
 
 
-class WriteFailedError(OSError):
+class WriteFailedError(RagorderError, OSError):
     """The folder cannot be written."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+from ragorder.errors import RagorderError
 from ragorder.jsonl import decode
 from ragorder.kernels.store.variants import variant_key
 
@@ -37,7 +38,7 @@ _MOST_TOKENS = 1 << 31
 _FACTS = {"format": int, "identity": str, "prefix_tokens": int, "token_bytes": int}
 
 
-class BuildError(ValueError):
+class BuildError(RagorderError, ValueError):
     """A build cannot begin or continue; the message says what to change."""
 
 

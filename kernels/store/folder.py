@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ragorder.errors import RagorderError
 from ragorder.jsonl import decode
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
@@ -31,7 +32,7 @@ _REASONS = {
 }
 
 
-class StoreRefusedError(Exception):
+class StoreRefusedError(RagorderError):
     """`reason` is "locked" (by another process), "identity" (another model's), "format" (another version), "read-only",
     "full" or "unusable"."""
 

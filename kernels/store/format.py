@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
+from ragorder.errors import RagorderError
+
 __all__ = [
     "LONGEST_HEADER",
     "MAX_KEY_BYTES",
@@ -47,7 +49,7 @@ _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})\.(kv|tmp)")
 LONGEST_HEADER = _FIXED.size + 2 * MAX_KEY_BYTES + _DIGEST_BYTES
 
 
-class BadHeaderError(Exception):
+class BadHeaderError(RagorderError):
     """`reason` is "truncated", "foreign", "format", "checksum" or "identity"."""
 
     def __init__(self, reason: str) -> None:

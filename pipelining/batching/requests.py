@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from ragorder.errors import RagorderError
 from ragorder.pipelining.protocols import AnswerChunk, PipelineTrace, Usage
 from ragorder.pipelining.servers import AnswerStream
 
@@ -91,7 +92,7 @@ D = TypeVar("D")
 _NO_LIMIT = 1 << 30
 
 
-class AnswerChangedError(RuntimeError):
+class AnswerChangedError(RagorderError, RuntimeError):
     """A partly streamed answer failed, was generated again, and differs from the streamed text."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ragorder.errors import RagorderError
 from ragorder.pipelining.placement.base import Placement, Spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
@@ -117,7 +118,7 @@ _SLOTS = 3
 _MORE = 0.25
 
 
-class PlacementError(ValueError):
+class PlacementError(RagorderError, ValueError):
     """A budget below one layer and one request. The message names the missing bytes and what to change."""
 
 

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from ragorder.errors import RagorderError
 from ragorder.pipelining.reordering import QueueFullError
 from ragorder.pipelining.search.continuous import PieceOrder
 from ragorder.pipelining.search.request import History, check_history, read_parameters
@@ -30,7 +31,7 @@ _START_S = 120.0
 _END_S = 10.0
 
 
-class SearchProcessError(RuntimeError):
+class SearchProcessError(RagorderError, RuntimeError):
     """The search process has ended."""
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ragorder.errors import RagorderError
+
 __all__ = [
     "END",
     "QUESTION",
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 
-class WorkflowError(Exception):
+class WorkflowError(RagorderError):
     pass
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ragorder import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval")
 LOADED = """
@@ -94,3 +96,27 @@ def test_the_embedded_engine_loads_no_batch_server() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     assert not [name for name in loaded("ragorder.kernels.engine") if name.startswith("ragorder.pipelining.batching")]
+
+
+def test_the_tree_of_errors_is_drawn_whole() -> None:
+    """In the docstring of `ragorder.errors`: each class with its module, below its base."""
+    drawn: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines()[2:]:
+        name, *module = line.split()
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth:] = [name]
+        if module:
+            drawn[name] = module[0], above[depth - 1]
+    defined = {}
+    for folder in set(FOLDERS) - {"eval"}:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if folder == "ragorder" and parts[1] in FOLDERS:
+                continue
+            for node in ast.parse(path.read_text("utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and node.name[0] != "_":
+                    name = ".".join(parts if folder == "ragorder" else ("ragorder", *parts))
+                    defined[node.name] = name, ast.unparse(node.bases[0]).rpartition(".")[2]
+    del defined["RagorderError"]
+    assert drawn == defined

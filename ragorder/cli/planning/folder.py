@@ -13,6 +13,7 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.planning.spill import Spill
+from ragorder.errors import RagorderError
 from ragorder.jsonl import decode
 
 __all__ = ["PlanError", "PlanFolder", "write_json"]
@@ -20,7 +21,7 @@ __all__ = ["PlanError", "PlanFolder", "write_json"]
 _FORMAT = 1
 
 
-class PlanError(click.ClickException):
+class PlanError(RagorderError, click.ClickException):
     """A plan cannot be made. The message says what to change."""
 
 

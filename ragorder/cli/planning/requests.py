@@ -10,6 +10,7 @@ import click
 
 from ragorder.cli.options import Decorator, option
 from ragorder.cli.values import Count
+from ragorder.errors import RagorderError
 from ragorder.jsonl import JSONLines
 from ragorder.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-class LineError(click.ClickException):
+class LineError(RagorderError, click.ClickException):
     """A line of the input cannot be read."""
 
 

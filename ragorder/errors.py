@@ -1,0 +1,61 @@
+"""Root of ragorder's errors.
+
+RagorderError
+  ClientGoneError                 ragorder.adapters.http_server.request_body
+  EmbeddedRequestError            ragorder.adapters.embedded.streams
+  EngineStoppedError              ragorder.adapters.embedded.worker
+  HTTPError                       ragorder.adapters.http_server.errors
+    UpstreamError                 ragorder.adapters.proxy.upstream
+      RefusedError                ragorder.adapters.proxy.fleet
+      ReplicaLostError            ragorder.adapters.ray.answer
+  MalformedDocumentsError         ragorder.adapters.ray.ordered_calls
+  RenderError                     ragorder.adapters.doctor.chat_template
+  ServerError                     ragorder.adapters.http_client
+    AddressError                  ragorder.adapters.http_client
+  TemplateError                   ragorder.adapters.proxy.template
+  TooManyAtOnceError              ragorder.adapters.embedded.worker
+  TooManyValuesError              ragorder.adapters.http_server.untrusted_json
+  TooManyWaitingError             ragorder.adapters.embedded.worker
+  UnknownWeightsError             ragorder.adapters.vllm_tiers.weights
+  UnreadableError                 ragorder.adapters.shared_orders.entry
+  UnsupportedRayError             ragorder.adapters.ray.versions
+  UnsupportedVLLMError            ragorder.adapters.vllm_tiers.versions
+  WorkerError                     ragorder.adapters.http_server.processes
+  BadHeaderError                  ragorder.kernels.store.format
+  BudgetError                     ragorder.kernels.offload.budget
+  BuildError                      ragorder.kernels.preprocessing.manifest
+    ManifestError                 ragorder.kernels.preprocessing.manifest
+      NoBuildError                ragorder.kernels.preprocessing.manifest
+  CheckpointError                 ragorder.kernels.offload.checkpoint
+  DeviceLostError                 ragorder.kernels.engine.request
+  LayerReadError                  ragorder.kernels.offload.checkpoint
+  ModelLoadError                  ragorder.kernels.engine.loading
+  OutOfBlocksError                ragorder.kernels.paging.pool
+  RequestRefusedError             ragorder.kernels.engine.request
+    ShortOfMemoryError            ragorder.kernels.engine.request
+  StoreRefusedError               ragorder.kernels.store.folder
+  UnsupportedModelError           ragorder.kernels.unsupported
+  WriteFailedError                ragorder.kernels.preprocessing.copies
+  AnswerChangedError              ragorder.pipelining.batching.requests
+  PlacementError                  ragorder.pipelining.placement.plan
+  QueueFullError                  ragorder.pipelining.reordering
+  SearchProcessError              ragorder.pipelining.search.process
+  WorkflowError                   ragorder.pipelining.workflow.nodes
+    GraphError                    ragorder.pipelining.workflow.nodes
+    NodeError                     ragorder.pipelining.workflow.nodes
+    RefusedSearchError            ragorder.pipelining.workflow.nodes
+    UnknownNameError              ragorder.pipelining.workflow.nodes
+    UnusableValueError            ragorder.pipelining.workflow.nodes
+  JSONLinesError                  ragorder.jsonl
+  LineError                       ragorder.cli.planning.requests
+  PlanError                       ragorder.cli.planning.folder
+  ReentryError                    ragorder._deferred
+"""
+
+from __future__ import annotations
+
+__all__ = ["RagorderError"]
+
+
+class RagorderError(Exception):
+    """Base of all errors that ragorder defines. Most are also ValueErrors, RuntimeErrors or OSErrors."""
