@@ -7,7 +7,7 @@ from copy import copy
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     import dspy  # type: ignore[import-untyped, unused-ignore]

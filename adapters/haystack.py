@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ragorder.common.extras import needs
+from ragorder.common.jsonl import decode, printable
 from ragorder.errors import RagorderError
-from ragorder.extras import needs
-from ragorder.jsonl import decode, printable
 
 if TYPE_CHECKING:
     import httpx2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.trie.shards import ShardPaths, ShardRequest
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragorder.common.extras import needs
 from ragorder.document import Document
-from ragorder.extras import needs
 from ragorder.trie.shards import ShardPaths, ShardRequest, plan_requests
 
 with needs("ray", "ragorder.adapters.request_tables"):

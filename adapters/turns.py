@@ -9,11 +9,10 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Generic, Self, TypeVar
 
-from ragorder._repeats import name_in
 from ragorder.adapters.reorder import ScopeOf, degrade
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
-from ragorder.conversation import Message, Repeat, message_key, segments_of
+from ragorder.conversation import Message, Repeat, message_key, name_in, segments_of
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ragorder.counts import reported_count
-from ragorder.running_mean import RunningMean
+from ragorder.common.counts import reported_count
+from ragorder.common.running_mean import RunningMean
 
 __all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
 

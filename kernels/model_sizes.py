@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ragorder.jsonl import decode
+from ragorder.common.jsonl import decode
 from ragorder.kernels.decoder_shape import DecoderShape, read_width
 from ragorder.pipelining.placement.base import ModelSizes
 

@@ -15,8 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ragorder.cache_folder import cache_folder
-from ragorder.file_lock import try_lock
+from ragorder.common.files import cache_folder, try_lock
 from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["ProfileCache", "processor_name", "profile_key"]

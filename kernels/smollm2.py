@@ -15,9 +15,8 @@ from pathlib import Path
 
 import click
 
-from ragorder.cache_folder import cache_folder
-from ragorder.extras import needs
-from ragorder.file_lock import wait_for_lock
+from ragorder.common.extras import needs
+from ragorder.common.files import cache_folder, wait_for_lock
 
 __all__ = ["SMOLLM2", "smollm2"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ragorder.counts import parse_size
+from ragorder.common.counts import parse_size
 from ragorder.trie.policies import POLICIES
 from ragorder.trie.profile import LINEAR, PrefillProfile
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ragorder.running_mean import RunningMean
+from ragorder.common.running_mean import RunningMean
 
 __all__ = ["Admission", "EngineLoad", "prefill_batch"]
 

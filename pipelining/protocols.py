@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ragorder.counts import reported_count
+from ragorder.common.counts import reported_count
 
 __all__ = [
     "AnswerChunk",

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from itertools import count
 from typing import Generic, TypeVar
 
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
-from ragorder.running_mean import RunningMean
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
 

@@ -3,8 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+from ragorder.common.degraded import DegradedWarning
 from ragorder.conversation import Turn
-from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import Ordering

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from ragorder.counts import Estimate, estimate_tokens
+from ragorder.common.counts import Estimate, estimate_tokens
 
 __all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
 

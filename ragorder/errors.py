@@ -46,10 +46,10 @@ RagorderError
     RefusedSearchError            ragorder.pipelining.workflow.nodes
     UnknownNameError              ragorder.pipelining.workflow.nodes
     UnusableValueError            ragorder.pipelining.workflow.nodes
-  JSONLinesError                  ragorder.jsonl
+  JSONLinesError                  ragorder.common.jsonl
   LineError                       ragorder.cli.planning.requests
   PlanError                       ragorder.cli.planning.folder
-  ReentryError                    ragorder._deferred
+  ReentryError                    ragorder.common.lock
 """
 
 from __future__ import annotations

@@ -9,23 +9,21 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
-from ragorder import _deferred, _fork
-from ragorder._deferred import DeferringLock
-from ragorder._request import USUAL, Lengths, OrderRequest, RequestReader, read_length
-from ragorder._scope import EngineContents, Scope
-from ragorder._scopes import Scopes
-from ragorder._tiers import EngineTiers
-from ragorder.batch import Batch
-from ragorder.degraded import Degradations
-from ragorder.ordering import Ordering
+from ragorder.common.degraded import Degradations
+from ragorder.common.lock import DeferringLock, defer, follow
+from ragorder.ordering import Batch, Ordering
 from ragorder.prompt import PromptBuilder
+from ragorder.scope.request import USUAL, Lengths, OrderRequest, RequestReader, read_length
+from ragorder.scope.scope import EngineContents, Scope
+from ragorder.scope.scopes import Scopes
+from ragorder.scope.tiers import EngineTiers
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.histories import History
 from ragorder.trie.residency import LearnedLengths, Pool
 
 if TYPE_CHECKING:
-    from ragorder._cloud_scope import CloudCache, CloudScopes
     from ragorder.clouds import CacheRules, Prices, Provider
+    from ragorder.scope.cloud_scope import CloudCache, CloudScopes
     from ragorder.topic import Topics
     from ragorder.trie.residency.blocks import EngineBlocks
 
@@ -164,7 +162,7 @@ class Orderer:
                 "the profile has no load times: cached prefixes are compared in tokens; measure it with "
                 "`ragorder profile --loads`"
             )
-        _fork.follow(self)
+        follow(self)
 
     @classmethod
     def for_vllm(
@@ -219,7 +217,7 @@ class Orderer:
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        from ragorder._cloud_scope import CloudCache, cloud_settings
+        from ragorder.scope.cloud_scope import CloudCache, cloud_settings
 
         cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
@@ -434,7 +432,7 @@ class Orderer:
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
             raise ValueError(f"max_wait must not be negative, got {max_wait}")
-        from ragorder._batch_plan import plan_batch
+        from ragorder.scope.batch_plan import plan_batch
 
         try:
             read = [self._reader.read(documents) for documents in given]
@@ -582,7 +580,7 @@ class Orderer:
         if self._contents is not None:
             self._contents = self._reader.token_ids = None
             reason = "after a fork only the parent process follows KV events: this process uses an LRU mirror"
-            _deferred.defer(partial(self.degrade, reason))
+            defer(partial(self.degrade, reason))
 
     def _report(self, error: Exception) -> None:
         if self.settings.strict:
@@ -598,7 +596,7 @@ class Orderer:
 
 
 def _cloud_scopes(cloud: CloudCache) -> CloudScopes:
-    from ragorder._cloud_scope import CloudScopes
+    from ragorder.scope.cloud_scope import CloudScopes
 
     return CloudScopes(cloud)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
-from ragorder._deferred import run_or_defer
-from ragorder.counts import reported_count
+from ragorder.common.counts import reported_count
+from ragorder.common.lock import run_or_defer
 from ragorder.trie.residency import Lease
 
 if TYPE_CHECKING:
     from ragorder.clouds.cost import Cost
     from ragorder.clouds.request import CloudRequest
 
-__all__ = ["Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
+__all__ = ["Batch", "Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
 
 D = TypeVar("D")
 
@@ -261,3 +261,37 @@ class Ordering(Generic[D]):
         finally:
             for observer in observers:
                 run_or_defer(partial(observer, outcome))
+
+
+class Batch(Sequence[Ordering[D]], Generic[D]):
+    """Orderings in serving order. `Ordering.index` is the request's position in the input.
+
+        for ordering in orderer.order_batch(requests):
+            serve(requests[ordering.index], ordering.documents)
+
+    Access puts an ordering in flight, so serve while iterating. `indices` is the serving order.
+    """
+
+    def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:
+        self.indices = indices
+        self._start = start
+        self._started: dict[int, Ordering[D]] = {}
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Ordering[D]]:
+        return (self[place] for place in range(len(self)))
+
+    @overload
+    def __getitem__(self, place: int) -> Ordering[D]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Ordering[D]]: ...
+    def __getitem__(self, place: int | slice) -> Ordering[D] | list[Ordering[D]]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        ordering = self._started.get(place)
+        if ordering is None:
+            ordering = self._started[place] = self._start(place)
+        return ordering

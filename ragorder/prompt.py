@@ -10,8 +10,8 @@ from operator import itemgetter
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragorder._request import USUAL, Lengths
 from ragorder.citations import number_label
+from ragorder.common.lru_cache import LRUCache
 from ragorder.conversation import (
     REFERENCE,
     Message,
@@ -23,8 +23,8 @@ from ragorder.conversation import (
     segments_of,
 )
 from ragorder.document import Document, content_key, estimate_tokens
-from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
+from ragorder.scope.request import USUAL, Lengths
 from ragorder.tokens import PromptFrame, SegmentTokenizer, repair_unicode, special_token_escaper, split_text
 from ragorder.trie.histories import Segment
 
@@ -247,7 +247,7 @@ class PromptBuilder:
 
         Raises TypeError or ValueError for an invalid history, one with another system prompt, and wrong options.
         """
-        from ragorder._turn_maker import make_turn
+        from ragorder.turns import make_turn
 
         options: dict[str, Any] = {"scope": scope, "waiting": waiting, "lengths": lengths}
         naming: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from ragorder.counts import parse_count
+from ragorder.common.counts import parse_count
 from ragorder.guards import Guards
 from ragorder.trie.search import SearchName, searches
 from ragorder.trie.tail import MIN_GAIN, TailName, tails

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from ragorder._request import OrderRequest, RequestReader
 from ragorder.ordering import Ordering
+from ragorder.scope.request import OrderRequest, RequestReader
 from ragorder.trie.shards import plan_in_shards, shared_documents
 
 __all__ = ["plan_shards"]

@@ -8,7 +8,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
-from ragorder import _fork
+from ragorder.common.lock import follow
 
 __all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
 
@@ -53,7 +53,7 @@ class SegmentTokenizer:
             raise TypeError(f"tokenizer must be one of transformers, got {kind}: use AutoTokenizer.from_pretrained")
         self._tokenizer = tokenizer
         self.after_fork()
-        _fork.follow(self)
+        follow(self)
 
     def after_fork(self) -> None:
         self._lock = Lock()

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from ragorder.jsonl import decode
+from ragorder.common.jsonl import decode
 
 __all__ = ["LINEAR", "PrefillProfile"]
 

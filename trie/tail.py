@@ -254,7 +254,7 @@ class FreeTail(QueueTail):
 class EarnedTail(FreeTail):
     """Uses `FreeTail` for waiting requests and while `pays`, else rank order.
 
-    `ragorder._earned.EarnedMoves` sets `pays`, at first False, from measurements.
+    `ragorder.scope.moves.EarnedMoves` sets `pays`, at first False, from measurements.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:

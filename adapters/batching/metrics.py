@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.pipelining.batching import BatchEvent, RequestTrace
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES
-from ragorder.extras import needs
-from ragorder.jsonl import printable
+from ragorder.common.extras import needs
+from ragorder.common.jsonl import printable
 
 __all__ = ["Events", "check_events"]
 

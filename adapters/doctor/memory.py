@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragorder.adapters.doctor.finding import Finding, Verdict
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.jsonl import printable
+from ragorder.common.jsonl import printable
 
 __all__ = ["PromptSample", "check_samples", "recognise"]
 

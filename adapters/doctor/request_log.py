@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ragorder.adapters.doctor.cloud import read_report
-from ragorder.jsonl import JSONLines
+from ragorder.common.jsonl import JSONLines
 
 __all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
 

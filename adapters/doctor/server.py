@@ -16,7 +16,7 @@ from ragorder.adapters.doctor.prompts import PromptSample, check_samples
 from ragorder.adapters.doctor.sending import count_of, random_tokens, send
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
-from ragorder.jsonl import printable
+from ragorder.common.jsonl import printable
 
 __all__ = ["examine"]
 

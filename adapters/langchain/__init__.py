@@ -5,7 +5,7 @@ chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} |
 chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
 """
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from ragorder.adapters.langchain.feedback import FeedbackHandler

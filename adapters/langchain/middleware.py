@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import Runnable
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, types

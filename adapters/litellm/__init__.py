@@ -6,7 +6,7 @@ order_documents = OrderDocuments(Orderer.for_vllm("http://host:8000"), template=
 
 from __future__ import annotations
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from ragorder.adapters.litellm.callback import OrderDocuments

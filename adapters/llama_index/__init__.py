@@ -1,6 +1,6 @@
 """LlamaIndex: node postprocessor, retriever and chat engine in cache order."""
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from ragorder.adapters.llama_index.chat_engine import CacheOrderChatEngine

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ragorder.batch import Batch
 from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
-from ragorder.ordering import Moves, Ordering, RequestOutcome
+from ragorder.ordering import Batch, Moves, Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragorder.adapters.observing.observed import Observation
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
 __all__ = ["Tracing"]

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from ragorder.adapters.observing.costs import CostMetrics
 from ragorder.adapters.observing.observed import Observation
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.comparison import Comparison, Reports, compare
 from ragorder.adapters.observing.costs import CostStats
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

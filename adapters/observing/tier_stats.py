@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

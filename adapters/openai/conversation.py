@@ -12,7 +12,7 @@ from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat, message_key
 from ragorder.orderer import Lengths
-from ragorder.rebase import read_earlier
+from ragorder.turns import read_earlier
 
 __all__ = ["Conversation"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.request_facts import with_facts
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 __all__ = ["ModelEndpoint", "UsageOption", "check_client", "checked_options", "checked_salt"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
-from ragorder.counts import reported_count
+from ragorder.common.counts import reported_count
 from ragorder.document import estimate_tokens
 from ragorder.orderer import Lengths, OrdererLike
 from ragorder.pipelining import CachedLengths, Usage

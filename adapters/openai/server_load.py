@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.adapters.vllm.load import requests_on
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining import EngineLoad, Provisional, Retrieval, prefill_batch
-from ragorder.running_mean import RunningMean
 
 __all__ = ["MetricsPoll", "PromptLoad"]
 

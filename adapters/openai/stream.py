@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
 from ragorder import Document, Ordering
-from ragorder._deferred import run_or_defer
 from ragorder.adapters.openai.call import Call
 from ragorder.adapters.openai.reply import Answer
+from ragorder.common.lock import run_or_defer
 
 __all__ = ["AsyncOrderedStream", "OrderedStream", "generate", "generate_async"]
 

@@ -15,7 +15,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
 from ragorder.adapters.proxy.marks import Left
 from ragorder.adapters.proxy.parsed import digest_of
-from ragorder.lru_cache import LRUCache
+from ragorder.common.lru_cache import LRUCache
 
 __all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "PassReason", "RenamedIds", "UnorderedRequests"]
 

@@ -41,8 +41,8 @@ from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, TemplateError, are_places, numbered_by_place
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document, Estimate
-from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 

@@ -12,7 +12,7 @@ from ragorder.adapters.proxy.body import decode
 from ragorder.adapters.proxy.fleet import Replica
 from ragorder.adapters.proxy.usage import EventLines
 from ragorder.adapters.structs import readable_by_threads
-from ragorder.lru_cache import LRUCache
+from ragorder.common.lru_cache import LRUCache
 
 __all__ = ["StoredResponses"]
 

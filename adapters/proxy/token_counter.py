@@ -15,8 +15,8 @@ from ragorder.adapters.proxy.body import (
 )
 from ragorder.adapters.proxy.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document, estimate_tokens
-from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
 from ragorder.tokens import PLACEHOLDER, split_text
 

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.config import RequestRouterConfig
 
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.orderer import Orderer
 
 with needs("ray,vllm", "Ray's LLM server"):

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
-from ragorder.degraded import DegradedWarning
+from ragorder.common.degraded import DegradedWarning
+from ragorder.common.extras import install_hint
 from ragorder.errors import RagorderError
-from ragorder.extras import install_hint
 
 __all__ = ["CONTRACT", "SUPPORTED_RAY", "UnsupportedRayError", "check_ray", "missing_parts"]
 

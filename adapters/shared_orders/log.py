@@ -12,8 +12,8 @@ from time import sleep
 from typing import Any
 
 from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, read_order
-from ragorder.extras import needs
-from ragorder.lru_cache import LRUCache
+from ragorder.common.extras import needs
+from ragorder.common.lru_cache import LRUCache
 
 __all__ = ["LENGTH", "OrderLog"]
 

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakMethod, finalize, ref
 
-from ragorder._request import USUAL, Lengths, RequestReader, read_length
 from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError
 from ragorder.adapters.shared_orders.log import OrderLog
 from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.scope.request import USUAL, Lengths, RequestReader, read_length
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.histories import History
 

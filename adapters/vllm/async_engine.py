@@ -12,7 +12,7 @@ from typing import Any
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.request_facts import FACTS, with_facts
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.pipelining import AnswerChunk
 
 __all__ = ["AsyncVLLM"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.settings import Settings
 from ragorder.trie.policies import POLICIES
 

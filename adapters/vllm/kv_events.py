@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
 from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["EventCounters", "KVEventSubscriber"]

@@ -11,8 +11,8 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.jsonl import decode
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["MEMORY", "UnknownWeightsError", "WeightDigests"]

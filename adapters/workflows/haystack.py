@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from haystack import Document, component

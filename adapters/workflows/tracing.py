@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     from ragorder.pipelining.workflow import WorkflowTrace

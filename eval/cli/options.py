@@ -10,7 +10,7 @@ import click
 
 from ragorder.cli.options import Decorator, api_key, events_address, kv_events, option, options_from, section, together
 from ragorder.cli.values import Model, ParamType, Rate
-from ragorder.counts import parse_count
+from ragorder.common.counts import parse_count
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.specs import EventsAddress
 

@@ -10,13 +10,13 @@ import click
 
 from ragorder.cli.options import Command, build, option, options_from, section
 from ragorder.cli.values import Choice, Count, StreamFile
+from ragorder.common.jsonl import name_of
 from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
 from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.eval.replay.example import EXAMPLE_LOG
 from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.reading import DefaultLengths
 from ragorder.eval.running.specs import Bench
-from ragorder.jsonl import name_of
 
 __all__ = ["replay"]
 

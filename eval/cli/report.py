@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ragorder.cli.options import Command, option
+from ragorder.common.jsonl import decode
 from ragorder.eval.cli.progress import QUIET_S, progress_bar
-from ragorder.jsonl import decode
 
 if TYPE_CHECKING:
     from ragorder.eval.report import Report

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.jsonl import JSONLines
+from ragorder.common.jsonl import JSONLines
 
 __all__ = [
     "Arrival",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.kernels.preprocessing.encoder import HUB_MODEL, TextEncoder, default_model, packaged_model
 
 __all__ = ["BM25Retriever", "DenseRetriever", "Retriever", "default_model", "make_retriever"]

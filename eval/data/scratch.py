@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from ragorder.file_lock import try_lock
+from ragorder.common.files import try_lock
 
 __all__ = ["OwnFolder"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ragorder.counts import parse_count
+from ragorder.common.counts import parse_count
 
 __all__ = ["Capacity"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ragorder.adapters.openai.tokenizer import load_tokenizer
-from ragorder.cache_folder import cache_folder
+from ragorder.common.extras import needs
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
 from ragorder.eval.engines.vllm import set_environment
-from ragorder.extras import needs
 from ragorder.kernels import random_model as kernels
 from ragorder.prompt import PromptBuilder
 

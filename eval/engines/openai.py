@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragorder.common.extras import needs
 from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError, time_between_tokens
-from ragorder.extras import needs
 
 if TYPE_CHECKING:
     import httpx2

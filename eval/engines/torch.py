@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragorder.common.extras import needs
 from ragorder.eval.engines.base import EngineCompletion, EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.vllm import has_fast_bfloat16
-from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, Request, TieredEngine

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
-from ragorder.extras import install_hint
 from ragorder.kernels import random_model
 
 __all__ = ["VLLMEngine", "has_fast_bfloat16", "set_environment"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 
 __all__ = ["PEERS", "Peer", "PeerError", "prepare_peer"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ragorder.common.extras import needs
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport
 from ragorder.eval.report.words import policy_words
-from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

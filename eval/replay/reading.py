@@ -10,10 +10,10 @@ from typing import IO, TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ragorder.common.jsonl import JSONLines
+from ragorder.common.request_lines import Length, PositiveLength, RequestLine, UnreadFields, seconds_of
 from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
-from ragorder.jsonl import JSONLines
-from ragorder.request_lines import Length, PositiveLength, RequestLine, UnreadFields, seconds_of
 
 if TYPE_CHECKING:
     from ragorder.eval.running.progress import Progress

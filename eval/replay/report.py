@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragorder.common.request_lines import describe
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
 from ragorder.eval.report.words import policy_words
-from ragorder.request_lines import describe
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ragorder.common.extras import needs
 from ragorder.eval.report.points import points_of
 from ragorder.eval.report.words import policy_words
-from ragorder.extras import needs
 
 __all__ = [
     "COLOURS",

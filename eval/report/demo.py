@@ -19,7 +19,8 @@ from rich.panel import Panel
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.extras import install_hint
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_asked
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.report.tables import Table
@@ -27,7 +28,6 @@ from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.runner import Served
 from ragorder.eval.running.specs import Bench, EngineName
-from ragorder.extras import install_hint
 from ragorder.kernels.smollm2 import smollm2
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
+from ragorder.common.extras import needs
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
 from ragorder.eval.report.downloads import csv_url, file_name, json_url
 from ragorder.eval.report.sections import Report
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.extras import needs
 
 __all__ = ["need_jinja", "render_html"]
 

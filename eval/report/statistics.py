@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     import numpy as np

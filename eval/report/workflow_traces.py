@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rich.console import RenderableType
 from rich.table import Table
 
-from ragorder.jsonl import JSONLines
+from ragorder.common.jsonl import JSONLines
 
 __all__ = ["TraceFigures", "TracedRequest", "WorkItem", "figures_of", "read_traces"]
 

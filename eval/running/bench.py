@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.data.names import unknown

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ragorder.counts import parse_count
+from ragorder.common.counts import parse_count
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.record import Cell
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from ragorder.batch import Batch
 from ragorder.document import Document
 from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import TraceRequest
@@ -18,7 +17,7 @@ from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.peers import PEERS, make_peer
 from ragorder.eval.running import popular_tails as popular_tails  # registers its tails
 from ragorder.orderer import USUAL, Lengths, Orderer
-from ragorder.ordering import Ordering
+from ragorder.ordering import Batch, Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency.blocks import EngineBlocks

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ragorder.common.jsonl import JSONLines
 from ragorder.eval.running.record import (
     RESULTS,
     SCHEMA,
@@ -19,7 +20,6 @@ from ragorder.eval.running.record import (
     key_of,
 )
 from ragorder.eval.running.suite import experiments
-from ragorder.jsonl import JSONLines
 
 __all__ = ["Results", "ResultsError", "read_results"]
 

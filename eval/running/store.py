@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from ragorder.common.files import try_lock
+from ragorder.common.jsonl import JSONLines, decode
 from ragorder.eval.running.record import RESULTS
-from ragorder.file_lock import try_lock
-from ragorder.jsonl import JSONLines, decode
 
 __all__ = ["Store", "StoreError"]
 

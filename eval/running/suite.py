@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ragorder.common.extras import install_hint
+from ragorder.common.jsonl import decode_toml
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
@@ -30,8 +32,6 @@ from ragorder.eval.running.policies import POLICIES
 from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.store import Store
-from ragorder.extras import install_hint
-from ragorder.jsonl import decode_toml
 
 __all__ = [
     "GROUPS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     from ragorder.kernels.attention.attention import prefix_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     import torch  # noqa: F401

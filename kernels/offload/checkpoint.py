@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.jsonl import decode
 
 __all__ = ["Checkpoint", "CheckpointError", "LayerReadError", "TensorEntry"]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from ragorder.common.lru_cache import LRUCache
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
@@ -21,7 +22,6 @@ from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
 from ragorder.kernels.preprocessing.removal import drop_copies, remove_documents
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
-from ragorder.lru_cache import LRUCache
 
 __all__ = ["BuildError", "Built", "Estimate", "FusionBuilder", "SourceDocument"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     import numpy as np

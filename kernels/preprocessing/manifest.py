@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.jsonl import decode
 from ragorder.kernels.store.variants import variant_key
 
 __all__ = ["BuildError", "Manifest", "ManifestError", "NoBuildError", "PlannedDocument"]

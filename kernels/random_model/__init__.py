@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ragorder.cache_folder import cache_folder
-from ragorder.extras import needs
+from ragorder.common.extras import needs
+from ragorder.common.files import cache_folder
 from ragorder.kernels.random_model.documentation import chunks_of, library_modules, read_entries
 from ragorder.kernels.random_model.model import make_model
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragorder.extras import needs
-from ragorder.jsonl import decode
+from ragorder.common.extras import needs
+from ragorder.common.jsonl import decode
 
 __all__ = ["make_model"]
 

@@ -1,6 +1,6 @@
 """Chunk store: bytes by key in a bounded folder, kept over restarts."""
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 try:
     import xxhash  # noqa: F401

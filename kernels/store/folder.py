@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.jsonl import decode
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
 __all__ = ["CHUNKS", "IDENTITY", "LOCK", "ChunkFolder", "StoreRefusedError"]

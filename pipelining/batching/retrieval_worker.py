@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar, cast
 
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
-from ragorder.running_mean import RunningMean
 
 __all__ = ["RetrievalWorker"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ragorder.counts import parse_size
-from ragorder.extras import needs
+from ragorder.common.counts import parse_size
+from ragorder.common.extras import needs
 
 __all__ = ["Budgets", "cgroup_headroom", "device_memory", "disk_memory", "format_bytes", "host_memory"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ragorder.jsonl import decode
+from ragorder.common.jsonl import decode
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Spread, Workload
 from ragorder.pipelining.power_law import PowerLaw
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.search.costs import Budget, ClusterCosts, PieceLimit
 from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.search.request import History, SearchRequest
@@ -23,7 +24,6 @@ from ragorder.pipelining.search.shared import SearchHandle, SharedSearch, Submit
 from ragorder.pipelining.search.tiers import IndexTiers, TierGains
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
-from ragorder.running_mean import RunningMean
 
 __all__ = ["ContinuousIVF", "PieceOrder", "fill"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ragorder.running_mean import RunningMean
+from ragorder.common.running_mean import RunningMean
 
 __all__ = ["Budget", "ClusterCosts", "PieceLimit"]
 

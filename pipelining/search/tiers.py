@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import ScannedPart
 from ragorder.pipelining.search.running import Visits
 from ragorder.pipelining.staged._ivf import ClusterIndex
-from ragorder.running_mean import RunningMean
 
 __all__ = ["ClusterScan", "FastShare", "IndexTiers", "TierGains"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 
 __all__ = ["SearchResult", "UnwrappedIndex", "load_faiss", "read_k", "read_queries", "unwrap"]
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 from ragorder.pipelining.speculation import SpeculationGain
@@ -16,7 +17,6 @@ from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
 from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
-from ragorder.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search.tiers import TierGains

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ragorder.cli.options import Command, Decorator, api_key, events_address, kv_events, option, section
 from ragorder.cli.values import Choice, Count, Duration, Size
-from ragorder.jsonl import decode
+from ragorder.common.jsonl import decode
 from ragorder.topic import checked_header
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _checked_requests(
 def _examine_log(log: Path, **options: Any) -> list[Finding]:
     """Return the findings. Raises as `examine_requests` does for a server, and click's error for the log."""
     from ragorder.adapters.doctor import examine_requests
-    from ragorder.jsonl import JSONLinesError
+    from ragorder.common.jsonl import JSONLinesError
 
     try:
         return examine_requests(log, **options)

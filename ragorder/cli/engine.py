@@ -34,7 +34,7 @@ from ragorder.cli.proxy import (
     with_loads,
 )
 from ragorder.cli.values import Model, ProfileSource
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.smollm2 import SMOLLM2
 from ragorder.orderer import Orderer

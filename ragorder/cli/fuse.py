@@ -29,8 +29,8 @@ from ragorder.cli.options import (
 from ragorder.cli.output import log_shown
 from ragorder.cli.stats import disk_gib
 from ragorder.cli.values import ParamType, ProfileSource
+from ragorder.common.jsonl import JSONLines, JSONLinesError
 from ragorder.document import Document
-from ragorder.jsonl import JSONLines, JSONLinesError
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.preprocessing.neighbours import make_neighbours, neighbours
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings

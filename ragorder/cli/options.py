@@ -16,8 +16,8 @@ from click.core import ParameterSource
 from pydantic import ValidationError
 
 from ragorder.cli.values import Choice, Count, Duration, Size
-from ragorder.counts import BYTE_UNITS
-from ragorder.jsonl import decode_toml
+from ragorder.common.counts import BYTE_UNITS
+from ragorder.common.jsonl import decode_toml
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

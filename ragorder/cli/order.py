@@ -23,11 +23,11 @@ from ragorder.cli.planning.requests import (
     warn_of,
 )
 from ragorder.cli.values import Count, StreamFile
+from ragorder.common.request_lines import UnreadFields
 from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
-from ragorder.request_lines import UnreadFields
 from ragorder.settings import Settings
 
 __all__ = ["order"]

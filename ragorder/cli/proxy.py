@@ -27,7 +27,7 @@ from ragorder.cli.options import (
     spelling,
 )
 from ragorder.cli.values import Size
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE, Topics, checked_header
 

@@ -37,7 +37,7 @@ from ragorder.cli.proxy import (
 )
 from ragorder.cli.values import Choice, Count, ProfileSource
 from ragorder.clouds import Provider
-from ragorder.extras import install_hint
+from ragorder.common.extras import install_hint
 from ragorder.orderer import Orderer
 from ragorder.settings import Settings
 from ragorder.topic import Topics

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from ragorder.counts import parse_count, parse_size
+from ragorder.common.counts import parse_count, parse_size
 
 if TYPE_CHECKING:
     from click import Choice as ClickChoice

@@ -33,7 +33,7 @@ class Prices:
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
         """Read a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, or
         ValueError with file and field."""
-        from ragorder.jsonl import decode_toml
+        from ragorder.common.jsonl import decode_toml
 
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
         try:

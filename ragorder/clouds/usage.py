@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ragorder.clouds.rules import CacheRules, UsageFields
-from ragorder.counts import reported_count
+from ragorder.common.counts import reported_count
 
 __all__ = ["CloudUsage", "read_cloud_usage"]
 

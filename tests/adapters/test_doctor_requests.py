@@ -20,7 +20,7 @@ from ragorder.adapters.doctor import Finding, examine_requests
 from ragorder.adapters.doctor.beginnings import common_length, shared_beginnings
 from ragorder.adapters.doctor.request_log import LoggedRequest, read_log
 from ragorder.cli import main
-from ragorder.jsonl import JSONLinesError
+from ragorder.common.jsonl import JSONLinesError
 
 doctor = partial(run_command, main, "doctor")
 

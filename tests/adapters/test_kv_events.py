@@ -1258,7 +1258,7 @@ class TestEngineBlocks:
 
     def test_h1_no_call_of_an_orderer_waits_for_a_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 2)
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
             block_size=BLOCK,

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import ragorder
 from ragorder import Orderer, Ordering
-from ragorder._deferred import run_deferred
+from ragorder.common.lock import run_deferred
 from ragorder.ordering import RequestOutcome
 
 pytest.importorskip("langchain_core")

@@ -609,7 +609,7 @@ class TestOrdering:
         assert orderer.order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
 
     def test_evictions_of_a_forgotten_scope_still_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 1)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 1)
         orderer = make_orderer(capacity_tokens=600)
         for documents in asked(20):
             orderer.order(documents, scope="first").confirm()

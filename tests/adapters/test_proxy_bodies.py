@@ -25,7 +25,7 @@ from support.bodies import Bodies
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValuesError, count_values
 from ragorder.adapters.proxy.parsing import Route
-from ragorder.lru_cache import LRUCache
+from ragorder.common.lru_cache import LRUCache
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 MIB = 1 << 20

@@ -265,7 +265,7 @@ def fuzzed(examples: int) -> Any:
 class TestHostileBodies:
     @pytest.mark.slow
     def test_ten_thousand_of_them_from_clients_at_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 16)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 16)
         orderer = Orderer(block_size=1, capacity_tokens=2000)
         app = make(orderer, body_limit=BODY_LIMIT)
         statuses: Counter[int] = Counter()

@@ -29,7 +29,7 @@ from ragorder.adapters.ray.ingress import AppResponse
 from ragorder.adapters.ray.lifespan import Lifespan
 from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
 from ragorder.adapters.ray.transport import ReplicaTransport
-from ragorder.degraded import DegradedWarning
+from ragorder.common.degraded import DegradedWarning
 
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS = [(b"content-type", b"text/event-stream")]

@@ -12,7 +12,7 @@ pytest.importorskip("prometheus_client")
 from support.far_server import FarServer
 
 from ragorder import Document, Orderer
-from ragorder.degraded import DegradedWarning
+from ragorder.common.degraded import DegradedWarning
 
 BLOCK = 64
 Publish = Callable[[str | None], str]

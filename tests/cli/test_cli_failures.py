@@ -13,7 +13,7 @@ from support.commands import run_command
 
 from ragorder import Settings
 from ragorder.cli import main
-from ragorder.counts import parse_count
+from ragorder.common.counts import parse_count
 from ragorder.eval.data.names import unknown
 from ragorder.eval.engines.capacity import Capacity
 

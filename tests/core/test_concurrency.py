@@ -247,7 +247,7 @@ class TestLengthsThatACloneLearnsAtTheSameTime:
     """They are of both, and each has its own lock."""
 
     def test_scopes_that_it_adds(self, documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 10_000)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 10_000)
         orderer, scopes = Orderer(strict=True, capacity_tokens=10**8), count()
         clone = orderer.clone()
         orderer.order(documents[:3]).confirm(0)

@@ -216,7 +216,7 @@ def test_memory_is_bounded(
     capacity_tokens: int | None, traced: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any capacity at most 4,096 requests are kept."""
-    monkeypatch.setattr("ragorder._scopes.MAX_NODES", 10_000)
+    monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 10_000)
     orderer, numbers = make(capacity_tokens=capacity_tokens), count()
 
     def order(requests: int) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder, _deferred
+from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.common import lock
 from ragorder.ordering import RequestOutcome
 
 DOCUMENTS = [Document(str(number), "x" * 400) for number in range(200)]
@@ -221,7 +222,7 @@ class TestH1Observers:
         del ordering
         gc.collect()
         assert not orderer.order(DOCUMENTS[:3]).fallback
-        assert not _deferred.deferred
+        assert not lock.deferred
 
 
 class Chunks:
@@ -306,21 +307,21 @@ def test_a_collection_is_seen_while_it_runs(python: Any) -> None:
 
 COLLECTED = """
 import gc, threading
-from ragorder import _deferred
+from ragorder.common import lock
 
 class Request:
     def __init__(self):
         self.me = self
 
     def __del__(self):
-        print(_deferred.is_collecting())
-        other = threading.Thread(target=lambda: print(_deferred.is_collecting()))
+        print(lock.is_collecting())
+        other = threading.Thread(target=lambda: print(lock.is_collecting()))
         other.start()
         other.join()
 
 Request()
 gc.collect()
-print(_deferred.is_collecting())
+print(lock.is_collecting())
 """
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer
-from ragorder._fused import FusedReuse
 from ragorder.eval.data.workloads import make_workload
 from ragorder.ordering import Reuse
+from ragorder.scope.fused import FusedReuse
 from ragorder.settings import Settings
 from ragorder.trie.residency import Loads
 from ragorder.trie.search import PricedPaths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ragorder._investment import Invested, Investment
+from ragorder.scope.fused import Invested, Investment
 from ragorder.settings import Settings
 from ragorder.trie.tail import CohortTail, Tail, tails
 from ragorder.trie.tree import Key, KnowledgeTree, Node

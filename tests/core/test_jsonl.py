@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.jsonl import JSONLines, JSONLinesError, decode, decode_toml
+from ragorder.common.jsonl import JSONLines, JSONLinesError, decode, decode_toml
 
 pytestmark = pytest.mark.merge
 

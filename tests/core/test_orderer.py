@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from support.rings import examples, grid
 
 from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
-from ragorder._scopes import MAX_NODES
-from ragorder.degraded import DegradedWarning
+from ragorder.common.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.histories import Segment
 
 BLOCK = 16
@@ -64,7 +64,7 @@ def ids(ordering: Ordering[Document]) -> str:
 
 def strict(*, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragorder._scopes.MAX_NODES", max_nodes)
+        patch.setattr("ragorder.scope.scopes.MAX_NODES", max_nodes)
         return Orderer(strict=True, **options)
 
 
@@ -806,7 +806,7 @@ class TestScopes:
         assert orderer.order(documents("cba"), scope="one").cached_tokens == 96
 
     def test_the_least_recently_used_scope_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 3)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 3)
         orderer = strict()
         for scope in [1, 2, 3, 1, 4]:
             serve(orderer, "ab", scope=scope)
@@ -815,7 +815,7 @@ class TestScopes:
         assert orderer.order(documents("ba"), scope=2).cached_tokens == 0
 
     def test_a_request_of_a_forgotten_scope_can_still_be_confirmed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 1)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 1)
         orderer = strict()
         ordering = orderer.order(documents("ab"), scope=1)
         orderer.order(documents("ab"), scope=2)

@@ -86,7 +86,7 @@ class TestL1Interrupts:
     @pytest.mark.parametrize("end", ["confirm", "discard"])
     def test_l1_before_any_line_of_an_order_or_of_its_end(self, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing stays pinned, miscounted or locked, wherever the interrupt comes."""
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 2)
         line, again = 1, True
         while again:
             orderer = Orderer(capacity_tokens=1_600)
@@ -354,7 +354,7 @@ class TestL10Names:
     def test_l10_a_scope_that_cannot_be_found_again_raises_nothing(
         self, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 2)
         orderer = Orderer()
         for _ in range(4):
             scope = make()
@@ -422,7 +422,7 @@ class TestM6Bounds:
     def test_m6_nodes_are_bounded_over_all_scopes(
         self, options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 300)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 300)
         orderer = Orderer(strict=True, **options)
         rng = random.Random(0)
         for number in range(400):
@@ -435,7 +435,7 @@ class TestM6Bounds:
 
     def test_m6_those_in_use_share_the_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Round robin over scopes that do not fit together: each keeps what it used last, and none loses all."""
-        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 120)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 120)
         orderer = Orderer(strict=True, residency="none")
         cached = 0
         for turn in range(20):
@@ -447,7 +447,7 @@ class TestM6Bounds:
         assert cached >= 19 * 8 * 480
 
     def test_m6_with_events_whole_scopes_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_NODES", 100)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_NODES", 100)
         orderer = Orderer(token_ids=lambda document: range(16), blocks=EngineBlocks(16), strict=True, prefix_tokens=0)
         for number in range(60):
             documents = [Document(f"{number} {place}", "", 16) for place in range(10)]
@@ -456,7 +456,7 @@ class TestM6Bounds:
         assert orderer._scopes, "the one in use stays"
 
     def test_m6_names_that_are_never_used_again_leave_nothing_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 4)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 4)
         orderer = Orderer(strict=True)
         for number in range(2_000):
             orderer.order(DOCUMENTS[:2], scope=number).confirm()

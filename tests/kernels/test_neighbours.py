@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
 
-from ragorder.jsonl import JSONLinesError
+from ragorder.common.jsonl import JSONLinesError
 from ragorder.kernels.preprocessing.neighbours import (
     EmbeddingNeighbours,
     GivenNeighbours,

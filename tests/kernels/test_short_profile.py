@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
 from ragorder.trie.policies import Tier, make_policy

@@ -27,7 +27,7 @@ PACKAGES = (
     "ragorder.adapters.vllm.async_engine",
     "ragorder.adapters.vllm.cache_config",
     "ragorder.adapters.vllm.kv_events",
-    "ragorder.batch",
+    "ragorder.ordering",
     "ragorder.clouds",
     "ragorder.kernels.cache",
     "ragorder.kernels.engine",

@@ -88,7 +88,7 @@ def test_an_import_loads_few_lines(module: str, needs: str | None, lines: int) -
         pytest.skip(f"{needs} is not installed")
     found = loaded(module)
     assert sum(found.values()) <= lines, sorted(found.items(), key=lambda each: -each[1])[:12]
-    late = ("ragorder.clouds", "ragorder.kernels", "ragorder.rebase", "ragorder._fused", "ragorder.trie.plan")
+    late = ("ragorder.clouds", "ragorder.kernels", "ragorder.turns", "ragorder.scope.fused", "ragorder.trie.plan")
     assert not [name for name in found if name.startswith(late)]
 
 

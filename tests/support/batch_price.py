@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import click
 
 from ragorder import Orderer
-from ragorder._batch_plan import _DryRun, _in_windows, _nearest_first, _one_by_one
-from ragorder._request import OrderRequest
-from ragorder._scope import Scope
 from ragorder.eval.experiments.replacement import A10G, SYSTEM_TOKENS, DocumentStream, TwoTiers
 from ragorder.ordering import Ordering
+from ragorder.scope.batch_plan import _DryRun, _in_windows, _nearest_first, _one_by_one
+from ragorder.scope.request import OrderRequest
+from ragorder.scope.scope import Scope
 from ragorder.trie.profile import PrefillProfile
 from support.price import orderer_of, serve, sizes_of, streams_of
 

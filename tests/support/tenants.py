@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ragorder import Document, Lengths, Orderer
-from ragorder._scopes import MAX_NODES
 from ragorder.eval.engines.sim import Like, SimEngine
+from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.residency.blocks import EngineBlocks
 
 BLOCK = 16
@@ -94,7 +94,7 @@ class Tenants:
         name = tenant if self._apart else None
         if name not in self._orderers:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("ragorder._scopes.MAX_NODES", self._max_nodes)
+                patch.setattr("ragorder.scope.scopes.MAX_NODES", self._max_nodes)
                 self._orderers[name] = Orderer(**self._options)
         return self._orderers[name]
 

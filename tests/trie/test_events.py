@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.rings import examples, grid
 
 from ragorder import Document, Lengths, Orderer
-from ragorder._scopes import MAX_NODES
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.scope.scopes import MAX_NODES
 from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.tree import Node
@@ -99,7 +99,7 @@ class Live:
 
     def make_orderer(self, *, max_nodes: int = MAX_NODES, **options: Any) -> Orderer:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ragorder._scopes.MAX_NODES", max_nodes)
+            patch.setattr("ragorder.scope.scopes.MAX_NODES", max_nodes)
             return Orderer(
                 token_ids=token_ids,
                 prefix_ids=SYSTEM,
@@ -793,7 +793,7 @@ class TestTenants:
         assert orderer.order(documents, scope=scope).cached_tokens == 28
 
     def test_a_forgotten_scope_receives_no_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder._scopes.MAX_SCOPES", 2)
+        monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 2)
         blocks = EngineBlocks(BLOCK)
         orderer = Orderer(
             token_ids=token_ids,

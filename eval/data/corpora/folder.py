@@ -10,10 +10,10 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ragorder.common.jsonl import JSONLines
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import Retriever
-from ragorder.jsonl import JSONLines
 
 __all__ = ["load_folder"]
 

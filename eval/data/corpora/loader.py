@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
 
 __all__ = ["CorpusLoader", "corpora_in"]

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.all_three.record import AllThreeCell, AllThreeRecord
 from ragorder.eval.experiments.all_three.systems import SYSTEMS
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.extras import install_hint
 
 __all__ = ["AllThree"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.batching_live.record import BatchingLiveCell, BatchingLiveRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.extras import install_hint
 
 __all__ = ["BatchingLive"]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.extras import install_hint
+from ragorder.common.files import cache_folder
 from ragorder.eval.experiments.disk_index.record import DiskIndexCell, DiskIndexRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.extras import install_hint
 
 __all__ = ["DiskIndex"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.engines.torch import RANDOM_WEIGHTS
 from ragorder.eval.experiments.embedded.shapes import SHAPES
 from ragorder.kernels.random_model import make_model

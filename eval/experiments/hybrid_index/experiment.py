@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.hybrid_index.record import HybridCell, HybridRecord
 from ragorder.eval.running.suite import Experiment, Job, Line

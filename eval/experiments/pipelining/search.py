@@ -13,11 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.pipelining.modes import Asked
-from ragorder.extras import needs
 from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragorder.adapters.openai.pipelined import OpenAIStreams
+from ragorder.common.extras import needs
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
-from ragorder.extras import needs
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 

@@ -12,8 +12,8 @@ from random import Random
 from types import TracebackType
 from typing import Any, Self
 
+from ragorder.common.extras import needs
 from ragorder.eval.data.machine import describe_environment
-from ragorder.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes

@@ -14,6 +14,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from ragorder.common.jsonl import JSONLines
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.sim import SimEngine
@@ -21,7 +22,6 @@ from ragorder.eval.experiments.quality.base import GradedQuestion
 from ragorder.eval.experiments.quality.fused import FusedReuse, answer_fused
 from ragorder.eval.experiments.quality.metrics import extract_answer
 from ragorder.eval.running.progress import Progress
-from ragorder.jsonl import JSONLines
 from ragorder.prompt import Prompt
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ragorder.common.jsonl import JSONLines
 from ragorder.eval.report.statistics import need_scipy
-from ragorder.jsonl import JSONLines
 
 if TYPE_CHECKING:
     from ragorder.eval.running.progress import Progress

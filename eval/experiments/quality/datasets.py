@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.data.corpora import CorpusError, load_folder
 from ragorder.eval.data.retrieval import Retriever, make_retriever
 from ragorder.eval.data.trace import check_ranked, in_order
@@ -21,7 +22,6 @@ from ragorder.eval.experiments.quality.records import SourceRecord, read_records
 from ragorder.eval.experiments.quality.specs import TOP_K, QuestionsSpec
 from ragorder.eval.experiments.quality.triviaqa import read_triviaqa
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.extras import install_hint
 
 __all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 

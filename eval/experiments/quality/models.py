@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ragorder.jsonl import decode
+from ragorder.common.jsonl import decode
 
 __all__ = ["RANDOM_WEIGHTS", "ModelFacts", "model_facts"]
 

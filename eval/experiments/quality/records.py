@@ -10,8 +10,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from ragorder.common.jsonl import JSONLines, decode, kind_of, problem_of
 from ragorder.eval.data.corpora.base import CorpusError
-from ragorder.jsonl import JSONLines, decode, kind_of, problem_of
 
 __all__ = ["Filled", "Name", "Rows", "SourceFields", "SourceRecord", "pairs", "read_records"]
 

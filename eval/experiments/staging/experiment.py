@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.staging.record import StagingCell, StagingRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite

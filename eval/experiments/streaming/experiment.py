@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.streaming.record import SLOTS, StreamingCell, StreamingRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.extras import install_hint
 
 __all__ = ["Streaming"]
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder import Orderer, PromptBuilder
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.workflows.costs import CLUSTERS

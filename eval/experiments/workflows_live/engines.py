@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.openai.engine import OpenAIStreams
 from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.common.extras import needs
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.extras import needs
 from ragorder.pipelining import StreamingEngine
 
 __all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "bind_server", "off_the_engines_core"]

@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.cache_folder import cache_folder
+from ragorder.common.extras import install_hint
+from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
@@ -19,7 +20,6 @@ from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.data.corpora import Corpus

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from ragorder.request_lines import EXAMPLE, RequestLine, Time
+from ragorder.common.request_lines import EXAMPLE, RequestLine, Time
 
 __all__ = ["ExportLine", "OwnLine"]
 

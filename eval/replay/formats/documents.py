@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ragorder.common.jsonl import decode
+from ragorder.common.request_lines import LineDocument
 from ragorder.document import content_key, estimate_tokens
-from ragorder.jsonl import decode
-from ragorder.request_lines import LineDocument
 
 __all__ = ["exported_document", "exported_documents", "structure"]
 

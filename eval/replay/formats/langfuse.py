@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import AliasChoices, Field
 
+from ragorder.common.request_lines import RequestLine, Time
 from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_documents
-from ragorder.request_lines import RequestLine, Time
 
 __all__ = ["LangfuseObservation"]
 

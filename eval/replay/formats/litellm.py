@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from ragorder.common.jsonl import problem_of
+from ragorder.common.request_lines import Length, LineDocument, RequestLine, Time
 from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_document, structure
-from ragorder.jsonl import problem_of
-from ragorder.request_lines import Length, LineDocument, RequestLine, Time
 
 __all__ = ["LiteLLMSpendLog"]
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ragorder.common.request_lines import Length, PositiveLength, RequestLine
 from ragorder.eval.replay.formats.base import ExportLine
-from ragorder.request_lines import Length, PositiveLength, RequestLine
 
 __all__ = ["MooncakeRequest"]
 

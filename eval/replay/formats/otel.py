@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from ragorder.common.request_lines import LineDocument, RequestLine
 from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_document, exported_documents
-from ragorder.request_lines import LineDocument, RequestLine
 
 __all__ = ["OTelTraces"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.kernels.preprocessing.encoder import TextEncoder
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel
 
-from ragorder.jsonl import JSONLines
+from ragorder.common.jsonl import JSONLines
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
 
 if TYPE_CHECKING:

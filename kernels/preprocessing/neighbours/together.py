@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Self
 
-from ragorder.jsonl import JSONLines
+from ragorder.common.jsonl import JSONLines
+from ragorder.common.request_lines import EXAMPLE, RequestLine
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
-from ragorder.request_lines import EXAMPLE, RequestLine
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ragorder.extras import needs
+from ragorder.common.extras import needs
 from ragorder.kernels.preprocessing.neighbours.base import neighbours
 from ragorder.kernels.preprocessing.neighbours.embedding import EmbeddingNeighbours
 

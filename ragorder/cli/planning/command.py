@@ -14,7 +14,7 @@ import click
 from ragorder.cli.options import Command, option, section
 from ragorder.cli.planning.requests import document_tokens_option, warn_of
 from ragorder.cli.values import Count, Size, StreamFile
-from ragorder.request_lines import UnreadFields
+from ragorder.common.request_lines import UnreadFields
 
 if TYPE_CHECKING:
     from ragorder.cli.planning.reading import Progress

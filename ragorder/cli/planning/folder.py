@@ -13,8 +13,8 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.planning.spill import Spill
+from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.jsonl import decode
 
 __all__ = ["PlanError", "PlanFolder", "write_json"]
 

@@ -16,8 +16,8 @@ from typing import IO, Any, TypeVar
 from ragorder.cli.planning.folder import PlanError, PlanFolder
 from ragorder.cli.planning.requests import RequestToOrder, read_requests
 from ragorder.cli.planning.spill import Row, SpillWriter
-from ragorder.jsonl import name_of
-from ragorder.request_lines import UnreadFields
+from ragorder.common.jsonl import name_of
+from ragorder.common.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest
 
 __all__ = ["Progress", "counted", "identify", "needed_bytes", "read_input", "require_space"]

@@ -10,9 +10,9 @@ import click
 
 from ragorder.cli.options import Decorator, option
 from ragorder.cli.values import Count
+from ragorder.common.jsonl import JSONLines
+from ragorder.common.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 from ragorder.errors import RagorderError
-from ragorder.jsonl import JSONLines
-from ragorder.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 
 __all__ = [
     "LineError",

@@ -12,8 +12,8 @@ from ragorder.cli.planning.folder import PlanError, PlanFolder
 from ragorder.cli.planning.reading import Progress, counted, identify, needed_bytes, read_input, require_space
 from ragorder.cli.planning.spill import DealtSpill
 from ragorder.cli.planning.workers import plan_in_processes
-from ragorder.file_lock import try_lock
-from ragorder.request_lines import UnreadFields
+from ragorder.common.files import try_lock
+from ragorder.common.request_lines import UnreadFields
 from ragorder.trie.shards import ShardPaths, ShardRequest
 
 __all__ = ["PlanOptions", "plan_file"]

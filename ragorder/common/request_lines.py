@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ragorder.counts import estimate_tokens
-from ragorder.jsonl import printable
+from ragorder.common.counts import estimate_tokens
+from ragorder.common.jsonl import printable
 
 __all__ = [
     "EXAMPLE",

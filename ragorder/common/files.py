@@ -1,11 +1,18 @@
-"""Advisory locks of files between processes."""
+"""Cache folder of models, corpora and profiles."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
-__all__ = ["try_lock", "wait_for_lock"]
+__all__ = ["cache_folder", "try_lock", "wait_for_lock"]
+
+
+def cache_folder() -> Path:
+    """Return $XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"
 
 
 def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:

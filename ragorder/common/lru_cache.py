@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
-from ragorder import _fork
+from ragorder.common.lock import follow
 
 __all__ = ["LRUCache"]
 
@@ -27,7 +27,7 @@ class LRUCache(Generic[V]):
         self._used = 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
-        _fork.follow(self)
+        follow(self)
 
     def __len__(self) -> int:
         return len(self._values)

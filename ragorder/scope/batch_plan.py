@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ragorder._best import BestPlace
-from ragorder._request import OrderRequest
-from ragorder._scope import Scope
+from ragorder.scope.moves import BestPlace
+from ragorder.scope.request import OrderRequest
+from ragorder.scope.scope import Scope
 from ragorder.trie.plan import CachedPath, Planned, plan_backlog, shared_tokens
 from ragorder.trie.tree import Key
 

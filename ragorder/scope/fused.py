@@ -1,4 +1,4 @@
-"""Documents recomputed exactly to extend the shared prefix."""
+"""Document order for position-independent KV reuse (FusionRAG)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import NamedTuple, Self
 
 from ragorder.settings import Settings
 from ragorder.trie.expected_uses import HORIZON
-from ragorder.trie.tail import Tail
-from ragorder.trie.tree import Node, RequestedDocuments
+from ragorder.trie.residency import Places
+from ragorder.trie.search import Rest
+from ragorder.trie.tail import RankTail, Tail
+from ragorder.trie.tree import Key, KnowledgeTree, Node, RequestedDocuments
 
-__all__ = ["Invested", "Investment"]
+__all__ = ["FusedPlaces", "FusedReuse", "Invested", "Investment"]
 
 # Share of recomputed tokens that may be spent before later requests save them.
 _BUDGET = 0.01
@@ -142,3 +144,86 @@ class Investment:
         if self._expectations.get(node) is expectation:
             del self._expectations[node]
             self._due -= expectation.uses_per_request
+
+
+class FusedPlaces(NamedTuple):
+    """Places of documents by their reuse.
+
+    `exact`: number of leading documents that are cached or computed. `invested`: those computed although they have a
+    copy. `reused`: places of reused copies.
+    """
+
+    exact: int
+    invested: list[Invested]
+    reused: list[int]
+
+    @property
+    def exact_documents(self) -> int:
+        """Number of leading documents for which the engine must not reuse copies."""
+        return self.invested[-1].place + 1 if self.invested else 0
+
+
+class FusedReuse:
+    """A scope's documents that have KV outside the cached prefix.
+
+    Only documents computed directly after the cached prefix are exact and extend it. So documents for which an
+    `Investment` pays come first, then those without KV, then reused copies in retrieval order.
+    """
+
+    def __init__(self, settings: Settings, tree: KnowledgeTree, tail: Tail | None = None) -> None:
+        self._tree = tree
+        self._recompute = settings.recompute
+        self._all_copied = settings.copies == "all"
+        self.investment = Investment(settings, RankTail() if tail is None else tail)
+
+    def copy(self, tree: KnowledgeTree, tail: Tail) -> Self:
+        copy = shallow_copy(self)
+        copy._tree = tree
+        copy.investment = self.investment.copy(tail)
+        return copy
+
+    def has_copy(self, key: Key) -> bool:
+        return self._all_copied or key in (self._tree.nodes_of or ())
+
+    def split(
+        self, request: RequestedDocuments, tokens: Sequence[int], prefix: Sequence[int], ranks: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Split the documents `ranks` into copied ones to compute (next first), new ones, and reused ones."""
+        copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
+        invested = self.investment.choose(request, tokens, prefix, copied)
+        known = set(copied)
+        new = [rank for rank in ranks if rank not in known]
+        return invested, new, [rank for rank in copied if rank not in invested]
+
+    def places(self, request: RequestedDocuments, tokens: Sequence[int], permutation: Sequence[int]) -> FusedPlaces:
+        keys = request.keys
+        node: Node | None = self._tree.root
+        invested: list[Invested] = []
+        spent = 0.0
+        for place, rank in enumerate(permutation):
+            child = (node.children or {}).get(keys[rank]) if node is not None else None
+            if child is None and self.has_copy(keys[rank]):
+                uses = self.investment.uses(request, tokens, permutation[:place], rank, spent)
+                if uses is None:
+                    others = range(place, len(permutation))
+                    return FusedPlaces(
+                        place, invested, [other for other in others if self.has_copy(keys[permutation[other]])]
+                    )
+                invested.append(Invested(place, uses))
+                spent += self.investment.cost(tokens[rank])
+            node = child
+        return FusedPlaces(len(permutation), invested, [])
+
+    def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
+        """Return the tokens to compute (a share of reused documents) and to load, each document from its fastest
+        tier."""
+        start, copied, loads = self._tree.root.end, 0, {}
+        for key, length in zip(keys, tokens, strict=True):
+            if self.has_copy(key):
+                copied += length
+                if places is not None and (nodes := (self._tree.nodes_of or {}).get(key)):
+                    host, disk = min((places.loads(node) for node in nodes), key=lambda found: found[::-1])
+                    loads[key] = host * self._tree.block_size, disk * self._tree.block_size
+        computed = sum(tokens) - copied
+        # All documents on a cached path have copies.
+        return Rest(lambda end: computed + self._recompute * (copied - (end - start)), loads)

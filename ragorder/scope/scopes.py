@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from ragorder._scope import Scope, ScopeOwner
-from ragorder._tiers import EngineTiers
+from ragorder.scope.scope import Scope, ScopeOwner
+from ragorder.scope.tiers import EngineTiers
 from ragorder.settings import Settings
 from ragorder.trie.histories import KnownSegments
 from ragorder.trie.residency import Pool

@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from ragorder._deferred import run_or_defer
+from ragorder.common.lock import run_or_defer
 
 __all__ = ["BYTE_UNITS", "Estimate", "estimate_tokens", "parse_count", "parse_size", "reported_count"]
 

@@ -8,12 +8,12 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from ragorder._scope import Route, Scope, ScopeOwner
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
 from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget
 from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksResidency
 from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
+from ragorder.scope.scope import Route, Scope, ScopeOwner
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.residency import Lease, Pool, ScopeLengths
 

@@ -8,13 +8,12 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from ragorder._best import BestPlace
-from ragorder._earned import EarnedMoves
-from ragorder._request import OrderRequest
-from ragorder._tiers import EngineTiers
 from ragorder.document import Estimate
 from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
+from ragorder.scope.moves import BestPlace, EarnedMoves
+from ragorder.scope.request import OrderRequest
+from ragorder.scope.tiers import EngineTiers
 from ragorder.settings import Settings
 from ragorder.trie.histories import Histories, History, KnownSegments, TurnEnd, find_below, held_tokens
 from ragorder.trie.residency import (
@@ -33,7 +32,7 @@ from ragorder.trie.tail import EarnedTail, Tail, Waiting, tails
 from ragorder.trie.tree import KnowledgeTree, Node
 
 if TYPE_CHECKING:
-    from ragorder._fused import FusedPlaces, FusedReuse
+    from ragorder.scope.fused import FusedPlaces, FusedReuse
     from ragorder.trie.plan import CachedPath
     from ragorder.trie.residency.blocks import EngineBlocks
 
@@ -440,7 +439,7 @@ def _at_once(outcome: Callable[[], None]) -> None:
 
 
 def _fused_reuse(settings: Settings, tree: KnowledgeTree, tail: Tail) -> FusedReuse:
-    from ragorder._fused import FusedReuse
+    from ragorder.scope.fused import FusedReuse
 
     return FusedReuse(settings, tree, tail)
 

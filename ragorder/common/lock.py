@@ -13,11 +13,22 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock, local
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+from weakref import WeakSet
 
 from ragorder.errors import RagorderError
 
-__all__ = ["DeferringLock", "ReentryError", "defer", "deferred", "is_collecting", "run_deferred", "run_or_defer"]
+__all__ = [
+    "DeferringLock",
+    "Forked",
+    "ReentryError",
+    "defer",
+    "deferred",
+    "follow",
+    "is_collecting",
+    "run_deferred",
+    "run_or_defer",
+]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -141,3 +152,24 @@ class DeferringLock:
                 self._errors.append(error)
             finally:
                 queue.popleft()
+
+
+class Forked(Protocol):
+    def after_fork(self) -> None:
+        """Renew the state. Called first in the child process, where the parent's other threads do not exist."""
+
+
+_followed: WeakSet[Forked] = WeakSet()
+
+
+def follow(each: Forked) -> None:
+    _followed.add(each)
+
+
+def _tell() -> None:
+    for each in list(_followed):
+        each.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_tell)

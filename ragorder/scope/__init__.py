@@ -1,0 +1,1 @@
+"""One tenant's tree and mirror of the engine's cache."""
