@@ -11,7 +11,7 @@ from ragorder.common.lock import run_or_defer
 from ragorder.trie.residency import Lease
 
 if TYPE_CHECKING:
-    from ragorder.clouds.cost import Cost
+    from ragorder.clouds.prices import Cost
     from ragorder.clouds.request import CloudRequest
 
 __all__ = ["Batch", "Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]

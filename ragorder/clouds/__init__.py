@@ -13,15 +13,13 @@
 `anthropic_content`, `openai_content` and `bedrock_content` make content parts with breakpoints from texts.
 """
 
-from ragorder.clouds.cost import Cost
 from ragorder.clouds.hybrid import hybrid_rules
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
-from ragorder.clouds.prices import Prices
-from ragorder.clouds.request import CloudModel, CloudRequest
+from ragorder.clouds.prices import Cost, Prices
+from ragorder.clouds.request import CloudModel, CloudRequest, CloudUsage, read_cloud_usage
 from ragorder.clouds.rules import CacheRules, UsageFields
 from ragorder.clouds.tables import Provider, cache_rules
 from ragorder.clouds.turns import HistoryMark, TurnMarks, TurnParts
-from ragorder.clouds.usage import CloudUsage, read_cloud_usage
 
 __all__ = [
     "CacheRules",

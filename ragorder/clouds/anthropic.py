@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ragorder.clouds.names import generation
-from ragorder.clouds.rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields, generation
 
 __all__ = ["MODELS", "TTLS", "rules"]
 

@@ -7,8 +7,7 @@ api-docs.deepseek.com/guides/kv_cache.
 
 from __future__ import annotations
 
-from ragorder.clouds.names import generation
-from ragorder.clouds.rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields, generation
 
 __all__ = ["MODELS", "TTLS", "rules"]
 

@@ -7,8 +7,7 @@ Sources: developers.openai.com/api/docs/guides/prompt-caching; docstrings of ope
 
 from __future__ import annotations
 
-from ragorder.clouds.names import generation
-from ragorder.clouds.rules import CacheRules, UsageFields
+from ragorder.clouds.rules import CacheRules, UsageFields, generation
 
 __all__ = ["INTERVALS", "MARKED", "READ_MARKS", "TTLS", "rules"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple
 
-__all__ = ["CacheRules", "UsageFields"]
+__all__ = ["CacheRules", "UsageFields", "generation"]
 
 
 class UsageFields(NamedTuple):
@@ -90,3 +92,20 @@ class CacheRules:
     def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
         """Return the cost of a prompt, in input tokens at the plain price."""
         return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens
+
+
+_VERSION = r"(?:-20\d{6}|-20\d\d-\d\d-\d\d|-latest|-v\d+|:\d+|@20\d{6})*"
+_VARIANT = r"(?:-[a-z]+)*"
+
+
+def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
+    """Return the longest known name that the model's name begins with, or None.
+
+    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions
+    ("openrouter/", "eu.anthropic.") are ignored.
+    """
+    name = model.lower().rpartition("/")[2]
+    name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)
+    rest = (_VARIANT if variants else "") + _VERSION
+    fitting = [each for each in known if re.fullmatch(re.escape(each) + rest, name)]
+    return max(fitting, key=len, default=None)
