@@ -32,7 +32,7 @@ _COMMANDS = {
         "ragorder.cli.planning.command:plan", "Plan a batch of any size in shards, each a file in serving order."
     ),
     "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
-    "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
+    "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Measure the evaluation's tables and figures, and report on them."),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand(
@@ -53,7 +53,7 @@ _COMMANDS = {
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
     "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Answer questions about Python with and without ordering."),
-    "workflow": LazyCommand("ragorder.eval.cli.workflow:workflow", "Look into workflows of searches and generations."),
+    "workflow": LazyCommand("ragorder.eval.cli.workflow:workflow", "Inspect workflows of searches and generations."),
     "doctor": LazyCommand("ragorder.cli.doctor:doctor", "Check whether a server and its prompts use the prefix cache."),
 }
 
