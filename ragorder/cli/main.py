@@ -32,7 +32,9 @@ _COMMANDS = {
         "ragorder.cli.planning.command:plan", "Plan a batch of any size in shards, each a file in serving order."
     ),
     "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
-    "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Measure the evaluation's tables and figures, and report on them."),
+    "eval": LazyCommand(
+        "ragorder.eval.cli.eval:eval", "Measure the evaluation's tables and figures, and report on them."
+    ),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand(

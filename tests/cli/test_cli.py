@@ -1061,7 +1061,9 @@ class TestMissingExtras:
             (("--retriever", "bm25"), "bm25s", ".[eval]"),
             (("--retriever", "dense"), "faiss", ".[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
-            pytest.param(("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge),
+            pytest.param(
+                ("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge
+            ),
         ],
     )
     def test_of_bench(

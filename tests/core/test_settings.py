@@ -155,7 +155,9 @@ class TestValidation:
 
     @pytest.mark.parametrize(("registry", "names"), [(searches, SearchName), (tails, TailName)])
     def test_type_checkers_see_the_registered_names(self, registry: Registry[Any], names: Any) -> None:
-        assert list(get_args(get_args(names)[0])) == registry.names
+        # The evaluation registers baselines of its own.
+        ours = [name for name in registry.names if registry[name].__module__.startswith("ragorder.trie.")]
+        assert list(get_args(get_args(names)[0])) == ours
 
     @pytest.mark.parametrize(("name", "misspelt", "meant"), [("search", "bset", "best"), ("moves", "fere", "free")])
     def test_a_misspelt_policy_is_suggested(self, name: str, misspelt: str, meant: str) -> None:

@@ -65,7 +65,7 @@ def measure(stream: DocumentStream, plan: _Plan, profile: Path) -> _Served:
     warm, batch = stream.requests[:_WARM], stream.requests[_WARM : _WARM + _BATCH]
     serve(replace(stream, requests=warm), orderer, tiers, lambda ordering, served: None)
     requests = [orderer._reader.read(list(documents)) for documents in batch]
-    run = _DryRun(orderer._copy_of(None, requests), None)
+    run = _DryRun(orderer._copy_of(None, None, requests), None)
     plan.run(run, requests)
     seconds = 0.0
     for number, permutation in run.steps:
@@ -80,7 +80,7 @@ def _start(orderer: Orderer, request: OrderRequest[Any], permutation: list[int] 
     def start(scope: Scope) -> Ordering[Any]:
         return scope.order(request, (), None) if permutation is None else scope.start(request, permutation, None)
 
-    return orderer._enter(None, start)
+    return orderer._enter(None, None, start)
 
 
 def main(corpora: Path | None) -> None:
