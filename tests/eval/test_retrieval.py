@@ -192,7 +192,7 @@ class TestWithoutTheExtra:
         monkeypatch.setitem(sys.modules, absent, None)
         if absent == "sentence_transformers":
             pytest.importorskip("faiss")
-        with pytest.raises(ImportError, match=rf"{absent}.*pip install '\.\[(bm25|retrieval)\]'") as caught:
+        with pytest.raises(ImportError, match=rf"{absent}.*pip install '\.\[(eval|retrieval)\]'") as caught:
             make_retriever(made).search(TEXTS, ["cat"], 1)
         assert caught.value.name == absent
 
