@@ -402,10 +402,13 @@ class TestCommands:
         # A question, then both answers, then what each cost.
         asked = [place for place, line in enumerate(said) if re.fullmatch(r"[1-6] \S.*\? \[.+\]", line)]
         assert len(asked) == 6
-        for place in asked:
-            assert re.fullmatch(r"([\d,]+ of [\d,]+ cached ?){2}", said[place + 2])
+        costs = [place for place, line in enumerate(said) if re.fullmatch(r"([\d,]+ of [\d,]+ cached ?){2}", line)]
+        # Answers may take several lines.
+        assert all(question + 1 < cost for question, cost in zip(asked, costs, strict=True))
+        assert all(cost < question for cost, question in zip(costs, asked[1:], strict=False))
         (right,) = filter(None, (re.match(r"│ right answers │ (\d) of 6 │ (\d) of 6 │", line) for line in said))
-        assert sum(said[place + 1].count("✓") for place in asked) == int(right[1]) + int(right[2])
+        answers = [line for place, cost in zip(asked, costs, strict=True) for line in said[place + 1 : cost]]
+        assert sum(line.count("✓") for line in answers) == int(right[1]) + int(right[2])
 
     @pytest.mark.slow
     def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:

@@ -8,12 +8,17 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(
-    "module", ["policies", "store", "store.hashing", "profile", "profile_cache", "short_profile", "fusion.selection"]
-)
-def test_policies_selections_store_and_profile_need_no_torch(module: str) -> None:
+@pytest.mark.parametrize("module", ["store", "store.hashing", "profile_cache", "short_profile", "fusion.selection"])
+def test_selections_store_and_profiles_need_no_torch(module: str) -> None:
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy', 'triton')))"
     code = f"{blocked}; import ragorder.kernels.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_mirrors_of_tiers_need_no_torch() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy', 'triton')))"
+    code = f"{blocked}; import ragorder.trie.mirror, ragorder.trie.policies, ragorder.trie.profile"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

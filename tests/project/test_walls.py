@@ -92,12 +92,6 @@ def test_an_import_loads_few_lines(module: str, needs: str | None, lines: int) -
     assert not [name for name in found if name.startswith(late)]
 
 
-def test_the_embedded_engine_loads_no_batch_server() -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    assert not [name for name in loaded("ragorder.kernels.engine") if name.startswith("ragorder.pipelining.batching")]
-
-
 def test_the_tree_of_errors_is_drawn_whole() -> None:
     """In the docstring of `ragorder.errors`: each class with its module, below its base."""
     drawn: dict[str, tuple[str, str]] = {}
