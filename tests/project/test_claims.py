@@ -26,7 +26,7 @@ def text_of(name: str) -> str:
 def results_of_the_readme() -> list[str]:
     """Figures of the table, and those with a unit anywhere outside of code."""
     prose = re.sub(r"```.*?```|`[^`]*`", "", text_of("README.md"), flags=re.DOTALL)
-    table = prose[prose.index("## Results") : prose.index("## In your application")]
+    table = prose[prose.index("## Results") : prose.index("| | versions |")]
     rows = [line.split("|")[3:-1] for line in table.splitlines() if line.startswith("|")][2:]
     named = re.findall(r"[−-]?[\d.,]+ (?:%|ms|µs|points|times)(?! interval)", prose)
     return [field for row in rows for field in row] + named
