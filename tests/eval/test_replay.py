@@ -1165,7 +1165,7 @@ class TestTheCommandRefuses:
             (("--decode-rate", "inf"), "must be finite"),
             (("--prefill-rate", "nan"), "finite"),
             (("--plot", "plot.svg"), "--plot draws a PNG: give FILE.png"),
-            (("--plot", "/no/such/folder/plot.png"), "in a folder that can be written to"),
+            (("--plot", "/no/such/folder/plot.png"), "in a writable folder"),
         ],
     )
     def test_what_cannot_be_done(self, log_file: Path, options: tuple[str, ...], problem: str) -> None:
