@@ -599,7 +599,7 @@ class TestTheHub:
 
     def test_without_the_package_it_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(ImportError, match=r"pip install '\.\[quality\]', or give --data FILE"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[eval,retrieval\]', or give --data FILE"):
             load_questions("hotpotqa")
 
 
