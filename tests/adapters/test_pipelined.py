@@ -596,7 +596,7 @@ class TestAServerThatFails:
 
     async def test_options_that_are_not_the_callers_are_refused_before_anything_is_sent(self, made: Client) -> None:
         one = made(played([0]))
-        with pytest.raises(TypeError, match="messages is not an option"):
+        with pytest.raises(TypeError, match="messages is set by the client"):
             one.stream("What is kept?", messages=[])
         with pytest.raises(ValueError, match="cache_salt"):
             await one.answer("What is kept?", scope="a/b")

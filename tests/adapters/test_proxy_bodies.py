@@ -401,7 +401,7 @@ class TestWhatIsKept:
     def test_m4_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.adapters.proxy import parsing
 
-        monkeypatch.setattr(parsing, "_REMEMBERED", 10)
+        monkeypatch.setattr(parsing, "_PREFIXES", 10)
         bodies = make()
         for number in range(50):
             front = {"role": "system", "content": f"secret {number}"}

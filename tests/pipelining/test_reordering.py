@@ -744,7 +744,7 @@ class TestTheBatchApi:
             ([], {"concurrency": 0}, "concurrency"),
             ([], {"window": -1}, "window"),
             ([], {"on_error": "ignore"}, "on_error"),
-            ([], {"messages": []}, "messages is not an option"),
+            ([], {"messages": []}, "messages is set by the client"),
         ],
     )
     def test_invalid_arguments_are_refused_at_once(self, many: Many, requests: Any, options: Any, error: str) -> None:
