@@ -738,9 +738,9 @@ class TestTheBatchApi:
     @pytest.mark.parametrize(
         ("requests", "options", "error"),
         [
-            (["ab"], {}, "request 0 must be"),
-            ([("q", []), ("q",)], {}, "request 1 must be"),
-            ([(1, [])], {}, "request 0 must be"),
+            (["ab"], {}, "request 0 has the wrong form"),
+            ([("q", []), ("q",)], {}, "request 1 has the wrong form"),
+            ([(1, [])], {}, "request 0 has the wrong form"),
             ([], {"concurrency": 0}, "concurrency"),
             ([], {"window": -1}, "window"),
             ([], {"on_error": "ignore"}, "on_error"),
