@@ -433,7 +433,7 @@ class TestTheSuite:
 
     def test_needs_a_server(self, tmp_path: Path) -> None:
         done = CliRunner().invoke(main, ["eval", "run", "prefill-profile", "-o", str(tmp_path)])
-        assert done.exit_code == 0 and "1 not to be had" in done.output
+        assert done.exit_code == 0 and "1 unavailable" in done.output
 
 
 class TestTheCommand:
@@ -509,7 +509,7 @@ class TestTheCommand:
             ([], "Missing option '-o' / '--output'"),
             (["--base-url", "http://127.0.0.1:9", "--model", "."], "leave out --model or --base-url"),
             (["--served-model", "m"], "give --base-url"),
-            (["--cached", "0;16"], "give integers with commas between them"),
+            (["--cached", "0;16"], "give integers separated by commas"),
             (["--repeats", "0"], "x>=1"),
         ],
     )
