@@ -312,7 +312,7 @@ class Orderer:
             self._reader.refuse(given, error)
             return self.fall_back(given, error)
         try:
-            ordering = self._enter(scope, prefix, Scope.order, request, backlog, suffix, history)
+            ordering = self._lock.run(self._work_in, scope, prefix, Scope.order, request, backlog, suffix, history)
         except Exception as error:
             return self.fall_back(given, error)
         self._ordered(given, ordering, scope, lengths, history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -13,9 +13,11 @@ from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget
 from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksResidency
 from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
-from ragorder.scope.scope import Route, Scope, ScopeOwner
+from ragorder.scope.scope import Scope, ScopeOwner
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.residency import Lease, Pool, ScopeLengths
+from ragorder.trie.histories import TurnEnd
+from ragorder.trie.residency import Lease, Pool, ScopeLengths, TokenIds
+from ragorder.trie.tree import Node
 
 __all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
 
@@ -123,10 +125,12 @@ class CloudScope(Scope):
     def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
         return self._at_cloud(super()._begin(*arguments, **options))
 
-    def _lease(self, route: Route, suffix_tokens: int) -> Lease:
-        if route.turn is None:
-            return super()._lease(route, suffix_tokens)
-        return self.mirror.lease_turn(route.path, route.turn, max(0, suffix_tokens + route.suffix_tokens))
+    def _lease(
+        self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
+    ) -> Lease:
+        if turn is None:
+            return super()._lease(path, turn, suffix_tokens, token_ids)
+        return self.mirror.lease_turn(path, turn, suffix_tokens)
 
     def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
         lease: Any = ordering._lease

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ragorder.trie.plan import CachedPath
     from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["EngineContents", "Route", "Scope", "ScopeOwner"]
+__all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
 D = TypeVar("D")
 
@@ -111,10 +111,12 @@ class Scope:
         suffix_tokens: int | None = None,
         history: History | None = None,
     ) -> Ordering[D]:
-        after = _after(history)
-        self.residency.refresh(None if after else request)
-        if not after and request.sent is None:
-            self.tail.observe(request)
+        if history is not None and history.segments:
+            self.residency.refresh()
+        else:
+            self.residency.refresh(request)
+            if request.sent is None:
+                self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting, history)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, history)
 
@@ -311,18 +313,26 @@ class Scope:
         history: History | None = None,
     ) -> Ordering[D]:
         tokens = self._tokens(request)
-        suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
-        after = _after(history)
-        if history is not None and (after or self._follows):
-            route = self._route_in(history, request, tokens, permutation)
+        if suffix_tokens is None:
+            suffix_tokens = self._suffix_tokens
+        after, fused = False, None
+        if history is None or not (history.segments or self._follows):
+            kept, reused_tokens = permutation, 0
+            if self.fused is not None:
+                fused = self.fused.places(request, tokens, permutation)
+                kept = permutation[: fused.exact]
+                reused_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
+            path = self.tree.insert(request.keys, tokens, kept)
+            end = path[-1].end + reused_tokens
+            token_ids = [request.token_ids[rank] for rank in kept] if request.token_ids else ()
+            lease = self.residency.lease(path, suffix_tokens + reused_tokens, token_ids)
+            held, cached_tokens = lease.cached_documents, lease.cached_tokens
         else:
-            route = self._route(request, tokens, permutation)
-        path, turn, fused = route.path, route.turn, route.fused
-        lease = self._lease(route, suffix_tokens)
-        held, cached_tokens = lease.cached_documents, lease.cached_tokens
-        if history is not None and not route.plain:
-            held = 0 if turn is None else max(0, min(held, turn.documents) - turn.history_nodes)
-            cached_tokens = self._reusable(cached_tokens, path, history)
+            after = bool(history.segments)
+            path, end, lease = self._begin_turn(history, request, tokens, permutation, suffix_tokens)
+            turn = lease.turn
+            held = 0 if turn is None else max(0, min(lease.cached_documents, turn.documents) - turn.history_nodes)
+            cached_tokens = self._reusable(lease.cached_tokens, path, history)
         if not after:
             self._measure(request, tokens, lease)
         ordering = Ordering(
@@ -331,9 +341,9 @@ class Scope:
             held,
             cached_tokens,
             guard_cost_tokens,
-            self.finish if fused is None else partial(self.finish, fused=fused, documents_end=route.end),
+            self.finish if fused is None else partial(self.finish, fused=fused, documents_end=end),
             lease,
-            route.end,
+            end,
             None if after else self.tail,
             () if after else request.keys,
         )
@@ -344,36 +354,35 @@ class Scope:
         self._place(path, lease, ordering)
         return ordering
 
-    def _route(self, request: OrderRequest[D], tokens: Sequence[int], permutation: list[int]) -> Route:
-        kept, reused_tokens, fused = permutation, 0, None
-        if self.fused is not None:
-            fused = self.fused.places(request, tokens, permutation)
-            kept = permutation[: fused.exact]
-            reused_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
-        path = self.tree.insert(request.keys, tokens, kept)
-        token_ids = [request.token_ids[rank] for rank in kept] if request.token_ids else ()
-        return Route(path, path[-1].end + reused_tokens, reused_tokens, token_ids, fused=fused)
-
-    def _route_in(
-        self, history: History, request: OrderRequest[D], tokens: Sequence[int], permutation: list[int]
-    ) -> Route:
+    def _begin_turn(
+        self,
+        history: History,
+        request: OrderRequest[D],
+        tokens: Sequence[int],
+        permutation: list[int],
+        suffix_tokens: int,
+    ) -> tuple[list[Node], int, Lease]:
+        """Return a turn's path from the root, the end of its documents in tokens, and its lease."""
         lengths = self._lengths_of(request, history)
         if not self._follows:
             # No later request finds any part of it.
             root = self.tree.root
             rest = sum(lengths[: len(history.segments)]) + sum(tokens)
-            return Route([root], root.end + rest, rest, (), plain=False)
+            return [root], root.end + rest, self._lease([root], None, suffix_tokens + rest, ())
         path, turn = self.histories.insert(history, lengths, request.keys, tokens, permutation)
         # The question's node has its tokens.
         asked = 0 if history.question is None else path[-1].end - path[-2].end
         # The tokens of a history are unknown: only the mirror follows what comes after it.
         known = request.token_ids and not history.segments
         token_ids = [request.token_ids[rank] for rank in permutation] if known else ()
-        return Route(path, path[turn.documents].end, -asked, token_ids, turn, plain=False)
+        lease = self._lease(path, turn, max(0, suffix_tokens - asked), token_ids)
+        return path, path[turn.documents].end, lease
 
-    def _lease(self, route: Route, suffix_tokens: int) -> Lease:
-        lease = self.residency.lease(route.path, max(0, suffix_tokens + route.suffix_tokens), route.token_ids)
-        lease.turn = route.turn
+    def _lease(
+        self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
+    ) -> Lease:
+        lease = self.residency.lease(path, suffix_tokens, token_ids)
+        lease.turn = turn
         return lease
 
     def _reusable(self, held_tokens: int, path: Sequence[Node], history: History) -> int:
@@ -402,22 +411,6 @@ class Scope:
             ordering.host_tokens += host * self.tree.block_size
             ordering.disk_tokens += disk * self.tree.block_size
         self.places.serve(path, lease, lambda: ordering.expected_uses)
-
-
-class Route(NamedTuple):
-    """A request's path through the tree.
-
-    `path` has its nodes from the root, `end` is the end of its documents in tokens, `suffix_tokens` adds to the
-    caller's suffix. `plain`: outside a conversation.
-    """
-
-    path: list[Node]
-    end: int
-    suffix_tokens: int
-    token_ids: Sequence[TokenIds]
-    turn: TurnEnd | None = None
-    fused: FusedPlaces | None = None
-    plain: bool = True
 
 
 def _after(history: History | None) -> bool:
