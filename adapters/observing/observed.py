@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
 from ragorder.ordering import Batch, Moves, Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
+
+if TYPE_CHECKING:
+    from ragorder.clouds import Cost
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 

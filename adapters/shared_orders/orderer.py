@@ -69,7 +69,7 @@ class SharedOrderer(Orderer):
             self.share(documents, ordering.permutation, scope=scope, lengths=lengths)
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """Shares nothing, and takes over what other processes had served: a comparison must count that as well."""
+        """Return an orderer that shares nothing, and applies the orders of other processes for a fair comparison."""
         clone = super().clone(**changes)
         # Replaced, never changed: the thread of the log may be reading it.
         self._clones = (*(known for known in self._clones if known() is not None), ref(clone))
@@ -118,7 +118,7 @@ class SharedOrderer(Orderer):
         super().close()
 
     def after_fork(self) -> None:
-        """The child is a process of its own, and connects with its first order."""
+        """Connect again, with the child's first order."""
         super().after_fork()
         self._share(*self._shared)
 
