@@ -37,7 +37,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-says check test test-all static lint types imports fast merge all test-lowest test-newest docs dist mutants vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo demo-says check test test-all test-benchmarks static lint types imports fast merge all test-lowest test-newest docs dist mutants vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ merge: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
 
 all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark
 	RAGORDER_TESTS=all $(TESTS)
+
+test-benchmarks: $(VENV)/.dev ## Test benchmarks/, which reproduces the papers' figures: after a change of it
+	RAGORDER_TESTS=all $(TESTS) tests/benchmarks
 
 test-lowest: ## Test core, commands, proxy, client and frameworks with the lowest versions that are allowed
 	requirements/try.sh $(PYTHON) $(VENV)-lowest lowest

@@ -54,6 +54,7 @@ TRIMMING = (
 )
 TOKENIZERS = ("chatml", "plain", "no-system", "trimming")
 
+BENCHMARKS = Path(__file__).parent / "benchmarks"
 ENGINES = {"vllm_engine", "vllm_server"}
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -70,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     for item in filter(needs_engine, items):
         item.add_marker(pytest.mark.merge)
+    # Tests of what is not installed: `make test-benchmarks`, and part of `make test-all`.
+    for item in items:
+        if BENCHMARKS in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     # Each worker collects for itself, and is told of no number of processes.
     if hasattr(config, "workerinput"):
         for item in items:

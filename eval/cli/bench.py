@@ -241,9 +241,9 @@ def bench(
 
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
-    from ragorder.eval.experiments.pipelining import run_pipelines
-    from ragorder.eval.experiments.pipelining.tables import print_pipelines
     from ragorder.eval.running.bench import as_json
+    from ragorder.eval.suites.pipelining import run_pipelines
+    from ragorder.eval.suites.pipelining.tables import print_pipelines
 
     with progress_bar() as progress:
         results = run_pipelines(bench, pipeline, delay_ms, progress)

@@ -141,8 +141,8 @@ def profile(
     if lonely := [name for name in PLACEMENT_OPTIONS if of_placement[name] is not None]:
         raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --placement")
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.experiments.profiling.loads import measure_loads
-    from ragorder.eval.experiments.profiling.measuring import measure_profile, plan_grid, profiled_server
+    from ragorder.eval.suites.profiling.loads import measure_loads
+    from ragorder.eval.suites.profiling.measuring import measure_profile, plan_grid, profiled_server
 
     if base_url is not None and model is not None:
         raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
@@ -185,8 +185,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _print(made: PrefillProfile) -> None:
-    from ragorder.eval.experiments.profiling.report import doubts, profile_table
     from ragorder.eval.report.words import value_words
+    from ragorder.eval.suites.profiling.report import doubts, profile_table
 
     console, table = Console(), profile_table(made)
     console.print(Text(table.title, "bold"), soft_wrap=True)

@@ -73,8 +73,8 @@ def placement_options() -> Decorator:
 def profile_placement(model: Path | None, output: Path, repeats: int, seed: int, given: dict[str, Any]) -> None:
     """Measure and write the profile. `given`: values of PLACEMENT_OPTIONS, or None."""
     from ragorder.adapters.doctor.memory import choose_budgets
-    from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
-    from ragorder.eval.experiments.profiling.placement_engine import PlacedSystem
+    from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
+    from ragorder.eval.suites.profiling.placement_engine import PlacedSystem
     from ragorder.pipelining.placement.base import Workload
     from ragorder.pipelining.placement.plan import PlacementError, plan_placement
     from ragorder.pipelining.placement.profile import PlacementProfile

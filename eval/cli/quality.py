@@ -12,7 +12,7 @@ from ragorder.cli.options import Command, build, option, options_from, section
 from ragorder.cli.values import Choice, Model
 from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
-from ragorder.eval.experiments.quality.specs import ANSWERS, TOP_K, AnswererSpec, QuestionsSpec
+from ragorder.eval.suites.quality.specs import ANSWERS, TOP_K, AnswererSpec, QuestionsSpec
 
 __all__ = ["quality"]
 
@@ -150,21 +150,21 @@ def quality(
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.experiments.quality import (
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.record import RESULTS
+    from ragorder.eval.running.session import begin_session
+    from ragorder.eval.running.store import Store, StoreError
+    from ragorder.eval.suites.quality import (
         DEFAULT_ORDERS,
         QualityBench,
         QualityError,
         done_in,
         serve_quality,
     )
-    from ragorder.eval.experiments.quality.compare import judge_previous
-    from ragorder.eval.experiments.quality.fused import fused_orders
-    from ragorder.eval.experiments.quality.orders import place_orders
-    from ragorder.eval.experiments.quality.report import print_quality
-    from ragorder.eval.running.policies import PolicyError
-    from ragorder.eval.running.record import RESULTS
-    from ragorder.eval.running.session import begin_session
-    from ragorder.eval.running.store import Store, StoreError
+    from ragorder.eval.suites.quality.compare import judge_previous
+    from ragorder.eval.suites.quality.fused import fused_orders
+    from ragorder.eval.suites.quality.orders import place_orders
+    from ragorder.eval.suites.quality.report import print_quality
 
     if places and (orders or fusion):
         raise click.UsageError("--places uses its own orders: leave out --policy and --fusion")

@@ -100,10 +100,10 @@ def _section(path: Path) -> Section | None:
 
     Raises OSError, and ResultsError for another file.
     """
-    from ragorder.eval.experiments.pipelining.section import is_pipelines, pipelines_section
     from ragorder.eval.replay.tables import is_replay, replay_section
     from ragorder.eval.report.benched import bench_section, is_bench
     from ragorder.eval.running.reading import ResultsError
+    from ragorder.eval.suites.pipelining.section import is_pipelines, pipelines_section
 
     if path.suffix == ".xz" or not path.is_file():
         return None

@@ -34,9 +34,12 @@ class Part:
 
 
 def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
-    """From `make_part(suite, results)` of the module `report` beside the experiment."""
-    name = f"{experiment.__module__.rpartition('.')[0]}.report"
-    if find_spec(name) is None:
-        return None
-    part: Part = import_module(name).make_part(suite, results)
+    """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, or None."""
+    module = import_module(experiment.__module__)
+    if not hasattr(module, "make_part"):
+        name = f"{experiment.__module__.rpartition('.')[0]}.report"
+        if find_spec(name) is None:
+            return None
+        module = import_module(name)
+    part: Part = module.make_part(suite, results)
     return part

@@ -1,7 +1,8 @@
 """Suites, each the cells and policies of a table or figure; experiments, which measure them; and the registry of both.
 
-A folder of `ragorder.eval.experiments` is an experiment: its module `experiment` has a subclass of `Experiment`; its
-suites are `*.toml`, and `make_part` in its module `report` makes its part of the report. Nothing else names it.
+An experiment is a subclass of `Experiment` in a folder with suites (`*.toml`) below `ragorder.eval.suites` or, in a
+checkout, `ragorder.benchmarks`: in the folder's module `experiment`, or in any of its modules if it has none.
+`make_part` in the same module, or in `report` beside `experiment`, makes its part of the report.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 Line = Mapping[str, Any]
 T = TypeVar("T")
-_FOLDER = "ragorder.eval.experiments"
+# The second is not in the wheel.
+_HOMES = ("ragorder.eval.suites", "ragorder.benchmarks")
 
 
 class PaperLine(BaseModel):
@@ -432,21 +434,28 @@ class Experiment(ABC):
         return None
 
 
-def _folders() -> list[Path]:
-    found = (path for home in import_module(_FOLDER).__path__ for path in Path(home).iterdir())
-    return sorted((path for path in found if (path / "experiment.py").is_file()), key=lambda path: path.name)
+def _folders() -> list[tuple[str, Path]]:
+    """Return the package and the path of each folder that has suites."""
+    found: list[tuple[str, Path]] = []
+    for home in filter(find_spec, _HOMES):
+        for root in map(Path, import_module(home).__path__):
+            folders = sorted({file.parent for file in root.rglob("*.toml")})
+            found += [(".".join([home, *folder.relative_to(root).parts]), folder) for folder in folders]
+    return found
 
 
 @cache
 def experiments() -> dict[str, type[Experiment]]:
+    """Return the experiments by their kind."""
     found: dict[str, type[Experiment]] = {}
-    for folder in _folders():
-        module = import_module(f"{_FOLDER}.{folder.name}.experiment")
-        for value in vars(module).values():
-            own = isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
-            if own:
-                found[value.kind] = value
-    return found
+    for package, folder in _folders():
+        alone = folder / "experiment.py"
+        for file in [alone] if alone.is_file() else sorted(folder.glob("[!_]*.py")):
+            module = import_module(f"{package}.{file.stem}")
+            for value in vars(module).values():
+                if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__:
+                    found[value.kind] = value
+    return dict(sorted(found.items()))
 
 
 def experiment_of(kind: str) -> type[Experiment]:
@@ -458,7 +467,7 @@ def experiment_of(kind: str) -> type[Experiment]:
 
 
 def _suite_files() -> list[Path]:
-    return sorted((path for folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
+    return sorted((path for _, folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
 
 
 def _short(point: Mapping[str, Any]) -> str:

@@ -21,9 +21,9 @@ from ragorder.cli import main
 from ragorder.cli.options import Command, build, in_options, option, options_from, section
 from ragorder.cli.proxy import ServerSettings
 from ragorder.cli.values import Choice, Count, Duration, Rate, Size
-from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.eval.replay import DefaultLengths
 from ragorder.eval.running.specs import Bench
+from ragorder.eval.suites.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.kernels.engine_settings import EngineSettings
 
 

@@ -12,15 +12,15 @@ from support import batch_price
 from support.price import orderer_of, serve, sizes_of
 
 from ragorder import DegradedWarning, Document, Orderer
-from ragorder.eval.data.trace import trace_of_workload
-from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.replacement import (
+from ragorder.benchmarks.ragcache.replacement import (
     A10G,
     SYSTEM_TOKENS,
     DocumentStream,
     TwoTiers,
     stream_of_trace,
 )
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import make_workload
 from ragorder.trie.profile import PrefillProfile
 
 LOADS = {"host": 1.5e-4, "disk": 1e-3}

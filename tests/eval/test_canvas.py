@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ragorder.eval.experiments.serving.sweeps import _parts
 from ragorder.eval.report.canvas import draw, style
+from ragorder.eval.suites.serving.sweeps import _parts
 
 pytest.importorskip("matplotlib")
 

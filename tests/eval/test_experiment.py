@@ -15,7 +15,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from ragorder.eval import experiments as folder
+from ragorder.eval import suites as folder
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running import reading
 from ragorder.eval.running.suite import experiments
@@ -48,7 +48,7 @@ class Dice(Experiment):
         advance()
 """
 REPORT = """
-from ragorder.eval.experiments.dice.experiment import DiceRecord
+from ragorder.eval.suites.dice.experiment import DiceRecord
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 
@@ -87,7 +87,7 @@ def dice(tmp_path: Path) -> Iterator[None]:
     folder.__path__.remove(str(home.parent))
     experiments.cache_clear()
     reading._models.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("ragorder.eval.experiments.dice")]:
+    for name in [name for name in sys.modules if name.startswith("ragorder.eval.suites.dice")]:
         del sys.modules[name]
 
 

@@ -513,7 +513,7 @@ class TestResuming:
 
     def test_after_an_interrupt_keeps_what_was_served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second of two cells is interrupted."""
-        from ragorder.eval.experiments.serving.engines import Engines
+        from ragorder.eval.suites.serving.engines import Engines
 
         serve = Engines.serve
 
@@ -690,7 +690,7 @@ class TestWhatCannotBeHad:
         def broken(name: str) -> Any:
             raise PeerError("the peer's process ended")
 
-        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", lambda name: None)
+        monkeypatch.setattr("ragorder.eval.suites.serving.experiment.make_peer", lambda name: None)
         monkeypatch.setattr("ragorder.eval.running.policies.make_peer", broken)
         asked = suite(SUITE.replace('"free"]', '"free", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
@@ -705,7 +705,7 @@ class TestWhatCannotBeHad:
             tried.append(name)
             raise PeerError("contextpilot==0.5.0 cannot be installed: no network")
 
-        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", missing)
+        monkeypatch.setattr("ragorder.eval.suites.serving.experiment.make_peer", missing)
         asked = suite(SUITE.replace('"free"]', '"free", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0, 1)).runs == 8
         assert tried == ["contextpilot"]

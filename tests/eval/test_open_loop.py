@@ -10,15 +10,15 @@ from support.commands import run_command
 pytest.importorskip("scipy")
 
 from ragorder.cli import main as ragorder
-from ragorder.eval.experiments.serving.cells import ServingCell
-from ragorder.eval.experiments.serving.objective import objective_table
-from ragorder.eval.experiments.serving.report import make_part
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import Results, read_results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Suite
+from ragorder.eval.suites.serving.cells import ServingCell
+from ragorder.eval.suites.serving.objective import objective_table
+from ragorder.eval.suites.serving.report import make_part
 
 
 class TestTheCell:

@@ -23,7 +23,10 @@ from ragorder.eval.cli.bench import bench as bench_command
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.experiments.pipelining import (
+from ragorder.eval.report import make_report, read_results, render_markdown
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.suites.pipelining import (
     ALONE,
     MeasuredServer,
     PipelineError,
@@ -39,11 +42,8 @@ from ragorder.eval.experiments.pipelining import (
     real_retrieval,
     run_pipelines,
 )
-from ragorder.eval.experiments.pipelining.modes import ask
-from ragorder.eval.experiments.pipelining.speculation import _rate
-from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.specs import Bench
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.suites.pipelining.modes import ask
+from ragorder.eval.suites.pipelining.speculation import _rate
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import Provisional, Retrieval
 
@@ -258,7 +258,7 @@ class TestAServer:
 
 
 def prefix_request(builder: PromptBuilder) -> Any:
-    from ragorder.eval.experiments.pipelining.cold import _system
+    from ragorder.eval.suites.pipelining.cold import _system
 
     return _system(builder, "salt")
 

@@ -12,8 +12,8 @@ import pytest
 from support.commands import run_command
 
 from ragorder.cli import main
-from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
-from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
+from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
+from ragorder.eval.suites.profiling.placement_engine import MemoryPeak
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.profile import PlacementProfile, index_sizes
 
@@ -246,7 +246,7 @@ class TestCommand:
     def test_goes_on_with_what_is_there(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("faiss")
         output = tmp_path / "profile.json"
-        from ragorder.eval.experiments.profiling.placement_engine import PlacedEngine
+        from ragorder.eval.suites.profiling.placement_engine import PlacedEngine
 
         measured = Counter[int]()
         real, calls = PlacedEngine.generation_s, iter(range(100))

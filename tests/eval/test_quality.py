@@ -34,7 +34,9 @@ from ragorder.eval.data.retrieval import BM25Retriever
 from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.experiments.quality import (
+from ragorder.eval.report import make_report, read_results
+from ragorder.eval.running.progress import silent
+from ragorder.eval.suites.quality import (
     DATASETS,
     DEFAULT_ORDERS,
     SCORERS,
@@ -52,17 +54,15 @@ from ragorder.eval.experiments.quality import (
     serve_quality,
     summarise,
 )
-from ragorder.eval.experiments.quality.answering import OnceAnswers
-from ragorder.eval.experiments.quality.base import Reading
-from ragorder.eval.experiments.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
-from ragorder.eval.experiments.quality.datasets import QuestionSet
-from ragorder.eval.experiments.quality.datasets import load_questions as load
-from ragorder.eval.experiments.quality.fused import FusedReuse, fused_orders, normalised_scores
-from ragorder.eval.experiments.quality.models import model_facts
-from ragorder.eval.experiments.quality.orders import place_orders
-from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
-from ragorder.eval.report import make_report, read_results
-from ragorder.eval.running.progress import silent
+from ragorder.eval.suites.quality.answering import OnceAnswers
+from ragorder.eval.suites.quality.base import Reading
+from ragorder.eval.suites.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
+from ragorder.eval.suites.quality.datasets import QuestionSet
+from ragorder.eval.suites.quality.datasets import load_questions as load
+from ragorder.eval.suites.quality.fused import FusedReuse, fused_orders, normalised_scores
+from ragorder.eval.suites.quality.models import model_facts
+from ragorder.eval.suites.quality.orders import place_orders
+from ragorder.eval.suites.quality.questions import SYSTEM, Builders, ask_questions
 
 JSON = dict[str, Any]
 

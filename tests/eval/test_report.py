@@ -31,7 +31,6 @@ from click.testing import CliRunner
 from ragorder.cli import main
 from ragorder.eval.cli.report import eval_report as report_command
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
     Report,
     ResultsError,
@@ -46,6 +45,7 @@ from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, load_suites, read_suite
+from ragorder.eval.suites.quality import summarise
 
 pytestmark = pytest.mark.merge
 

@@ -12,14 +12,13 @@ from rich.console import Console
 
 pytest.importorskip("numpy")
 
+from ragorder.benchmarks.ragcache.reordering.experiment import ReorderingRecord
+from ragorder.benchmarks.ragcache.reordering.report import make_part
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
-from ragorder.eval.experiments.reordering.report import make_part
-from ragorder.eval.experiments.serving.report import _policies_table
 from ragorder.eval.report.console import results_table
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.tables import Table
@@ -29,6 +28,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.suite import load_suites
+from ragorder.eval.suites.serving.report import _policies_table
 
 TIMES_S = (0.010, None, 0.030, 0.020)
 """Of four requests, the second with one token."""

@@ -23,6 +23,16 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
+from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
+from ragorder.benchmarks.kernels.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
+from ragorder.benchmarks.kernels.embedded.record import EmbeddedRecord
+from ragorder.benchmarks.kernels.embedded.report import make_part
+from ragorder.benchmarks.kernels.embedded.results import judge, median, required
+from ragorder.benchmarks.kernels.embedded.serving import draw_trace
+from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+from ragorder.benchmarks.ragcache.reordering.embedded_queue import EmbeddedQueues
+from ragorder.benchmarks.ragcache.reordering.queueing import Discipline
 from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
@@ -30,16 +40,6 @@ from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
-from ragorder.eval.experiments.embedded.prefill import plain_transformers
-from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
-from ragorder.eval.experiments.embedded.record import EmbeddedRecord
-from ragorder.eval.experiments.embedded.report import make_part
-from ragorder.eval.experiments.embedded.results import judge, median, required
-from ragorder.eval.experiments.embedded.serving import draw_trace
-from ragorder.eval.experiments.embedded.shapes import SHAPES
-from ragorder.eval.experiments.reordering.embedded_queue import EmbeddedQueues
-from ragorder.eval.experiments.reordering.queueing import Discipline
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results

@@ -513,9 +513,9 @@ class TestTheTable:
 
 TRIED = """
 import json, torch
-from ragorder.eval.experiments.attention.measuring import _error, reference
-from ragorder.eval.experiments.attention.shapes import AttentionShape, make_problem
-from ragorder.eval.experiments.attention.tiles import tried
+from ragorder.benchmarks.kernels.attention.measuring import _error, reference
+from ragorder.benchmarks.kernels.attention.shapes import AttentionShape, make_problem
+from ragorder.benchmarks.kernels.attention.tiles import tried
 from ragorder.kernels.attention.table import Tile
 problem = make_problem(AttentionShape(1, 3, 600, 2, 1, 64, "bf16", 16), torch.device("cpu"), 0)
 tiles = (Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(64, 32, 4, 2))
@@ -577,7 +577,7 @@ class TestTheBenchmark:
         assert {(line["query"], line["context"], line["heads"][0]) for line in lines} == {(3, 600, 2)}
 
     def test_tiles_need_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.eval.experiments.attention.tiles import main as tiles
+        from ragorder.benchmarks.kernels.attention.tiles import main as tiles
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         done = CliRunner().invoke(tiles, ["--query", "1"])
@@ -587,7 +587,7 @@ class TestTheBenchmark:
         assert done.exit_code == 2 and "6 query heads are no multiple of 4 KV heads" in done.output
 
     def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from ragorder.eval.experiments.attention import contenders
+        from ragorder.benchmarks.kernels.attention import contenders
 
         monkeypatch.setitem(contenders.CONTENDERS, "torch", lambda problem: lambda: problem.q)
         changes = ("--policy", "torch", "--set", "query=4", "--set", "context=16", "--set", "head_dim=64")
@@ -604,8 +604,8 @@ class TestTheBenchmark:
         assert "times need a GPU, and there is none here: attention-check checks results without one" in report
 
     def test_shows_times_and_the_fastest_other(self) -> None:
-        from ragorder.eval.experiments.attention.record import AttentionRecord
-        from ragorder.eval.experiments.attention.report import make_part
+        from ragorder.benchmarks.kernels.attention.record import AttentionRecord
+        from ragorder.benchmarks.kernels.attention.report import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
         times = {"triton": 2.0, "triton unsplit": 1.0, "flash": 3.0}
@@ -635,7 +635,7 @@ class TestTheBenchmark:
         assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
-        from ragorder.eval.experiments.attention.shapes import AttentionShape
+        from ragorder.benchmarks.kernels.attention.shapes import AttentionShape
 
         shape = AttentionShape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
         assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)

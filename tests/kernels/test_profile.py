@@ -19,7 +19,7 @@ from support.far_server import BLOCK, FarServer
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.experiments.profiling.measuring import (
+from ragorder.eval.suites.profiling.measuring import (
     Grid,
     ProfiledServer,
     find_profiled,
@@ -27,7 +27,7 @@ from ragorder.eval.experiments.profiling.measuring import (
     own_server,
     plan_grid,
 )
-from ragorder.eval.experiments.profiling.record import ProfileRecord
+from ragorder.eval.suites.profiling.record import ProfileRecord
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
 HUGE = 10**400

@@ -20,7 +20,7 @@ from support.rings import examples, grid
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.eval.experiments.staging.measuring import clustered as clusters_of
+from ragorder.benchmarks.hedra.staging.measuring import clustered as clusters_of
 from ragorder.pipelining import PartitionedSearch, Stage
 
 D, N = 16, 1200

@@ -23,13 +23,13 @@ from support.waiting import eventually
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.benchmarks.ragcache.reordering.queueing import DISCIPLINES, LiveQueues, SimulatedQueues
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.prompts import NumberedPrompts
-from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, LiveQueues, SimulatedQueues
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket

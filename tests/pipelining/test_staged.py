@@ -18,10 +18,10 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
+from ragorder.benchmarks.hedra.staging import measuring as staging
+from ragorder.benchmarks.hedra.staging.record import StagingRecord
+from ragorder.benchmarks.hedra.staging.report import make_part
 from ragorder.cli import main
-from ragorder.eval.experiments.staging import measuring as staging
-from ragorder.eval.experiments.staging.record import StagingRecord
-from ragorder.eval.experiments.staging.report import make_part
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF, staged_retrieval

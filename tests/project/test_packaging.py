@@ -27,10 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain", "numpy")
 
 
-def sources() -> set[str]:
-    """Every Python file of the package, by its place in the wheel."""
+def sources(*, checkout: bool = False) -> set[str]:
+    """Every Python file of the package, by its place in the wheel; `checkout`: those of benchmarks/ too."""
     found = {f"ragorder/{path.relative_to(ROOT / 'ragorder').as_posix()}" for path in own_python_files("ragorder")}
     for folder in LINKED:
+        if folder == "benchmarks" and not checkout:
+            continue
         found |= {f"ragorder/{path.relative_to(ROOT).as_posix()}" for path in own_python_files(folder)}
     return found
 
@@ -139,7 +141,10 @@ class TestImport:
 class TestTree:
     def test_no_imports_are_circular(self) -> None:
         """Those in functions and those for type checkers included."""
-        modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources()}
+        modules = {
+            name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name
+            for name in sources(checkout=True)
+        }
         graph = {module: imported((ROOT / name).read_text("utf-8"), modules) for module, name in modules.items()}
         assert sum(map(len, graph.values())) > len(graph) > 500, "otherwise nothing is tested"
         try:
@@ -310,8 +315,9 @@ class TestSdist:
             files = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
         assert {"pyproject.toml", "LICENSE", "PKG-INFO", "ragorder/py.typed"} <= files
         shipped = {name if name.startswith("ragorder/") else f"ragorder/{name}" for name in files}
-        assert sources() <= shipped
-        assert {str(path.relative_to(ROOT)) for path in (ROOT / "eval" / "experiments").glob("*/*.toml")} <= files
+        assert sources(checkout=True) <= shipped
+        suites = [*(ROOT / "eval").rglob("*.toml"), *(ROOT / "benchmarks").rglob("*.toml")]
+        assert {str(path.relative_to(ROOT)) for path in suites} <= files
 
     def test_holds_what_its_tests_need(self, built: dict[str, Path]) -> None:
         with tarfile.open(built["sdist"]) as archive:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["LINKED", "restore_links"]
 
-LINKED = ("trie", "pipelining", "kernels", "adapters", "eval")
+LINKED = ("trie", "pipelining", "kernels", "adapters", "eval", "benchmarks")
 
 
 def restore_links(root: Path) -> None:

@@ -97,7 +97,7 @@ def _generate(engine: Any, placement: Any, device_tokens: int) -> None:
 
 def measure(folder: Path) -> None:
     """Write the sizes of the model, with its measured workspace, beside it."""
-    from ragorder.eval.experiments.profiling.placement_engine import PlacedEngine
+    from ragorder.eval.suites.profiling.placement_engine import PlacedEngine
     from ragorder.pipelining.batching import Budgets, Workload
 
     workload = Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER)
@@ -107,7 +107,7 @@ def measure(folder: Path) -> None:
 
 
 def main(folder: Path, host_bytes: int) -> None:
-    from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
+    from ragorder.eval.suites.profiling.placement_engine import MemoryPeak
     from ragorder.kernels.model_sizes import model_sizes
     from ragorder.pipelining.batching import Budgets, EstimatedCosts, ModelSizes, Rates, Workload, plan_placement
     from ragorder.pipelining.placement.profile import index_sizes

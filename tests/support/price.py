@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 import click
 
 from ragorder import Orderer
-from ragorder.eval.data.corpora.folder import load_folder
-from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
-from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.replacement import (
+from ragorder.benchmarks.ragcache.replacement import (
     A10G,
     SYSTEM_TOKENS,
     DocumentStream,
@@ -27,6 +24,9 @@ from ragorder.eval.experiments.replacement import (
     TwoTiers,
     stream_of_trace,
 )
+from ragorder.eval.data.corpora.folder import load_folder
+from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
+from ragorder.eval.data.workloads import make_workload
 from ragorder.ordering import Ordering
 from ragorder.trie.profile import PrefillProfile
 

@@ -1,0 +1,1 @@
+"""Measurements that reproduce a paper or test this project: in the repository, not in the wheel."""

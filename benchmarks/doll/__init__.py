@@ -1,0 +1,1 @@
+"""RAGDoll: batches, streamed layers and disk."""

@@ -1,0 +1,228 @@
+"""Costs of RAGDoll's two platforms with its two models (section 6.1), as far as the paper's figures say.
+
+Fitted are, with the figure that each was read from:
+
+- a pass over the database, and a batch's generation at the mean size of the paper's batches: Table 1, by engine
+- growth of that time with the batch, 8B: twice as long at 64 requests as at 8 (Figure 4 says "doubles"). 70B: a
+  prompt's FLOPs at half of the data sheet's, as the paper calls it bound by I/O
+- the largest batches: 4 times the rate where nothing else is said; 64 and 32 where batches are fixed (Table 2), 48
+  beside retrieval (Figure 9), 56 by vLLM's share of 24 GB; 36, 32, 22, 15 and 4 on PF-Low so that waiting is Table 1's
+- memory that partitions may take, and how much one takes: three of them at 32 requests, two at 48 (Figure 9); 15 of
+  those that DiskANN needs (Figure 11)
+- what generation costs retrieval beside it: 388 s instead of 279 s (Table 1, 70B on PF-High)
+- opening a partition of DiskANN: 4 % on a serial system (section 6.5)
+
+Everything else is predicted: waiting, but for the sizes on PF-Low, RAGDoll's retrieval but for one, all totals and
+ratios, ablations, traces and idle times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ragorder.benchmarks.doll.batching.layers import stalls
+
+__all__ = ["PARTITIONS", "PARTITION_GB", "SETTINGS", "TOP_K", "Generator", "Paper", "Setting"]
+
+PARTITIONS = 32
+TOP_K = 5
+"""Documents a request for which the costs hold."""
+
+PARTITION_GB = {"partitions": 19.2, "disk index": 3.6}
+"""Host memory of a resident partition of 8 GB: as it is loaded, and as DiskANN (given by the paper)."""
+
+_LOADING = {"partitions": 1.0, "disk index": 1.03}
+"""Times as long to load."""
+
+# Seconds of retrieval beside generation, of those without it, if all weights are streamed.
+_DISTURBED = 1.456
+_LAYERS = {"8b": 32, "70b": 80}
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """An engine whose batch of B takes base_s + request_s x B, with at most `most` requests. `base_s`: weights streamed
+    in all steps."""
+
+    base_s: float
+    request_s: float
+    most: int
+
+    @classmethod
+    def doubling(cls, seconds: float, at: float, most: int) -> Generator:
+        """Of a batch of `at`; twice as long at 64 as at 8."""
+        request_s = seconds / (48 + at)
+        return cls(48 * request_s, request_s, most)
+
+    @classmethod
+    def streaming(cls, seconds: float, at: float, request_s: float, most: int) -> Generator:
+        return cls(seconds - request_s * at, request_s, most)
+
+    def seconds(self, batch: int, *, top_k: int = TOP_K) -> float:
+        """Prompts grow with the documents in them."""
+        return self.base_s + self.request_s * batch * top_k / TOP_K
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """Mean seconds in Table 1."""
+
+    waiting: float
+    retrieval: float
+    generation: float
+
+    @property
+    def latency(self) -> float:
+        return self.waiting + self.retrieval + self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A platform with a model. `pass_s`: over all partitions, none of which is resident. `room_gb`: host memory for
+    partitions and for KV that `device_kv_gb` does not hold; a request has `kv_gb`. `streamed`: share of the weights
+    that a step streams. `serial_most`: the largest batch if no retrieval runs beside it; `fixed`: the size in Table
+    2, or by analogy. `kv_bound`: whether KV limits batches."""
+
+    words: str
+    model: str
+    pass_s: float
+    room_gb: float
+    kv_gb: float
+    device_kv_gb: float
+    streamed: float
+    serial_most: int
+    fixed: int
+    kv_bound: bool
+    generators: Mapping[str, Generator]
+    paper: Mapping[str, Paper]
+    jitter: float = 1.0
+
+    def generator(self, engine: str, *, top_k: int = TOP_K) -> Generator:
+        """Raises KeyError for an engine without figures."""
+        known = self.generators[engine]
+        if top_k == TOP_K or not self.kv_bound:
+            return known
+        return Generator(known.base_s, known.request_s, max(1, known.most * TOP_K // top_k))
+
+    def prefetch_factor(self, batch: int, depth: int) -> float:
+        """Times as long as with layers read far ahead, if only `depth` are."""
+        engine = self.generators["prefetch"]
+        compute = engine.request_s * batch / engine.base_s
+        return stalls(_LAYERS[self.model], compute, depth, self.jitter)
+
+    def load_s(self, index: str) -> float:
+        return self.pass_s / PARTITIONS * _LOADING[index]
+
+    def host_kv_gb(self, batch: int, *, top_k: int = TOP_K) -> float:
+        return max(0.0, batch * self.kv_gb * top_k / TOP_K - self.device_kv_gb)
+
+    def device_kv_share(self, batch: int, *, top_k: int = TOP_K) -> float:
+        return min(1.0, self.device_kv_gb / (batch * self.kv_gb * top_k / TOP_K))
+
+    def resident(self, batch: int, index: str = "partitions", *, top_k: int = TOP_K) -> int:
+        """Partitions for which there is memory beside a batch's KV (Eq. 3)."""
+        room_gb = self.room_gb - self.host_kv_gb(batch, top_k=top_k)
+        return max(0, min(PARTITIONS, int(room_gb / PARTITION_GB[index])))
+
+    @property
+    def disturbed(self) -> float:
+        return 1 + (_DISTURBED - 1) * self.streamed
+
+
+# A request's prompt of 512 tokens and its answer of 32, 128 KiB a token of 8B and 320 KiB of 70B, in GB.
+_KV_8B, _KV_70B = 0.071, 0.178
+# Seconds of 512 tokens of 70B, 72 TFLOP, at half of 165 and of 111 TFLOP/s.
+_REQUEST_70B_HIGH, _REQUEST_70B_LOW = 0.87, 1.3
+_ROOM_HIGH, _ROOM_LOW = 62.1, 26.0
+
+SETTINGS = {
+    "low-8b": Setting(
+        "PF-Low, 8B",
+        "8b",
+        pass_s=293,
+        room_gb=_ROOM_LOW,
+        kv_gb=_KV_8B,
+        device_kv_gb=2.0,
+        streamed=0.5,
+        serial_most=64,
+        fixed=64,
+        kv_bound=False,
+        generators={
+            "prefetch": Generator.doubling(66, 50, 64),
+            "vllm": Generator.doubling(57, 33, 36),
+            "accelerate": Generator.doubling(176, 31, 32),
+        },
+        paper={
+            "ragdoll": Paper(170, 320, 66),
+            "vllmrag": Paper(1640, 293, 57),
+            "accrag": Paper(3421, 288, 176),
+        },
+    ),
+    "low-70b": Setting(
+        "PF-Low, 70B",
+        "70b",
+        pass_s=376,
+        room_gb=_ROOM_LOW,
+        kv_gb=_KV_70B,
+        device_kv_gb=1.2,
+        streamed=0.95,
+        serial_most=22,
+        fixed=16,
+        kv_bound=True,
+        generators={
+            "prefetch": Generator.streaming(466, 22, _REQUEST_70B_LOW, 22),
+            "vllm": Generator.streaming(222, 15, _REQUEST_70B_LOW, 15),
+            "accelerate": Generator.streaming(489, 4, _REQUEST_70B_LOW, 4),
+        },
+        paper={
+            "ragdoll": Paper(5895, 494, 466),
+            "vllmrag": Paper(12761, 376, 222),
+            "accrag": Paper(79715, 357, 489),
+        },
+    ),
+    "high-8b": Setting(
+        "PF-High, 8B",
+        "8b",
+        pass_s=307,
+        room_gb=_ROOM_HIGH,
+        kv_gb=_KV_8B,
+        device_kv_gb=5.0,
+        streamed=0.0,
+        serial_most=64,
+        fixed=64,
+        kv_bound=False,
+        generators={
+            "prefetch": Generator.doubling(36, 50, 64),
+            "vllm": Generator.doubling(16, 47, 56),
+            "accelerate": Generator.doubling(151, 49, 64),
+        },
+        paper={
+            "ragdoll": Paper(162, 282, 36),
+            "vllmrag": Paper(677, 307, 16),
+            "accrag": Paper(1494, 307, 151),
+        },
+    ),
+    "high-70b": Setting(
+        "PF-High, 70B",
+        "70b",
+        pass_s=303,
+        room_gb=_ROOM_HIGH,
+        kv_gb=_KV_70B,
+        device_kv_gb=1.2,
+        streamed=0.9,
+        serial_most=64,
+        fixed=32,
+        kv_bound=True,
+        generators={
+            "prefetch": Generator.streaming(262, 44, _REQUEST_70B_HIGH, 48),
+            "vllm": Generator.streaming(219, 52, _REQUEST_70B_HIGH, 64),
+            "accelerate": Generator.streaming(1152, 58, _REQUEST_70B_HIGH, 64),
+        },
+        paper={
+            "ragdoll": Paper(606, 388, 242),
+            "vllmrag": Paper(1808, 303, 219),
+            "accrag": Paper(7936, 302, 1152),
+        },
+    ),
+}

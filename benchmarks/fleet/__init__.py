@@ -1,0 +1,1 @@
+"""Replicas, workers and shared orders."""

@@ -1,0 +1,1 @@
+"""FusionRAG: reused documents."""

@@ -1,0 +1,1 @@
+"""HedraRAG: workflows and searches."""

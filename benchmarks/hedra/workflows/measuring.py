@@ -1,0 +1,168 @@
+"""Workflows served by one system on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragorder import Orderer
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
+from ragorder.adapters.workflows import WorkflowPrompts
+from ragorder.benchmarks.hedra.workflows.costs import FAST, MODELS, SEARCH, SYSTEM_PROMPT_WORDS
+from ragorder.benchmarks.hedra.workflows.embedder import Embedder
+from ragorder.benchmarks.hedra.workflows.lockstep import Retrieve, stage_by_stage
+from ragorder.benchmarks.hedra.workflows.prompts import RankedPrompts
+from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.script import Script, WordTokenizer, compiled
+from ragorder.benchmarks.hedra.workflows.systems import System
+from ragorder.document import Document
+from ragorder.eval.virtual.costs import SearchCosts
+from ragorder.eval.virtual.engine import VirtualEngine
+from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
+from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
+from ragorder.pipelining import EngineLoad, prefill_batch
+from ragorder.pipelining.workflow import WorkflowServer
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["Materials", "facts_of_traces", "serve"]
+
+_PROMPT_TOKENS = 256
+_UNBOUNDED = 1_000_000
+_FACTS = (
+    *("speculations", "right", "near_speculations", "near_right", "search_speculations", "search_right"),
+    *("later_prompt_tokens", "later_cached_tokens", "declined"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """An `index` of the documents' vectors, whose nprobe is the cell's."""
+
+    documents: Sequence[Document]
+    index: Any
+    embed: Embedder
+    script: Script
+
+
+async def serve(
+    system: System, cell: WorkflowsCell, materials: Materials, at_s: Sequence[float], workflows: Sequence[str]
+) -> Mapping[str, Any]:
+    """`rows` and `facts` of requests that arrive at these times, each with its workflow. To be run on a virtual loop.
+
+    Facts: seconds until all are answered, and those that engine and searches were busy; prompt tokens, and those of
+    them that were computed; requests that the engine dropped; of speculative generations, those that ran and those that
+    were right; of the generations after a request's first, prompt tokens and cached ones; with a fast tier, the
+    share of codes scanned there.
+    """
+    loop = asyncio.get_running_loop()
+    tokenizer, costs, search = WordTokenizer(), MODELS[cell.model], replace(SEARCH, busy_cores=cell.cores)
+    engine = VirtualEngine[PromptRequest](
+        costs, lambda request: materials.script.answer(tokenizer.words(request.token_ids or ()))
+    )
+    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
+    graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
+    tiers = _tiers(cell, search, materials)
+    latency_s = [0.0] * len(at_s)
+    traces: list[Any] = []
+
+    async with AsyncExitStack() as stack:
+        if system.transformations is None:
+            retrieve = _retrieve(system, search, materials)
+            run = stage_by_stage(engine, RankedPrompts(_ordered(builder, engine)), retrieve, lockstep=system.lockstep)
+
+        else:
+            server = await stack.enter_async_context(
+                WorkflowServer(
+                    engine,
+                    VirtualIVF(materials.index, search, tiers=tiers),
+                    materials.embed,
+                    materials.documents.__getitem__,
+                    _ordered(builder, engine),
+                    transformations=system.transformations(),
+                    load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
+                    max_requests=_UNBOUNDED,
+                    max_waiting=_UNBOUNDED,
+                    max_generations=system.max_generations,
+                    window=system.window,
+                    clock=loop.time,
+                )
+            )
+
+            run = server.run
+
+        async def ask(number: int) -> None:
+            await asyncio.sleep(at_s[number])
+            graph, state = graphs[workflows[number]]
+            result = await run(graph, materials.script.question(number), state=state)
+            latency_s[number] = loop.time() - at_s[number]
+            traces.append(result.trace)
+
+        await asyncio.gather(*map(ask, range(len(at_s))))
+        total_s = loop.time() - min(at_s)
+    return {
+        "rows": {"latency_s": [round(each, 6) for each in latency_s], "workflow": list(workflows)},
+        "facts": {
+            "total_s": total_s,
+            "engine_busy_s": engine.busy_s,
+            "prompt_tokens": engine.prompt_tokens,
+            "computed_tokens": engine.computed_tokens,
+            "aborted": engine.aborted,
+            **facts_of_traces([trace for trace in traces if trace is not None]),
+            **({} if tiers is None else {"fast_share": tiers.hit_share}),
+        },
+    }
+
+
+def _retrieve(system: System, costs: SearchCosts, materials: Materials) -> Retrieve:
+    search = WholeSearches(materials.index, costs, batched=system.searches != "alone", dealt=system.searches == "dealt")
+
+    async def retrieve(query: str, k: int) -> list[Document]:
+        ids = await search.search(materials.embed(query), k)
+        return [materials.documents[int(id)] for id in ids if id >= 0]
+
+    return retrieve
+
+
+def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> VirtualTiers | None:
+    if not cell.fast:
+        return None
+    from ragorder.kernels.vectors import TorchClusterScan
+
+    index = materials.index
+    costs = replace(FAST, code_s=1e-9 * cell.fast_ns)
+    scan = VirtualClusterScan(TorchClusterScan("inner product"), costs, search.vectors_of(index))
+    return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
+
+
+def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:
+    orderer = Orderer(
+        tokens=builder.document_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        capacity_tokens=engine.costs.capacity_tokens,
+        block_size=engine.cache.block_size,
+        partial_blocks_first=engine.cache.partial_blocks_first,
+    )
+    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+
+
+def facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
+    """Of speculative generations, those one stage ahead apart, of searches ahead of need, and of the generations after
+    each request's first."""
+    facts = dict.fromkeys(_FACTS, 0)
+    for trace in traces:
+        generations = [piece for piece in trace.pieces if piece.worker == "engine"]
+        ahead = [piece for piece in generations if piece.kind == "speculative" and piece.started_s is not None]
+        searches = [piece for piece in trace.pieces if piece.worker == "search" and piece.kind == "speculative"]
+        near = [piece for piece in ahead if piece.stages_ahead == 1]
+        for name, pieces in (("", ahead), ("near_", near), ("search_", searches)):
+            facts[f"{name}speculations"] += len(pieces)
+            facts[f"{name}right"] += sum(piece.outcome == "used" for piece in pieces)
+        facts["declined"] += trace.declined
+        used = sorted((piece for piece in generations if piece.prompt_tokens), key=lambda piece: piece.planned_s)
+        for piece in used[1:]:
+            facts["later_prompt_tokens"] += piece.prompt_tokens
+            facts["later_cached_tokens"] += piece.cached_tokens or 0
+    return facts

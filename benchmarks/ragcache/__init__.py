@@ -1,0 +1,1 @@
+"""RAGCache and RAGCache++: replacement, tiers and the queue."""

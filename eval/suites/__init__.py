@@ -1,0 +1,1 @@
+"""Measurements that answer a user's question."""

@@ -1,0 +1,164 @@
+"""The experiment of the suites of kind "pipelining"."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.common.files import cache_folder
+from ragorder.eval.data.corpora import Corpus
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.trace import TraceRequest
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT
+from ragorder.eval.running.specs import EngineSpec
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.eval.suites.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
+from ragorder.eval.suites.pipelining.record import PipeliningRecord
+
+if TYPE_CHECKING:
+    from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts
+
+__all__ = ["Pipelining"]
+
+_NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
+_Rows = dict[str, dict[str, list[Any]]]
+
+
+class Pipelining(Experiment):
+    kind = "pipelining"
+    record = PipeliningRecord
+    cell = PipeliningCell
+    policies: ClassVar[Any] = PIPELINE_POLICIES
+
+    _facts: ServerFacts | None = None
+
+    def asked(self, suite: Suite) -> Sequence[str]:
+        """Without the baseline, which each line has beside the other mode."""
+        return [policy for policy in super().asked(suite) if policy != suite.baseline]
+
+    def obstacle(self, suite: Suite, cell: PipeliningCell, policy: str) -> str | None:
+        return _NO_SERVER if self.options.engine != "openai" else super().obstacle(suite, cell, policy)
+
+    def missing(self, suite: Suite, cell: PipeliningCell, policy: str, reason: str) -> Missing:
+        return Missing(suite.name, cell.fields if self.options.engine == "openai" else {}, policy, reason)
+
+    def requests(self, suite: Suite, cell: PipeliningCell) -> int:
+        count = suite.requests if cell.measure != "throughput" else cell.segments * cell.segment_requests
+        return min(count, self.options.limit or count)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        options, cell, corpus = self.options, job.cell, job.corpus
+        assert corpus is not None
+        facts = self._server()
+        requests = _requests(cell, corpus, job.seed, job.requests)
+        try:
+            measured = asyncio.run(_measure(cell, facts, corpus, requests, advance))
+        except ValueError as error:
+            yield Missing(job.suite.name, cell.fields, job.policies[0], " ".join(str(error).split()))
+            return
+        model = options.served_model or options.model or ("random weights" if not options.base_url else facts.model)
+        yield {
+            "policy": job.policies[0],
+            "engine": {
+                "name": "openai",
+                "model": str(model),
+                "block_size": facts.block_size,
+                "capacity_tokens": facts.capacity_tokens,
+            },
+            "warmup": min(job.suite.warmup, len(requests) // 2) if cell.measure != "throughput" else 0,
+            "load_average": load_average(),
+            **measured,
+        }
+
+    def _server(self) -> ServerFacts:
+        from ragorder.eval.suites.pipelining.server import find_server
+
+        if self._facts is None:
+            options, base_url = self.options, self.options.base_url
+            if base_url is None:
+                from ragorder.eval.running.live import start_server
+
+                base_url = self.resources.enter_context(
+                    start_server(EngineSpec(engine="openai", model=options.model))
+                ).base_url
+            self._facts = find_server(
+                base_url, model=options.model, served_model=options.served_model, api_key=options.api_key
+            )
+        return self._facts
+
+
+async def _measure(
+    cell: PipeliningCell,
+    facts: ServerFacts,
+    corpus: Corpus,
+    requests: Sequence[tuple[int, TraceRequest]],
+    advance: Callable[[], None],
+) -> dict[str, Any]:
+    from ragorder.eval.suites.pipelining.cold import measure_cold, time_system
+    from ragorder.eval.suites.pipelining.modes import long_builder
+    from ragorder.eval.suites.pipelining.server import MeasuredServer
+
+    builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
+    async with MeasuredServer(facts) as server:
+        await server.check(builder)
+        system = {"system_tokens": builder.prefix_tokens}
+        if cell.measure != "cold":
+            return system | await _search(cell, server, builder, corpus, requests, advance)
+        asked_s = (cell.retrieval_ms or 0) / 1e3
+        if cell.retrieval_of_system is not None:
+            asked_s = cell.retrieval_of_system * await time_system(server, builder)
+        rows: _Rows = await measure_cold(server, builder, [request for _, request in requests], asked_s, advance)
+        return system | {"retrieval_ms": round(1e3 * asked_s, 3), "rows": rows}
+
+
+async def _search(
+    cell: PipeliningCell,
+    server: MeasuredServer,
+    builder: Any,
+    corpus: Corpus,
+    requests: Sequence[tuple[int, TraceRequest]],
+    advance: Callable[[], None],
+) -> dict[str, Any]:
+    from ragorder.eval.suites.pipelining.search import embed, paced, plan_search, real_retrieval
+    from ragorder.eval.suites.pipelining.speculation import measure_speculation, measure_throughput
+
+    vectors = embed([document.text for document in corpus.documents], cache_folder())
+    every = embed([question.text for question in corpus.questions], cache_folder())
+    queries = every[[number for number, _ in requests]]
+    plan = plan_search(
+        cell.index, vectors, ratio=cell.search_ratio, stages=cell.stages, growth=cell.growth, top_k=cell.top_k
+    )
+    plain = real_retrieval(plan.unstaged, corpus, queries, cell.top_k)
+    staged = real_retrieval(plan.search, corpus, queries, cell.top_k)
+    if cell.search_ms:
+        plain = paced(plain, (1.0,), cell.search_ms / 1e3)
+        staged = paced(staged, plan.shares, cell.search_ms / 1e3)
+    questions = [request.question for _, request in requests]
+    options: dict[str, Any] = {"max_prefill_bs": cell.max_prefill_bs, "cautious": cell.cautious}
+    options["output_tokens"] = cell.output_tokens
+    rows: _Rows
+    if cell.measure == "throughput":
+        # Both modes search equally long, so that only the cost of speculation is compared.
+        searches = {"none": staged, "speculative": staged}
+        load: dict[str, Any] = {"clients": cell.clients, "overload": cell.overload or 1.0, "segments": cell.segments}
+        rows = await measure_throughput(server, builder, questions, searches, advance, **load, **options)
+    else:
+        searches = {"none": plain, "speculative": staged}
+        rows = await measure_speculation(server, builder, questions, searches, advance, **options)
+    return {"shares": [round(share, 4) for share in plan.shares], "rows": rows}
+
+
+def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
+    start = random.Random(seed).randrange(len(corpus.questions))
+    numbers = [(start + each) % len(corpus.questions) for each in range(count)]
+    return [
+        (
+            number,
+            TraceRequest(
+                corpus.questions[number].text, [corpus.documents[d] for d in corpus.rankings[number][: cell.top_k]]
+            ),
+        )
+        for number in numbers
+    ]

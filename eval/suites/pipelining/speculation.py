@@ -1,0 +1,219 @@
+"""Searches with and without speculation (RAGCache Figure 22, Table 3)."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.eval.report.statistics import known_mean
+from ragorder.eval.running.load import rotated
+from ragorder.eval.suites.pipelining.modes import Asked, ask, closed_loop, make_pipeline, milliseconds
+from ragorder.eval.suites.pipelining.server import Counters, MeasuredServer
+from ragorder.pipelining import Pipeline, PipelinedStream, Provisional, Retrieval
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["MODES", "measure_speculation", "measure_throughput"]
+
+MODES = ("none", "speculative")
+
+_ALONE = 5
+_MANY_CLIENTS = 16
+
+Advance = Callable[[], None]
+
+
+async def measure_speculation(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    questions: Sequence[str],
+    searches: Mapping[str, Retrieval[Any, Document]],
+    advance: Advance,
+    *,
+    max_prefill_bs: int | None = None,
+    cautious: bool = False,
+    output_tokens: int = 1,
+) -> dict[str, dict[str, list[Any]]]:
+    """Each question in both `MODES` in turn, one at a time; each mode is a tenant.
+
+    `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` includes wrong speculations.
+    `started_stages` had new documents; since `settled_stage` they are final. Raises EngineError for a server that does
+    not answer or has other clients.
+    """
+    salts = {mode: secrets.token_hex(16) for mode in MODES}
+    watched = {mode: _Watched(searches[mode]) for mode in MODES}
+    pipelines = _pipelines(server, builder, watched, max_prefill_bs, cautious)
+    rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
+    before = await server.quiet()
+    for number, question in enumerate(questions):
+        for mode in rotated(MODES, number):
+            stream = await pipelines[mode].answer(ask(number, question, salts[mode], output_tokens))
+            after = await server.quiet()
+            trace, usage = stream.trace, stream.usage
+            started, settled = watched[mode].stages()
+            found = {
+                "ttft_ms": milliseconds(trace.first_token_s),
+                "tbt_ms": milliseconds(stream.tbt_s),
+                "search_ms": milliseconds(trace.retrieval_s),
+                "exposed_ms": milliseconds(trace.exposed_search_s),
+                "prompt_tokens": usage and usage.prompt_tokens,
+                "cached_tokens": usage and usage.cached_tokens,
+                "computed_tokens": _computed(before, after),
+                "speculations": trace.speculations,
+                "refused": trace.refused,
+                "right": trace.right,
+                "speculated_stage": trace.speculated_stage,
+                "started_stages": started,
+                "settled_stage": settled,
+            }
+            for name, value in found.items():
+                rows[mode][name].append(value)
+            before = after
+        advance()
+    for pipeline in pipelines.values():
+        await pipeline.close()
+    return rows
+
+
+async def measure_throughput(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    questions: Sequence[str],
+    searches: Mapping[str, Retrieval[Any, Document]],
+    advance: Advance,
+    *,
+    clients: int | None,
+    segments: int,
+    overload: float = 2.0,
+    max_prefill_bs: int | None = None,
+    cautious: bool = False,
+    output_tokens: int = 1,
+) -> dict[str, dict[str, list[Any]]]:
+    """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
+    `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated; `tbt_ms` is the
+    mean of all its answers. Raises as `measure_speculation`."""
+    salts = {mode: secrets.token_hex(16) for mode in MODES}
+    pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
+    rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
+    parts = _split(len(questions), segments)
+    if clients is None:
+        clients = await _clients(pipelines["none"], [questions[number] for number in parts[0]], overload, output_tokens)
+    for segment, numbers in enumerate(parts):
+        for mode in rotated(MODES, segment):
+            asked = [ask(number, questions[number], salts[mode], output_tokens) for number in numbers]
+            first = ask(numbers[0], questions[numbers[0]], secrets.token_hex(16), output_tokens)
+            alone = await pipelines[mode].answer(first)
+            before = await server.quiet()
+            start = time.perf_counter()
+            streams, ends_s = await _closed_loop(pipelines[mode], asked, clients, advance)
+            seconds = time.perf_counter() - start
+            traces = [stream.trace for stream in streams]
+            tbt_s = known_mean(stream.tbt_s for stream in streams)
+            found = {
+                "requests": len(asked),
+                "clients": clients,
+                "seconds": round(seconds, 3),
+                "requests_per_s": round(_rate(ends_s, clients) or len(asked) / seconds, 4),
+                "computed_tokens": _computed(before, await server.quiet()),
+                "speculations": sum(trace.speculations for trace in traces),
+                "refused": sum(trace.refused for trace in traces),
+                "right": sum(trace.right for trace in traces),
+                "tbt_ms": milliseconds(tbt_s),
+                "alone_s": alone.trace.total_s and round(alone.trace.total_s, 4),
+            }
+            for name, value in found.items():
+                rows[mode][name].append(value)
+    for pipeline in pipelines.values():
+        await pipeline.close()
+    return rows
+
+
+class _Watched:
+    def __init__(self, retrieval: Retrieval[Any, Document]) -> None:
+        self._retrieval = retrieval
+        self._shown: list[tuple[str, ...]] = []
+
+    async def __call__(self, question: Asked) -> AsyncGenerator[Provisional[Document], None]:
+        self._shown = []
+        async with aclosing(self._retrieval(question)) as stages:
+            async for stage in stages:
+                self._shown.append(tuple(document.key for document in stage.documents))
+                yield stage
+
+    def stages(self) -> tuple[list[int], int]:
+        """The stages before the last (from 1) with new documents, and the one since which they are final."""
+        shown = self._shown
+        new = [number for number in range(1, len(shown)) if number == 1 or shown[number - 1] != shown[number - 2]]
+        settled = next(number for number in range(len(shown), 0, -1) if number == 1 or shown[number - 2] != shown[-1])
+        return new, settled
+
+
+async def _clients(
+    pipeline: Pipeline[Any, Document, Any], questions: Sequence[str], overload: float, output_tokens: int
+) -> int:
+    salt = secrets.token_hex(16)
+    asked = [ask(number, question, salt, output_tokens) for number, question in enumerate(questions)]
+    await pipeline.answer(asked[0])
+    times_s = [(await pipeline.answer(each)).trace.total_s or 0.0 for each in asked[: min(len(asked), _ALONE)]]
+    start = time.perf_counter()
+    await _closed_loop(pipeline, asked, _MANY_CLIENTS, lambda: None)
+    rate = len(asked) / (time.perf_counter() - start)
+    return max(2, math.ceil(overload * rate * median(times_s)))
+
+
+async def _closed_loop(
+    pipeline: Pipeline[Any, Document, Any], questions: Iterable[Asked], clients: int, advance: Advance
+) -> tuple[list[PipelinedStream], list[float]]:
+    streams, ends_s = [], []
+
+    async def ask_one(question: Asked) -> None:
+        stream = await pipeline.answer(question)
+        ends_s.append(time.perf_counter())
+        streams.append(stream)
+        advance()
+
+    await closed_loop(ask_one, questions, clients)
+    return streams, ends_s
+
+
+def _rate(ends_s: Sequence[float], clients: int) -> float | None:
+    middle = ends_s[clients - 1 : len(ends_s) - clients]
+    return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
+
+
+def _pipelines(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    searches: Mapping[str, Retrieval[Any, Document]],
+    max_prefill_bs: int | None,
+    cautious: bool,
+) -> dict[str, Pipeline[Any, Document, Any]]:
+    return {
+        mode: make_pipeline(
+            server,
+            mode,
+            searches[mode],
+            orderer=server.orderer(builder, tenants=len(MODES)),
+            builder=builder,
+            max_prefill_bs=max_prefill_bs,
+            cautious=cautious,
+        )
+        for mode in MODES
+    }
+
+
+def _split(count: int, parts: int) -> list[range]:
+    parts = max(1, min(parts, count))
+    ends = [count * part // parts for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _computed(before: Counters | None, after: Counters | None) -> int | None:
+    return None if before is None or after is None else after.computed - before.computed

@@ -1,0 +1,180 @@
+"""The experiment of the suites of kind "serve"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.peers import PEERS, PeerError, make_peer
+from ragorder.eval.running.policies import ORDERERS, POLICIES
+from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.eval.suites.serving.cells import ServingCell
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.runner import Run
+    from ragorder.eval.suites.serving.engines import Engines
+
+__all__ = ["Serving"]
+
+
+class Serving(Experiment):
+    kind = "serve"
+    record = RunRecord
+    cell = ServingCell
+    one_job = True
+    policies: ClassVar[Any] = POLICIES
+    planned = True
+
+    _engines: Engines | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._peers: dict[str, str | None] = {}
+
+    def __enter__(self) -> Self:
+        from ragorder.eval.suites.serving.engines import Engines
+
+        self._engines = Engines(self.options)
+        self.resources.callback(self._engines.close)
+        return self
+
+    def obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
+        return super().obstacle(suite, cell, policy) or self._obstacle(suite, cell, policy)
+
+    def _obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
+        options, engine = self.options, self.options.engine
+        if policy == "oracle" and engine != "sim":
+            return "the oracle reads the engine's block table, which only the simulated engine shows"
+        if policy == "none" and engine == "openai":
+            return "a server's prefix cache is on for all requests or for none: measure it with --engine vllm"
+        if cell.residency == "events" and policy in ORDERERS:
+            if engine != "openai":
+                return f"engine {engine} publishes no KV events: use --engine openai"
+            if policy != "free":
+                return "events are followed by policy free"
+            if options.base_url is not None and options.events is None:
+                return "the address of the server's KV events is not known: give --events-endpoint"
+        if engine == "vllm" and ((cell.concurrency or 1) > 1 or cell.arrivals):
+            return "vLLM in this process serves one request at a time: use --engine openai or torch"
+        swept = {name for point in (suite.sweep, *suite.extra) for name in point}
+        if engine == "openai" and options.base_url is not None and "capacity_tokens" in swept:
+            return "the cache of a running server has a fixed size: leave out --base-url"
+        if engine == "openai" and options.base_url is None and not isinstance(cell.capacity_tokens, int):
+            return "a server is started with a cache size in tokens, not a share and not unlimited"
+        return None
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """All policies take turns. The baseline is not measured alone if other policies were asked for."""
+        alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
+        return [] if alone else super().together(suite, policies)
+
+    def seeds(self, cell: ServingCell) -> Sequence[int]:
+        return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
+
+    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs of one engine size in a row; among jobs that measure the same, the one with most policies first, for the
+        others to copy."""
+
+        def size(job: Job) -> tuple[object, ...]:
+            cell = job.cell
+            return () if self.options.engine == "sim" else (cell.capacity_tokens, cell.block_size, cell.output_tokens)
+
+        sizes: dict[tuple[object, ...], int] = {}
+        measured: dict[str, int] = {}
+        placed = []
+        for place, job in enumerate(jobs):
+            measurement = self.measurement(job)
+            first = sizes.setdefault(size(job), place), measured.setdefault(measurement, place), -len(job.policies)
+            placed.append((*first, place, job))
+        return [job for *_, job in sorted(placed, key=lambda each: each[:-1])]
+
+    def measurement(self, job: Job) -> str:
+        what = {
+            "cell": job.cell.fields,
+            "seed": job.seed,
+            "requests": job.requests,
+            "warmup": self._warmup(job),
+            "builds": self._times_builds(job),
+            "timelines": job.suite.keeps_timelines,
+        }
+        return json.dumps(what, sort_keys=True)
+
+    def _warmup(self, job: Job) -> int:
+        return 0 if job.cell.batch else min(job.suite.warmup, job.requests // 2)
+
+    def _times_builds(self, job: Job) -> bool:
+        return job.suite.times_builds or self.options.engine != "sim"
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        assert self._engines is not None, "use the experiment in a `with` block"
+        for peer in [policy for policy in job.policies if policy in PEERS]:
+            reason = self._peer_missing(peer)
+            if reason is not None:
+                yield Missing(job.suite.name, job.cell.fields, peer, reason)
+                _skip(job.requests, advance)
+                job = job.without([peer])
+        kept = self.store.measured(self.measurement(job), job.policies)
+        if kept is not None:
+            for line in kept:
+                copied = {"session": self.session, "suite": job.suite.name, "copied_from": line["suite"]}
+                yield {**line, **copied, "measured_in": line.get("measured_in", line["session"])}
+            _skip(job.requests * len(job.policies), advance)
+            return
+        try:
+            runs = self._engines.serve(job, advance, times_builds=self._times_builds(job))
+        except PeerError as error:
+            peers = [policy for policy in job.policies if policy in PEERS]
+            yield from (Missing(job.suite.name, job.cell.fields, peer, str(error)) for peer in peers)
+            if len(peers) < len(job.policies):
+                yield from self.measure(job.without(peers), advance)
+            return
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            yield from (Missing(job.suite.name, job.cell.fields, policy, reason) for policy in job.policies)
+            _skip(job.requests * len(job.policies), advance)
+            return
+        for policy, run in zip(job.policies, runs, strict=True):
+            yield {"policy": policy, **self._figures(job, run)}
+
+    def _peer_missing(self, peer: str) -> str | None:
+        if peer not in self._peers:
+            try:
+                make_peer(peer)
+                self._peers[peer] = None
+            except PeerError as error:
+                self._peers[peer] = str(error)
+        return self._peers[peer]
+
+    def _figures(self, job: Job, run: Run) -> dict[str, Any]:
+        engine, options = run.engine, self.options
+        model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
+        throughput = run.throughput(skip=self._warmup(job))
+        return {
+            "engine": {
+                "name": engine.name,
+                "model": None if model is None else str(model),
+                "block_size": engine.block_size,
+                "capacity_tokens": engine.capacity_tokens,
+                # How the simulated engine reuses blocks.
+                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
+            },
+            "warmup": self._warmup(job),
+            "failures": run.failures,
+            "fallbacks": run.fallbacks,
+            "fallback_reason": run.fallback_reason,
+            "rows": asdict(run.columns()),
+            "throughput": None if throughput is None else asdict(throughput),
+            "timeline": None if run.timeline is None else run.timeline.as_json(),
+            "load_average": load_average(),
+            "measurement": self.measurement(job),
+        }
+
+
+def _skip(steps: int, advance: Callable[[], None]) -> None:
+    for _ in range(steps):
+        advance()

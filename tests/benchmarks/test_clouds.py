@@ -1,0 +1,298 @@
+"""Simulated clouds, which are strict about their rules, and what prompts cost there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.rings import grid
+
+from ragorder.benchmarks.chats.clouds.measuring import serve
+from ragorder.benchmarks.chats.clouds.policies import POLICIES
+from ragorder.benchmarks.chats.clouds.record import CloudsCell, CloudsRecord
+from ragorder.benchmarks.chats.clouds.report import make_part
+from ragorder.cli import main
+from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.cloud import CloudAnswer, CloudError, SimulatedCloud
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite, load_suites
+
+ANTHROPIC = cache_rules("anthropic", "claude-opus-5")
+OPENAI = cache_rules("openai", "gpt-5.6")
+SYSTEM, QUESTION = "s" * 2400, "q" * 240
+
+
+def text(name: str, tokens: int = 600) -> str:
+    return (name * 4 * tokens)[: 4 * tokens]
+
+
+def anthropic(documents: str, *marks: int, **fields: Any) -> dict[str, Any]:
+    return PromptParts(SYSTEM, [text(each) for each in documents], QUESTION, marks, "5m").anthropic() | fields
+
+
+def openai(documents: str, *marks: int, explicit: bool = True) -> dict[str, Any]:
+    return PromptParts(SYSTEM, [text(each) for each in documents], QUESTION, marks, "30m", explicit=explicit).openai()
+
+
+def ask(cloud: SimulatedCloud, body: dict[str, Any], now_s: float = 0.0) -> CloudAnswer:
+    answer = cloud.begin(body, now_s)
+    cloud.first_token(answer)
+    return answer
+
+
+class TestMarks:
+    def test_a_request_resumes_at_a_mark_that_an_earlier_one_wrote(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        first = ask(cloud, anthropic("abc", 2))
+        assert (first.prompt_tokens, first.cached_tokens, first.written_tokens) == (2460, 0, 1800)
+        second = ask(cloud, anthropic("abd", 2))
+        assert (second.cached_tokens, second.written_tokens) == (1800, 0)
+        assert ask(cloud, anthropic("acb", 2)).cached_tokens == 0
+        assert ask(cloud, anthropic("a", 1)).cached_tokens == 0, "nothing was marked there"
+
+    def test_it_writes_up_to_its_last_mark(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        ask(cloud, anthropic("abc", 0, 1))
+        answer = ask(cloud, anthropic("abc", 0, 1, 3))
+        assert (answer.cached_tokens, answer.written_tokens) == (1200, 1200)
+
+    def test_nothing_is_read_before_its_writers_first_token(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        first = cloud.begin(anthropic("ab", 2), 0.0)
+        assert cloud.begin(anthropic("ab", 2), 0.5).cached_tokens == 0
+        cloud.first_token(first)
+        assert cloud.begin(anthropic("ab", 2), 1.0).cached_tokens == 1800
+
+    def test_entries_live_from_the_start_of_a_request_and_anew_when_read(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        ask(cloud, anthropic("ab", 2), 0.0)
+        assert ask(cloud, anthropic("ab", 2), 299.0).cached_tokens == 1800
+        assert ask(cloud, anthropic("ab", 2), 598.0).cached_tokens == 1800
+        assert ask(cloud, anthropic("ab", 2), 898.0).cached_tokens == 0
+
+    def test_five_marks_are_refused(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        with pytest.raises(CloudError, match="4 marks"):
+            cloud.begin(anthropic("abcd", 0, 1, 2, 3, 4), 0.0)
+        with pytest.raises(CloudError, match="4 marks"):
+            cloud.begin(anthropic("abcd", 1, 2, 3, 4, cache_control={"type": "ephemeral"}), 0.0)
+
+    def test_at_openai_the_latest_four_are_written(self) -> None:
+        cloud = SimulatedCloud(OPENAI)
+        ask(cloud, openai("abcde", 1, 2, 3, 4, 5))
+        found = [cloud.begin(openai("abcde", mark), 1.0).cached_tokens for mark in range(1, 6)]
+        assert found == [0, 1800, 2400, 3000, 3600]
+        implicit = SimulatedCloud(OPENAI)
+        ask(implicit, openai("abcd", 1, 2, 3, 4, explicit=False))
+        found = [implicit.begin(openai("abcd", mark), 1.0).cached_tokens for mark in range(1, 5)]
+        assert found == [0, 1800, 2400, 3000], "the provider's own is one of the four"
+
+    def test_and_the_first_two_and_the_latest_fifty_are_looked_at(self) -> None:
+        many = "".join(chr(number) for number in range(ord("A"), ord("A") + 60))
+        for written, is_found in ((1, True), (2, True), (3, False), (10, False), (11, True)):
+            cloud = SimulatedCloud(OPENAI)
+            ask(cloud, openai(many, written))
+            cached = cloud.begin(openai(many, *range(1, 61)), 1.0).cached_tokens
+            assert cached == (600 + 600 * written) * is_found, written
+
+    @pytest.mark.parametrize("provider", ["anthropic", "bedrock"])
+    def test_marks_of_an_hour_stand_in_front_of_those_of_five_minutes(self, provider: Any) -> None:
+        def body(system: str, user: str) -> dict[str, Any]:
+            one, other = (
+                getattr(PromptParts(SYSTEM, [text("a")], QUESTION, [0, 1], ttl), provider)() for ttl in (system, user)
+            )
+            return {"system": one["system"], "messages": other["messages"]}
+
+        cloud = SimulatedCloud(cache_rules(provider, "claude-opus-5", "1h"))
+        assert cloud.begin(body("1h", "5m"), 0.0).written_tokens == 1200
+        with pytest.raises(CloudError, match="an hour"):
+            cloud.begin(body("5m", "1h"), 0.0)
+
+    def test_shorter_prefixes_than_the_minimum_are_ignored(self) -> None:
+        cloud = SimulatedCloud(replace(ANTHROPIC, minimum_tokens=4096))
+        for _ in range(2):
+            answer = ask(cloud, anthropic("abcd", 0, 2, 4))
+            assert (answer.cached_tokens, answer.written_tokens) == (0, 0)
+
+    def test_an_entry_is_looked_for_twenty_parts_back(self) -> None:
+        cloud = SimulatedCloud(ANTHROPIC)
+        ask(cloud, anthropic("a", 1))
+        many = "abcdefghijklmnopqrstuvwxyz"
+        assert cloud.begin(anthropic(many[:20], 20), 1.0).cached_tokens == 1200
+        assert cloud.begin(anthropic(many[:21], 21), 1.0).cached_tokens == 0
+
+    def test_or_only_at_the_requests_own_marks(self) -> None:
+        cloud = SimulatedCloud(OPENAI)
+        ask(cloud, openai("a", 1))
+        assert cloud.begin(openai("ab", 2), 1.0).cached_tokens == 0
+        assert cloud.begin(openai("ab", 1, 2), 1.0).cached_tokens == 1200
+
+    def test_the_automatic_mark_stands_behind_the_question(self) -> None:
+        for cloud, body in (
+            (SimulatedCloud(ANTHROPIC), anthropic("ab", cache_control={"type": "ephemeral"})),
+            (SimulatedCloud(OPENAI), openai("ab", explicit=False)),
+        ):
+            assert ask(cloud, body).written_tokens == 1860
+            assert ask(cloud, body, 1.0).cached_tokens == 1860
+            changed = {**body, "messages": [*body["messages"][:-1], {"content": [*_content(body)[:-1], {"text": "?"}]}]}
+            assert ask(cloud, changed, 2.0).cached_tokens == 0
+
+    def test_explicit_mode_without_marks_caches_nothing(self) -> None:
+        cloud = SimulatedCloud(OPENAI)
+        for _ in range(2):
+            answer = ask(cloud, openai("abc"))
+            assert (answer.cached_tokens, answer.written_tokens) == (0, 0)
+
+    def test_intervals_need_no_marks(self) -> None:
+        cloud = SimulatedCloud(cache_rules("openai", "gpt-5.4"))
+        ask(cloud, openai("abc", explicit=False))
+        answer = ask(cloud, openai("abd", explicit=False))
+        assert (answer.cached_tokens, answer.written_tokens) == (1800 // 128 * 128, 0)
+
+    def test_converse_has_marks_that_are_parts(self) -> None:
+        cloud = SimulatedCloud(cache_rules("bedrock", "claude-opus-5"))
+        body = PromptParts(SYSTEM, [text("a"), text("b")], QUESTION, [0, 2]).bedrock()
+        assert ask(cloud, body).written_tokens == 1800
+        assert cloud.usage(ask(cloud, body, 1.0)) == {
+            "cacheReadInputTokens": 1800,
+            "cacheWriteInputTokens": 0,
+            "inputTokens": 60,
+        }
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"messages": []},
+            {"messages": [{"content": [{"text": " "}]}]},
+            {"system": [{"cachePoint": {"type": "default"}}], "messages": [{"content": "?"}]},
+        ],
+    )
+    def test_bodies_that_cannot_be_are_refused(self, body: dict[str, Any]) -> None:
+        with pytest.raises(CloudError):
+            SimulatedCloud(ANTHROPIC).begin(body, 0.0)
+
+
+def _content(body: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = body["messages"][-1]["content"]
+    return found
+
+
+def test_marks_of_content_are_read_as_they_were_made() -> None:
+    cloud = SimulatedCloud(CacheRules("mine", minimum_tokens=0, usage=ANTHROPIC.usage))
+    body = {"messages": [{"role": "user", "content": anthropic_content(["abcd", "efgh", "ijkl"], [2])}]}
+    assert cloud.begin(body, 0.0).written_tokens == 2
+
+
+def cell(**fields: Any) -> CloudsCell:
+    return CloudsCell.read({"workload": "mix8", **fields}, "here")
+
+
+def run(workload: str, policy: str, rules: CacheRules, requests: int, seed: int = 0, **fields: Any) -> CloudsRecord:
+    rankings = make_workload(workload, seed, requests=requests).rankings[:requests]
+    rows = serve(rankings, cell(**fields), rules, policy, seed)
+    return CloudsRecord(
+        suite="mine",
+        policy=policy,
+        engine={"name": "simulated cloud"},
+        cell={"workload": workload},
+        rows=rows,
+        facts={"write": rules.write, "read": rules.read},
+    )
+
+
+class TestCosts:
+    def test_an_automatic_mark_costs_more_than_no_cache(self) -> None:
+        assert run("mix8", "automatic", ANTHROPIC, 200).cost == pytest.approx(1.25, abs=0.001)
+
+    @pytest.mark.parametrize(
+        ("rules", "gap_s"), [(ANTHROPIC, 2.0), (OPENAI, 30.0), (cache_rules("openai", "gpt-5.4"), 2.0)]
+    )
+    def test_what_is_predicted_is_found(self, rules: CacheRules, gap_s: float) -> None:
+        for workload in ("mix8", "zipf10"):
+            found = run(workload, "ragorder", rules, 300, gap_s=gap_s)
+            assert found.exact is not None and found.exact >= 0.99
+
+    @pytest.mark.parametrize("workload", ["mix8", "mix64", "zipf10"])
+    def test_orders_with_marks_where_they_are_expected_to_be_read_save_most(self, workload: str) -> None:
+        ours = run(workload, "ragorder", ANTHROPIC, 500).cost
+        others = [run(workload, policy, ANTHROPIC, 500).cost for policy in POLICIES if policy != "ragorder"]
+        assert ours < min(others)
+        assert ours < 0.9
+
+    @pytest.mark.parametrize("seed", grid([0, 1, 2], 1))
+    @pytest.mark.parametrize("workload", ["unique", "disjoint", "mix64"])
+    @pytest.mark.parametrize("ttl", ["5m", "1h"])
+    def test_never_more_than_three_points_above_no_cache(self, workload: str, ttl: str, seed: int) -> None:
+        rules = cache_rules("anthropic", "claude-opus-5", ttl)
+        found = run(workload, "ragorder", rules, 1000, seed, system_tokens=60, gap_s=40.0)
+        assert found.cost <= 1.03 and found.worst <= 1.03
+
+    def test_below_the_minimum_nothing_changes(self) -> None:
+        found = run("mix8", "ragorder", cache_rules("anthropic", "claude-haiku-4-5"), 200)
+        assert found.cost == 1.0
+
+    def test_is_the_same_each_time(self) -> None:
+        assert run("mix8", "ragorder", ANTHROPIC, 200).rows == run("mix8", "ragorder", ANTHROPIC, 200).rows
+
+    def test_every_policy_serves_the_same_prompts(self) -> None:
+        found = [run("mix8", policy, ANTHROPIC, 50).rows["prompt_tokens"] for policy in POLICIES]
+        assert all(each == found[0] for each in found)
+        assert found[0] == [600 + 5 * 600 + 60] * 50
+
+
+class TestRecord:
+    def test_adds_up(self) -> None:
+        rows = {
+            "prompt_tokens": [100, 100],
+            "cached_tokens": [0, 50],
+            "written_tokens": [100, 0],
+            "predicted_tokens": [0, 40],
+        }
+        record = CloudsRecord(suite="mine", policy="end", cell={}, rows=rows, facts={"write": 1.25, "read": 0.1})
+        assert record.cost == pytest.approx((125 + 55) / 200) == record.worst
+        assert (record.share("cached_tokens"), record.exact) == (0.25, 0.5)
+        assert record.model_copy(update={"rows": rows | {"predicted_tokens": [-1, -1]}}).exact is None
+
+    def test_the_worst_window_is_found(self) -> None:
+        count = 1500
+        rows = {
+            "prompt_tokens": [100] * count,
+            "cached_tokens": [100] * 500 + [0] * 1000,
+            "written_tokens": [0] * 500 + [100] * 1000,
+            "predicted_tokens": [-1] * count,
+        }
+        record = CloudsRecord(suite="mine", policy="end", cell={}, rows=rows, facts={"write": 1.25, "read": 0.1})
+        assert record.worst == pytest.approx(1.25)
+        assert record.cost < 1
+
+
+class TestSuite:
+    def test_runs_and_reports(self, tmp_path: Path) -> None:
+        asked = ["eval", "run", "clouds", "clouds-nothing-shared", "--reduced", "--limit", "60", "--seeds", "0,1"]
+        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
+        assert report.exit_code == 0, report.output
+        assert "mix8: claude-opus-5, a request every 2 s" in report.output
+        assert "unique: claude-opus-5 (5m), a request every 2 s" in report.output
+        assert report.output.count("| ragorder for the cloud |") == 2
+
+    def test_an_unknown_model_is_refused(self) -> None:
+        suite = load_suites()["clouds"]
+        with pytest.raises(SuiteError, match="claude-opus-9"):
+            suite.with_parameters(["model=claude-opus-9"])
+
+    def test_the_report_says_whether_the_bound_holds(self) -> None:
+        lines = [run("mix8", policy, ANTHROPIC, 60) for policy in ("automatic", "ragorder")]
+        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        assert [row[0].text for row in table.rows] == [
+            "as retrieved, the provider's automatic mark",
+            "ragorder for the cloud",
+        ]
+        assert table.rows[0][1].text == "125.0" and table.rows[0][5].text == "–"
+        assert table.rows[1][2].tone == "good"

@@ -1,0 +1,131 @@
+"""Conversations through the proxy, on a simulated server that is vLLM's block pool to the block."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("starlette")
+pytest.importorskip("bm25s")
+
+from ragorder.benchmarks.chats.conversations.experiment import make_proxy, send_conversations
+from ragorder.benchmarks.chats.conversations.layouts import LAYOUTS, ChatTurn, conversations
+from ragorder.benchmarks.chats.conversations.server import SimulatedServer
+from ragorder.eval.cli.eval import eval as evaluate
+
+
+@dataclass
+class Sums:
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_tokens: int
+    largest_error: int = 0
+
+    @property
+    def cached_share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+
+@pytest.fixture(scope="module")
+def made() -> list[list[ChatTurn]]:
+    return conversations(15, 3)
+
+
+def both(made: list[list[ChatTurn]], name: str) -> tuple[Sums, Sums]:
+    """In retrieval order, and by the proxy."""
+    server, layout = SimulatedServer(511), LAYOUTS[name]
+    found = [asyncio.run(send_conversations(server, made, layout.retrieval, 24))]
+    proxy = make_proxy(server, **layout.options)
+    found.append(asyncio.run(send_conversations(server, made, layout.proxied, 24, proxy)))
+    retrieval, ordered = (Sums(**{name: sum(filter(None, column)) for name, column in rows.items()}) for rows in found)
+    assert len(found[0]["cached_tokens"]) == 45
+    pairs = zip(found[1]["predicted_tokens"], found[1]["cached_tokens"], strict=True)
+    ordered.largest_error = max(abs((predicted or 0) - (cached or 0)) for predicted, cached in pairs)
+    return retrieval, ordered
+
+
+@pytest.mark.parametrize(
+    "layout", ["each turn", "first turn only", "system message replaced", "last turn behind history"]
+)
+def test_d1_what_is_predicted_of_conversations_is_what_the_server_has(layout: str, made: list[list[ChatTurn]]) -> None:
+    """Estimated at four characters a token where the server's tokens have 3.75. What stood behind the documents was not
+    counted, and 32 % were predicted where the server had 19."""
+    retrieval, ordered = both(made, layout)
+    assert ordered.predicted_tokens
+    error = ordered.predicted_tokens - ordered.cached_tokens
+    # An estimate is 1/15 too low; beyond that two points of all tokens.
+    assert -ordered.cached_tokens / 8 < error + 0.02 * ordered.prompt_tokens
+    assert error < 0.02 * ordered.prompt_tokens
+    # Each for itself, and not only in sum: an earlier turn that goes as it went is counted as it goes.
+    assert ordered.largest_error <= 256
+    assert ordered.cached_tokens > retrieval.cached_tokens
+
+
+def test_d10_documents_in_parts_have_what_documents_in_a_text_have(made: list[list[ChatTurn]]) -> None:
+    _, text = both(made, "one turn")
+    retrieval, parts = both(made, "one turn in parts")
+    assert parts.cached_share > 2 * retrieval.cached_share
+    assert abs(parts.cached_share - text.cached_share) < 0.01
+
+
+def test_d7_numbers_by_place_have_what_names_have(made: list[list[ChatTurn]]) -> None:
+    _, names = both(made, "one turn")
+    retrieval, ranks = both(made, "one turn ids are ranks")
+    _, by_place = both(made, "the same --number-by-place")
+    assert abs(ranks.cached_share - retrieval.cached_share) < 0.01
+    assert abs(by_place.cached_share - names.cached_share) < 0.02
+
+
+def test_tags_have_what_the_template_has(made: list[list[ChatTurn]]) -> None:
+    _, template = both(made, "one turn")
+    _, tagged = both(made, "one turn tagged")
+    assert abs(tagged.cached_share - template.cached_share) < 0.02
+
+
+def invoke(*arguments: Any) -> str:
+    done = CliRunner().invoke(evaluate, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_suite_shows_both_shares_and_what_was_predicted(tmp_path: Path) -> None:
+    run = ["run", "conversations", "--reduced", "--seeds", "1", "-o", tmp_path, "--set", "layout=each turn,one turn"]
+    assert "4 runs served" in invoke(*run)
+    assert "0 runs served" in invoke(*run)
+    page = invoke("report", tmp_path, "--md")
+    assert "| one turn | 11,227 | 39.9 | 39.3 |" in page
+    assert "ragorder" in page and "retrieval order" in page
+
+
+def test_a_tokenizer_needs_a_model(tmp_path: Path) -> None:
+    said = invoke("run", "conversations", "-o", tmp_path, "--seeds", "0", "--set", "tokenizer=yes", "--limit", "3")
+    assert "0 runs served" in said
+    assert "the simulated server has no tokenizer: use --engine openai" in (tmp_path / "results.jsonl").read_text()
+
+
+def test_with_engine_openai_a_server_with_a_model_is_started(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a real server counts is measured with one (docs/proxy.md)."""
+    started: list[tuple[Path, int]] = []
+
+    @contextmanager
+    def start(model: Path, *, blocks: int, max_model_len: int) -> Iterator[SimulatedServer]:
+        started.append((model, max_model_len))
+        yield SimulatedServer(blocks)
+
+    monkeypatch.setattr("ragorder.benchmarks.chats.conversations.servers.VLLMServer", start)
+    options = ["--engine", "openai", "--model", model_folder, "--seeds", "0", "--limit", "3", "-o", tmp_path]
+    invoke("run", "conversations", *options, "--set", "turns=1", "--set", "layout=one turn", "--set", "tokenizer=yes")
+    assert started == [(model_folder, 8192)]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]
+    assert [line["policy"] for line in lines] == ["retrieval", "ragorder"]
+    assert [len(line["rows"]["cached_tokens"]) for line in lines] == [3, 3]

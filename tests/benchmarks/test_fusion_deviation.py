@@ -1,0 +1,167 @@
+"""Suite fusion-deviation: how far reused KV is from full attention's, and where critical tokens are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from support.commands import run_command
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+from ragorder.benchmarks.fusion.fusion_deviation.record import DeviationRecord
+from ragorder.benchmarks.fusion.fusion_deviation.report import make_part
+from ragorder.cli import main as ragorder
+from ragorder.eval.running.reading import read_results
+from ragorder.eval.running.suite import load_suites
+
+pytestmark = pytest.mark.merge
+
+WORDS = tuple(f"word{letter}" for letter in "abcdefghijklmnopqrst")
+# Far above what bfloat16 rounds, far below what a document in front changes.
+ROUNDING = 1e-3
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpus "pair": each question is answered by the first two of its four documents."""
+    folder = tmp_path_factory.mktemp("corpora") / "pair"
+    folder.mkdir()
+    texts = [" ".join(WORDS[(place * step) % 20] for place in range(40)) for step in (1, 3, 7, 9)]
+    lines = {
+        "documents": [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)],
+        "questions": [{"id": f"q{number}", "question": f"what of {WORDS[number]}?"} for number in range(3)],
+        "run_top20": [{"id": f"q{number}", "chunks": ["d0", "d1"]} for number in range(3)],
+    }
+    for name, records in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    # The second document of each prompt is preprocessed behind the first one.
+    (folder / "graph.jsonl").write_text(json.dumps({"id": "d1#0", "neighbours": ["d0#0"]}) + "\n")
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ragorder.kernels.random_model import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "three"
+    return make_model(folder, texts=[" ".join(WORDS)], layers=3, hidden_size=64, vocab_size=300)
+
+
+def run(corpora: Path, model: Path, out: Path, *options: str) -> Result:
+    given = ["--corpora", corpora, "--engine", "torch", "--model", model, "--seeds", "0", "-o", out]
+    parts = {"corpus": "pair", "documents": "2", "neighbours": "3", "by": f"graph:{corpora / 'pair' / 'graph.jsonl'}"}
+    cell = [text for name, value in parts.items() for text in ("--set", f"{name}={value}")]
+    return run_command(ragorder, "eval", "run", "fusion-deviation", *given, *cell, *options)
+
+
+def lines(out: Path, kind: str) -> list[dict[str, Any]]:
+    every = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    return [line for line in every if line["type"] == kind]
+
+
+@pytest.fixture(scope="module")
+def measured(corpora: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("results")
+    done = run(corpora, model, out)
+    assert done.exit_code == 0, done.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(measured: Path) -> dict[str, dict[str, Any]]:
+    return {line["policy"]: line for line in lines(measured, "fusion-deviation")}
+
+
+class TestDeviation:
+    def test_each_prompt_is_measured(self, found: dict[str, Any]) -> None:
+        assert set(found) == {"alone", "preprocessed"}
+        assert all(len(line["rows"]["deviation"]) == 3 for line in found.values())
+
+    def test_the_first_layer_does_not_deviate_and_later_ones_do(self, found: dict[str, Any]) -> None:
+        first, second, third = found["alone"]["facts"]["layers"]
+        assert first < ROUNDING < min(second, third)
+
+    def test_the_first_document_does_not_deviate_and_the_second_does(self, found: dict[str, Any]) -> None:
+        first, second = found["alone"]["facts"]["places"]
+        assert max(first) < ROUNDING < min(second)
+
+    def test_a_document_preprocessed_behind_the_one_in_front_of_it_does_not_deviate(
+        self, found: dict[str, Any]
+    ) -> None:
+        assert max(found["preprocessed"]["rows"]["deviation"]) < ROUNDING < min(found["alone"]["rows"]["deviation"])
+        assert max(found["preprocessed"]["facts"]["layers"]) < ROUNDING
+
+    def test_selections_choose_their_share(self, found: dict[str, Any]) -> None:
+        for chosen in found["alone"]["facts"]["chosen"].values():
+            shares = [share for row in chosen for share in row]
+            assert 0.1 < sum(shares) / len(shares) < 0.2
+            assert max(shares) <= 1
+
+    def test_cacheblend_selects_where_kv_deviates(self, found: dict[str, Any]) -> None:
+        first, second = found["alone"]["facts"]["chosen"]["deviation"]
+        assert not any(first)
+        assert sum(second) > 0
+
+    def test_the_question_may_select_anywhere(self, found: dict[str, Any]) -> None:
+        first, second = found["alone"]["facts"]["chosen"]["query"]
+        assert any(first)
+        assert any(second)
+
+
+class TestReport:
+    def test_has_the_figures_and_their_pictures(self, measured: Path, found: dict[str, Any]) -> None:
+        part = make_part(load_suites()["fusion-deviation"], read_results(measured))
+        [table] = part.tables
+        assert [row[0].text for row in table.rows] == ["alone", "preprocessed"]
+        assert table.rows[0][1].text == f"{100 * found['alone']['facts']['layers'][1]:.2f}"
+        assert "3 prompts × seeds 0 of 2 documents" in table.note
+        assert "removes 100.0 %" in table.note or "removes 99.9 %" in table.note
+        assert "100.0 % have one of their 3 most similar ones among the others retrieved" in table.note
+        pictures = part.pictures()
+        assert [picture.title for picture in pictures] == [
+            "Deviation by layer",
+            "Deviation by document",
+            "Deviation by place in the document",
+            "Critical tokens by document",
+            "Critical tokens by place in the document",
+        ]
+        assert all("<svg" in picture.svg for picture in pictures)
+
+    def test_says_what_random_weights_cannot_show(self, measured: Path) -> None:
+        results = read_results(measured)
+        suite = load_suites()["fusion-deviation"]
+        assert make_part(suite, results).words == []
+        [record, _] = results.of(DeviationRecord, suite.name)
+        results.records[:] = [record.model_copy(update={"engine": {"name": "torch", "model": "random weights"}})]
+        assert "nothing about texts" in make_part(suite, results).words[0]
+
+
+class TestNotMeasured:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--set", "documents=3"], "no question of pair has 3 documents: give fewer"),
+            (["--set", "corpus=absent"], "there is no corpus absent"),
+            (["--set", "by=graph:nowhere.jsonl"], "nowhere.jsonl"),
+        ],
+    )
+    def test_it_is_said_why(self, corpora: Path, model: Path, tmp_path: Path, options: list[str], reason: str) -> None:
+        run(corpora, model, tmp_path, *options)
+        missing = lines(tmp_path, "unavailable")
+        assert {line["policy"] for line in missing} == {"alone", "preprocessed"}
+        assert all(reason in line["reason"] for line in missing)
+
+    def test_a_model_of_one_layer_never_deviates(self, corpora: Path, model_folder: Path, tmp_path: Path) -> None:
+        run(corpora, model_folder, tmp_path)
+        assert "has one layer" in lines(tmp_path, "unavailable")[0]["reason"]
+
+    def test_an_unknown_choice_of_neighbours_is_refused(self, corpora: Path, model: Path, tmp_path: Path) -> None:
+        done = run(corpora, model, tmp_path, "--set", "by=grap")
+        assert done.exit_code != 0
+        assert "did you mean 'graph'" in done.output

@@ -1,0 +1,95 @@
+"""Where documents stand in a prompt: what an engine finds of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("numpy")
+pytest.importorskip("scipy")
+
+from ragorder import Document
+from ragorder.benchmarks.chats.placement.prompts import PLACES, PlacedPrompts
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.data.trace import TraceRequest
+from ragorder.eval.report.groups import group_runs
+from ragorder.eval.report.metrics import CACHED
+from ragorder.eval.running.reading import read_results
+from ragorder.eval.running.record import RunRecord
+
+DOCUMENTS = [Document(f"d{number}", f"text {number} " * (number + 3)) for number in range(4)]
+
+
+def request(*numbers: int) -> TraceRequest:
+    return TraceRequest("Which?", [DOCUMENTS[number] for number in numbers])
+
+
+def common(first: list[int], second: list[int]) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first)
+    )
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("place", PLACES)
+    def test_have_the_tokens_that_an_orderer_counts(self, place: str) -> None:
+        prompts, asked = PlacedPrompts(place), request(2, 0, 1)
+        ids = prompts.token_ids(7, asked, asked.documents)
+        counted = sum(map(prompts.document_tokens, asked.documents))
+        date = 8 if place == "behind a date" else 0
+        assert len(ids) == prompts.prefix_tokens + date + counted + prompts.suffix_tokens(asked)
+        # The same request is the same prompt, and nothing in it occurs twice.
+        assert ids == prompts.token_ids(7, asked, asked.documents)
+        assert len(set(ids)) == len(ids)
+
+    @pytest.mark.parametrize(
+        ("place", "found"),
+        [
+            ("in front", [0, 1]),
+            ("labelled", [0, 1]),
+            ("numbered by place", [0, 1]),
+            ("numbered by rank", []),
+            ("behind a date", []),
+            ("behind the question", []),
+        ],
+    )
+    def test_of_another_request_with_two_documents_in_the_same_places(self, place: str, found: list[int]) -> None:
+        """Their ranks differ: the other request has them in another order, and a third one in front."""
+        prompts = PlacedPrompts(place)
+        here, there = request(0, 1, 2), request(3, 1, 0)
+        first = list(prompts.token_ids(0, here, [DOCUMENTS[n] for n in (0, 1, 2)]))
+        second = list(prompts.token_ids(1, there, [DOCUMENTS[n] for n in (0, 1, 3)]))
+        tokens = prompts.prefix_tokens + sum(prompts.document_tokens(DOCUMENTS[number]) for number in found)
+        # The number of the third place is the same, too.
+        assert common(first, second) == tokens + 4 * (place == "numbered by place")
+
+    @pytest.mark.parametrize(("wrong", "known"), [("documents=nowhere", "in front"), ("workload=mix9", "mix8")])
+    def test_a_place_or_a_workload_that_there_is_not_is_refused(self, wrong: str, known: str, tmp_path: Path) -> None:
+        done = CliRunner().invoke(evaluate, ["run", "placement", "-o", str(tmp_path), "--set", wrong])
+        assert done.exit_code == 2
+        assert known in done.output
+
+
+def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:
+    run = ["run", "placement", "--set", "workload=mix8", "--limit", "200", "--seeds", "0", "-o", str(tmp_path)]
+    done = CliRunner().invoke(evaluate, run)
+    assert done.exit_code == 0, done.output
+    groups = group_runs(read_results(tmp_path).of(RunRecord, "placement"))
+    cached = {
+        (group.cell["documents"], policy): group.value(policy, CACHED) or 0
+        for group in groups
+        for policy in ("retrieval", "earned")
+    }
+    assert {place for place, _ in cached} == set(PLACES)
+    gained = {place: cached[place, "earned"] - cached[place, "retrieval"] for place in PLACES}
+    assert gained["in front"] > 15
+    assert gained["labelled"] == pytest.approx(gained["in front"], abs=2)
+    assert gained["numbered by place"] == pytest.approx(gained["in front"], abs=4)
+    assert gained["numbered by rank"] < gained["in front"] - 3
+    # The system prompt's whole blocks, and no more.
+    assert cached["behind the question", "earned"] == cached["behind the question", "retrieval"] < 10
+    assert cached["behind a date", "earned"] == cached["behind a date", "retrieval"] < 10
+    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "documents numbered by rank" in page

@@ -1,0 +1,105 @@
+"""The suite that finds the highest rate of requests that the proxy holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("numpy")
+
+from ragorder.benchmarks.proxy.proxy_throughput.record import ThroughputCell, ThroughputRecord
+from ragorder.benchmarks.proxy.proxy_throughput.report import make_part
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.data.machine import cpu_s, peak_mb
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+ROWS = {
+    "asked": [100.0, 125.0, 156.2],
+    "came": [100.0, 124.0, 140.0],
+    "added_p50_ms": [1.0, 1.5, 4.0],
+    "added_p99_ms": [3.0, 9.5, 31.0],
+    "cpu_ms": [1.0, 1.25, 1.3],
+    "holds": [True, True, False],
+}
+
+
+def record(policy: str = "order", seed: int = 0, **rows: Any) -> ThroughputRecord:
+    return ThroughputRecord(suite="mine", policy=policy, seed=seed, cell={"workers": 2}, rows={**ROWS, **rows})
+
+
+def rows_of(*records: ThroughputRecord) -> list[list[str]]:
+    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=list(records))).tables
+    return [[entry.text for entry in row] for row in table.rows]
+
+
+class TestTheReport:
+    def test_is_of_the_highest_rate_that_holds(self) -> None:
+        assert rows_of(record()) == [["2", "order", "124", "1.5 / 9.5", "1.25", "800"]]
+
+    def test_is_the_median_of_the_seeds(self) -> None:
+        others = record(seed=1, came=[100.0, 130.0, 140.0]), record(seed=2, holds=[True, False, False])
+        ((_, _, held, added, used, core),) = rows_of(record(), *others)
+        assert (held, added, used, core) == ("124", "1.5 / 9.5", "1.25", "800")
+
+    def test_says_so_if_none_holds(self) -> None:
+        assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
+
+    def test_needs_no_processor_time(self) -> None:
+        assert rows_of(record(cpu_ms=[None] * 3))[0][4:] == ["–", "–"]
+
+
+class TestTheCell:
+    def test_has_a_last_rate_behind_the_first(self) -> None:
+        with pytest.raises(ValidationError, match="most is the last rate"):
+            ThroughputCell(first=100.0, most=50.0)
+
+
+class TestAProcess:
+    def test_is_asked_for_its_time_and_memory(self) -> None:
+        before = cpu_s(os.getpid())
+        if before is None:
+            pytest.skip("this system has no /proc")
+        began = time.process_time()
+        while time.process_time() < began + 0.1:
+            pass
+        after, peak = cpu_s(os.getpid()), peak_mb(os.getpid())
+        assert after is not None and after - before >= 0.08
+        assert peak is not None and peak > 10
+
+    def test_that_has_ended_has_none(self) -> None:
+        assert cpu_s(2**22 + 1) is None and peak_mb(2**22 + 1) is None
+
+
+@pytest.mark.slow
+def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
+    run = ["run", "proxy-throughput", "--seeds", "0", "-o", str(tmp_path)]
+    for parameter in ("workers=1,2", "first=20", "most=24", "growth=1.2", "seconds=0.5", "added_ms=10000"):
+        run += ["--set", parameter]
+    for served in (4, 0):
+        done = CliRunner().invoke(evaluate, run)
+        assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["type"] == "proxy-throughput"]
+    assert [(line["cell"]["workers"], line["policy"]) for line in found] == [
+        (1, "order"),
+        (1, "route"),
+        (2, "order"),
+        (2, "route"),
+    ]
+    for line in found:
+        # The next rate follows one that holds.
+        holds = line["rows"]["holds"]
+        assert line["rows"]["asked"] == [20.0, 24.0][: 1 + holds[0]] and len(holds) == 1 + holds[0]
+        assert all(line["rows"]["came"])
+    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "| 1 | order |" in page and "| 2 | route |" in page

@@ -1,0 +1,758 @@
+"""Replacement policies compared: simulated tiers held against slow, plain ones, and every row of the suites."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
+from support.rings import examples
+from support.suites import assert_refused, suite_of
+
+pytest.importorskip("numpy")
+
+from ragorder.benchmarks.ragcache.replacement import (
+    A10G,
+    QUESTION_TOKENS,
+    REPLACEMENT_POLICIES,
+    SKEWED,
+    SYSTEM_TOKENS,
+    DocumentStream,
+    EventsOrderer,
+    SimulatedPrefill,
+    TierSize,
+    TwoTiers,
+    mirroring_orderer,
+    most_hits,
+    simulate,
+    skewed_stream,
+    stream_of_trace,
+)
+from ragorder.eval.cli.eval import eval as eval_command
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import WorkloadError, make_workload
+from ragorder.eval.report import make_report, read_results, render_html, render_markdown
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+
+JSON = dict[str, Any]
+Path_ = tuple[int, ...]
+CACHES = [policy for policy in REPLACEMENT_POLICIES if policy not in ("none", "device")]
+
+
+@dataclass
+class PlainNode:
+    frequency: int = 0
+    misses: int = 0
+    cost: float = 0.0
+    priority: float = 0.0
+    order: int = 0
+
+
+@dataclass
+class PlainTier:
+    """Algorithm 1 with dictionaries: leaves are looked for, and the least of them, whenever one must go."""
+
+    policy: str
+    room: int
+    history: bool
+    sizes: dict[Path_, int]
+    clock: float = 0.0
+    turnovers: float = 0.0
+    uses: int = 0
+    held: dict[Path_, PlainNode] = field(default_factory=dict)
+    remembered: dict[Path_, PlainNode] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        return sum(self.sizes[path] for path in self.held)
+
+    def place(self, node: PlainNode) -> None:
+        self.uses += 1
+        node.order = self.uses
+        worth = {
+            "pgdsf": self.clock + node.frequency * node.cost,
+            "gdsf": self.clock + node.frequency,
+            "lru": self.uses,
+            "lfu": node.frequency,
+            # Nobody forecasts: uses so far.
+            "forecast": math.log(max(node.frequency, 1) * max(node.cost, 1e-12)) + 0.5 * self.turnovers,
+        }
+        node.priority = worth[self.policy]
+
+    def insert(self, path: Path_, known: PlainNode | None) -> None:
+        node = self.remembered.pop(path, PlainNode())
+        if known is not None and known.frequency > node.frequency:
+            node = PlainNode(known.frequency, known.misses, known.cost)
+        self.held[path] = node
+        self.place(node)
+
+    def use(self, path: Path_, cost: float, computed: bool) -> None:
+        node = self.held.get(path)
+        if node is None:
+            if not self.history:
+                return
+            node = self.remembered.setdefault(path, PlainNode())
+        node.frequency += 1
+        if computed:
+            node.misses += 1
+            node.cost += (cost - node.cost) / node.misses
+        elif not node.misses:
+            node.cost = cost
+        if path in self.held:
+            self.place(node)
+
+    def evict(self, size: int, protected: set[Path_]) -> dict[Path_, PlainNode] | None:
+        left, gone = dict(self.held), {}
+        while sum(self.sizes[path] for path in gone) < size:
+            parents = {path[:-1] for path in left}
+            leaves = [path for path in left if path not in parents and path not in protected]
+            if not leaves:
+                return None
+            least = min(leaves, key=lambda path: (left[path].priority, left[path].order))
+            gone[least] = left.pop(least)
+        for path, node in gone.items():
+            self.turnovers += self.sizes[path] / max(self.used, 1)
+            del self.held[path]
+            self.clock = max(self.clock, node.priority)
+            if self.history:
+                self.remembered[path] = node
+        return gone
+
+
+class PlainTiers:
+    """RAGCache's two tiers as the paper tells them."""
+
+    def __init__(self, device: int, host: int, policy: str, history: bool) -> None:
+        self.sizes: dict[Path_, int] = {}
+        self.device, self.host = (PlainTier(policy, room, history, self.sizes) for room in (device, host))
+
+    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+        paths = [tuple(documents[:end]) for end in range(1, len(documents) + 1)]
+        self.sizes.update((path, tokens[path[-1]]) for path in paths)
+        hits = 0
+        while hits < len(paths) and (paths[hits] in self.device.held or paths[hits] in self.host.held):
+            hits += 1
+        from_host = sum(path not in self.device.held for path in paths[:hits])
+        fitting = [path for place, path in enumerate(paths) if self.total(paths[: place + 1]) <= self.device.room]
+        missing = [path for path in fitting if path not in self.device.held]
+        gone = self.device.evict(self.device.used + self.total(missing) - self.device.room, set(paths))
+        assert gone is not None
+        for path, node in gone.items():
+            if path not in self.host.held:
+                self.keep(path, node, set(paths))
+        for path in missing:
+            self.device.insert(path, self.host.held.get(path))
+        cached, new = SYSTEM_TOKENS + self.total(paths[:hits]), QUESTION_TOKENS + self.total(paths[hits:])
+        for tier in (self.device, self.host):
+            for place, path in enumerate(paths):
+                tier.use(path, A10G.cost(cached, new), place >= hits)
+        return hits, from_host
+
+    def keep(self, path: Path_, node: PlainNode, protected: set[Path_]) -> None:
+        if self.host.evict(self.host.used + self.sizes[path] - self.host.room, protected) is not None:
+            self.host.insert(path, node)
+            return
+        for behind in [each for each in self.host.held if each[: len(path)] == path]:
+            lost = self.host.held.pop(behind)
+            if self.host.history:
+                self.host.remembered[behind] = lost
+
+    def total(self, paths: Sequence[Path_]) -> int:
+        return sum(self.sizes[path] for path in paths)
+
+
+TOKENS = [1, 2, 3, 4, 5, 6, 9, 17]
+requests_of_few = st.lists(
+    st.lists(st.integers(0, len(TOKENS) - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=40
+)
+
+
+def paths_of(tiers: TwoTiers, requests: Sequence[Sequence[int]]) -> dict[Path_, int]:
+    """All nodes that there are, by the documents from the root on."""
+    found: dict[Path_, int] = {}
+    for request in requests:
+        for end, node in enumerate(tiers.path(request, TOKENS), 1):
+            found[tuple(request[:end])] = node
+    return found
+
+
+class TestTwoTiers:
+    @settings(max_examples=examples(150))
+    @given(
+        requests=requests_of_few,
+        device=st.integers(0, 30),
+        host=st.integers(0, 50),
+        policy=st.sampled_from(CACHES),
+    )
+    def test_hold_what_slow_and_plain_ones_hold(
+        self, requests: list[list[int]], device: int, host: int, policy: str
+    ) -> None:
+        name, history, _ = policy.partition("+history")
+        fast = TwoTiers(device, host, name, 1_000 if history else 0)
+        slow = PlainTiers(device, host, name, bool(history))
+        for number, request in enumerate(requests):
+            served = fast.serve(request, TOKENS)
+            assert (served.hits, served.host_hits) == slow.serve(request, TOKENS)
+            nodes = paths_of(fast, requests[: number + 1])
+            for tier, plain in ((fast.device, slow.device), (fast.host, slow.host)):
+                assert {path for path, node in nodes.items() if node in tier} == set(plain.held)
+                assert tier.used == plain.used <= plain.room
+            for path, node in nodes.items():
+                above = nodes.get(path[:-1])
+                if node in fast.device and above is not None:
+                    assert above in fast.device
+                if node in fast.host and above is not None:
+                    assert above in fast.device or above in fast.host
+
+    def test_count_a_document_as_hit_only_behind_the_same_documents(self) -> None:
+        """Section 7.4: [D1, D2] is cached and [D1, D3] asked for: half of it is hit."""
+        tiers = TwoTiers(100, 100)
+        assert [tiers.serve(request, TOKENS).hits for request in ([1, 2], [1, 3], [2, 1], [1, 2])] == [0, 1, 0, 2]
+
+    def test_take_what_the_profile_says(self) -> None:
+        tiers = TwoTiers(100, 100)
+        tiers.serve([1, 2], TOKENS)
+        served = tiers.serve([1, 3], TOKENS)
+        assert (served.cached_tokens, served.new_tokens) == (SYSTEM_TOKENS + 2, QUESTION_TOKENS + 4)
+        assert served.seconds == A10G(SYSTEM_TOKENS + 2, QUESTION_TOKENS + 4)
+
+    def test_copy_out_only_once(self) -> None:
+        tiers = TwoTiers(9, 50, "lru")
+        for document in (6, 5, 6, 5, 6):  # each fills the device
+            tiers.serve([document], TOKENS)
+        assert (tiers.traffic.swapped_out, tiers.traffic.swapped_in) == (9 + 6, 9 + 6 + 9)
+        assert tiers.traffic.lost == 0
+
+    def test_keep_of_a_request_that_is_too_long_what_fits(self) -> None:
+        tiers = TwoTiers(5, 0)
+        tiers.serve([1, 2, 3], TOKENS)
+        assert tiers.serve([1, 2, 3], TOKENS).hits == 2
+        assert tiers.device.used == 5
+
+    def test_without_a_history_keep_counting_a_document_that_changes_tiers(self) -> None:
+        tiers = TwoTiers(9, 50, "lfu")
+        for document in (6, 5, 6, 5, 6, 5, 6):
+            tiers.serve([document], TOKENS)
+        (node,) = tiers.path([6], TOKENS)
+        known = tiers.device.get(node)
+        assert known is not None and known.frequency == 4
+
+    @pytest.mark.parametrize("history_nodes", [0, 1_000])
+    def test_remember_one_that_left_both_tiers_only_with_a_history(self, history_nodes: int) -> None:
+        tiers = TwoTiers(9, 0, "lfu", history_nodes)
+        for document in (6, 6, 5, 6):
+            tiers.serve([document], TOKENS)
+        (node,) = tiers.path([6], TOKENS)
+        known = tiers.device.get(node)
+        assert known is not None and known.frequency == (3 if history_nodes else 1)
+
+
+@pytest.fixture(scope="module")
+def skewed() -> DocumentStream:
+    return skewed_stream("mmlu-like", 0, top_k=2, requests=1_500)
+
+
+def served_in(
+    stream: DocumentStream, policy: str, device: str, host: str, skip: int, **options: Any
+) -> list[SimulatedPrefill]:
+    sizes = [TierSize.parse(each).tokens(stream.working_set_tokens) for each in (device, host)]
+    return simulate(stream, policy, *sizes, **options).served[skip:]
+
+
+def hit_rate(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200, **options: Any) -> float:
+    served = served_in(stream, policy, device, host, skip, **options)
+    return sum(each.hits for each in served) / sum(map(len, stream.requests[skip:]))
+
+
+def prefill_s(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200) -> float:
+    return sum(each.seconds for each in served_in(stream, policy, device, host, skip))
+
+
+class TestSimulating:
+    @pytest.mark.parametrize("policy", CACHES)
+    def test_with_room_for_all_hits_all_that_came_before(self, skewed: DocumentStream, policy: str) -> None:
+        served = simulate(skewed, policy, skewed.working_set_tokens, 0).served
+        assert [each.hits for each in served] == skewed.seen_before()
+
+    def test_without_a_cache_computes_all(self, skewed: DocumentStream) -> None:
+        served = simulate(skewed, "none", 1_000_000, 1_000_000).served
+        assert all(each.hits == each.cached_tokens == 0 for each in served)
+        longest = max(each.new_tokens for each in served)
+        assert longest == SYSTEM_TOKENS + QUESTION_TOKENS + max(
+            sum(skewed.tokens[document] for document in request) for request in skewed.requests
+        )
+
+    def test_on_the_device_alone_leaves_the_host_out(self, skewed: DocumentStream) -> None:
+        found = simulate(skewed, "device", 30_000, 300_000)
+        assert all(each.host_hits == 0 for each in found.served)
+        assert found.traffic.swapped_out == 0
+        alone = simulate(skewed, "lru", 30_000, 0)
+        assert [each.hits for each in found.served] == [each.hits for each in alone.served]
+
+    def test_least_recently_used_needs_no_history(self, skewed: DocumentStream) -> None:
+        with_history, without = (simulate(skewed, policy, 30_000, 60_000).served for policy in ("lru+history", "lru"))
+        assert with_history == without
+
+    def test_is_the_same_every_time_whatever_strings_hash_to(self, python: Any) -> None:
+        script = (
+            "from ragorder.benchmarks.ragcache.replacement import *\n"
+            "stream = skewed_stream('nq-like', 3, top_k=3, requests=300)\n"
+            "for policy in REPLACEMENT_POLICIES:\n"
+            "    served = simulate(stream, policy, 30_000, 60_000).served\n"
+            "    print(policy, sum(each.hits for each in served), sum(each.seconds for each in served))\n"
+        )
+        done = python("-c", script, PYTHONHASHSEED="7")
+        assert done.returncode == 0, done.stderr
+        stream = skewed_stream("nq-like", 3, top_k=3, requests=300)
+        expected = []
+        for policy in REPLACEMENT_POLICIES:
+            served = simulate(stream, policy, 30_000, 60_000).served
+            expected.append(f"{policy} {sum(each.hits for each in served)} {sum(each.seconds for each in served)}")
+        assert done.stdout.splitlines() == expected
+
+    @pytest.mark.parametrize("host", ["8GiB", "32GiB"])
+    def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: DocumentStream, host: str) -> None:
+        """On a stream whose popularity stays as it is: where it does not, or everything fits, LRU is as good."""
+        hits = {policy: hit_rate(skewed, policy, "4GiB", host) for policy in ("pgdsf+history", "lru")}
+        assert hits["pgdsf+history"] >= 1.05 * hits["lru"]
+        ours, theirs = (prefill_s(skewed, policy, "4GiB", host) for policy in ("pgdsf+history", "gdsf+history"))
+        assert ours <= 1.01 * theirs
+
+    @pytest.mark.parametrize("policy", ["lru", "pgdsf+history", "forecast+history"])
+    def test_an_orderer_that_follows_events_predicts_each_hit(self, policy: str) -> None:
+        """Whatever the policy: the tiers say what they hold."""
+        stream = stream_of_trace(trace_of_workload(make_workload("geo", 0), 250))
+        tiers, events = TwoTiers(4_000, 12_000, policy.removesuffix("+history")), EventsOrderer(stream)
+        for request in stream.requests:
+            ordering = events.orderer.order(request)
+            served = tiers.serve(ordering.documents, stream.tokens, ordering.expected_uses)
+            # Where a block holds the end of one document and the beginning of the next, it goes with the next.
+            assert served.hits - 1 <= ordering.prefix_documents <= served.hits
+            events.publish(tiers, tiers.path(ordering.documents, stream.tokens), ordering.documents)
+            ordering.confirm(served.cached_tokens)
+        assert tiers.traffic.lost > 0
+
+    @pytest.mark.parametrize("policy", ["lru", "lfu+history", "gdsf+history", "pgdsf+history", "forecast+history"])
+    def test_an_orderer_that_mirrors_the_tiers_predicts_each_hit(self, policy: str) -> None:
+        """Whatever the policy: the mirror evicts as the tiers do."""
+        stream = stream_of_trace(trace_of_workload(make_workload("geo", 0), 250))
+        name = policy.removesuffix("+history")
+        tiers = TwoTiers(4_000, 12_000, name, 1_000)
+        orderer = mirroring_orderer(stream, tiers, name, A10G)
+        wrong = 0
+        for request in stream.requests:
+            ordering = orderer.order(request)
+            served = tiers.serve(ordering.documents, stream.tokens, ordering.expected_uses)
+            wrong += ordering.prefix_documents != served.hits or ordering.host_tokens != served.host_tokens
+            ordering.confirm(served.cached_tokens)
+        assert tiers.traffic.lost > 0
+        assert wrong <= 2
+
+    def test_waiting_requests_are_not_worse_off_for_being_known(self) -> None:
+        stream = stream_of_trace(trace_of_workload(make_workload("mix8", 0), 400))
+        options: dict[str, Any] = {"ordered": True, "follow": "events"}
+        unknown, known = (
+            hit_rate(stream, "forecast+history", "2%", "8%", 100, waiting=waiting, **options) for waiting in (0, 32)
+        )
+        assert known > 1.05 * unknown
+
+    def test_awaited_nodes_stay_in_the_host_as_many_as_take_half_of_it(self) -> None:
+        tiers = TwoTiers(9, 26, "lru")
+        for document in (6, 5, 4):
+            tiers.serve([document], TOKENS)
+        awaited = tiers.held([6], in_order=True)
+        tiers.expect([awaited])
+        for document in (7, 3, 5, 4, 3, 2):
+            tiers.serve([document], TOKENS)
+        assert awaited[0] in tiers
+        tiers.expect([])
+        for document in (5, 4, 3, 2, 1, 0, 5):
+            tiers.serve([document], TOKENS)
+        assert awaited[0] not in tiers
+
+    def test_documents_that_ragorder_places_are_hit_more_often(self) -> None:
+        stream = stream_of_trace(trace_of_workload(make_workload("paper-shuf", 0), 300))
+        plain, ordered = (hit_rate(stream, "pgdsf+history", "2%", "20%", ordered=each) for each in (False, True))
+        assert ordered > 1.5 * plain
+
+
+class TestTheBound:
+    def test_counts_the_cheapest_stays_first(self) -> None:
+        # Stays: of the first document 10 tokens for one request, and for two; of the second 40 tokens for three.
+        stream = DocumentStream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
+        assert most_hits(stream, 10**9) == 3
+        assert most_hits(stream, 0) == 0
+        # Room for 30 tokens x requests in all, and 60 more: half of what the last one needs.
+        assert most_hits(stream, 5) == 2
+        assert most_hits(stream, 15) == pytest.approx(2.5)
+
+    def test_leaves_out_what_is_before_the_warm_up_ends(self) -> None:
+        stream = DocumentStream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
+        assert most_hits(stream, 10, warmup=2) == 1
+        assert most_hits(stream, 10, warmup=3) == 0
+
+    @pytest.mark.parametrize("policy", CACHES)
+    @pytest.mark.parametrize(("device", "host"), [("1%", "2%"), ("2%", "10%"), ("10%", "50%")])
+    def test_is_above_what_every_policy_hits(self, skewed: DocumentStream, policy: str, device: str, host: str) -> None:
+        sizes = [TierSize.parse(each).tokens(skewed.working_set_tokens) for each in (device, host)]
+        hits = sum(each.hits for each in simulate(skewed, policy, *sizes).served[200:])
+        assert hits <= most_hits(skewed, sum(sizes), warmup=200) <= sum(skewed.seen_before()[200:])
+
+
+class TestASkewedStream:
+    @pytest.mark.parametrize("name", SKEWED)
+    def test_has_its_share_of_requests_for_few_documents(self, name: str) -> None:
+        stream = skewed_stream(name, 1, top_k=1, requests=60_000)
+        counted = Counter(first for (first,) in stream.requests)
+        popular = sum(count for _, count in counted.most_common(300))
+        assert popular / 60_000 == pytest.approx(SKEWED[name], abs=0.02)
+
+    def test_has_documents_of_the_papers_length(self, skewed: DocumentStream) -> None:
+        assert sum(skewed.tokens) / len(skewed.tokens) == pytest.approx(3_718, rel=0.05)
+        assert min(skewed.tokens) >= 1 and max(skewed.tokens) <= 16_384
+
+    def test_draws_what_its_seed_says(self) -> None:
+        one, again, other = (skewed_stream("mmlu-like", seed, top_k=5, requests=100) for seed in (1, 1, 2))
+        assert one == again != other
+        assert all(len(set(request)) == 5 for request in one.requests)
+
+    def test_has_the_same_first_documents_for_the_same_neighbours(self, skewed: DocumentStream) -> None:
+        seconds: dict[int, set[int]] = {}
+        for first, second in skewed.requests:
+            seconds.setdefault(first, set()).add(second)
+        assert max(map(len, seconds.values())) <= 20
+
+    def test_cannot_have_more_documents_than_neighbours(self) -> None:
+        with pytest.raises(WorkloadError, match="lower top-k"):
+            skewed_stream("mmlu-like", 0, top_k=21, requests=1)
+
+    def test_documents_of_a_trace_are_identified_by_content(self) -> None:
+        trace = trace_of_workload(make_workload("paper-shuf", 0), 50)
+        stream = stream_of_trace(trace)
+        assert [len(request) for request in stream.requests] == [5] * 50
+        lengths = [[stream.tokens[document] for document in request] for request in stream.requests]
+        assert lengths == [[document.token_count for document in request.documents] for request in trace.requests]
+
+    def test_knows_its_working_set(self) -> None:
+        stream = DocumentStream("few", [(0, 1), (0, 2), (1, 0), (0, 1)], [10, 20, 30])
+        assert stream.working_set_tokens == 10 + 20 + 30 + 20 + 10
+        assert stream.longest_tokens == 40
+        assert stream.seen_before() == [0, 1, 0, 2]
+
+
+class TestASize:
+    @pytest.mark.parametrize(("said", "tokens"), [("8GiB", 65_536), ("0.5GiB", 4_096), ("5%", 500), ("0.1%", 10)])
+    def test_is_gib_or_a_share(self, said: str, tokens: int) -> None:
+        assert TierSize.parse(said).tokens(10_000) == tokens
+
+    @pytest.mark.parametrize("said", ["8", "8GB", "0%", "-1%", "much"])
+    def test_that_is_none_is_refused(self, said: str) -> None:
+        with pytest.raises(ValueError, match=r"give GiB \(8GiB\)"):
+            TierSize.parse(said)
+
+
+SUITE = """
+title = "A suite"
+source = "tests"
+says = "Something."
+kind = "replacement"
+policies = ["lru", "pgdsf+history", "gdsf+history"]
+baseline = "lru"
+warmup = 20
+requests = 120
+[cell]
+device = "1%"
+top_k = 2
+[sweep]
+host = ["5%", "20%"]
+workload = ["paper-shuf"]
+[[extra]]
+host = ["1GiB"]
+device = ["1GiB"]
+workload = ["mmlu-like"]
+[report]
+chart = "replacement"
+x = "host"
+metrics = ["hits"]
+"""
+
+
+def suite(text: str = SUITE) -> Suite:
+    return suite_of(text)
+
+
+class TestSuites:
+    def test_of_the_papers_figures_can_be_run(self) -> None:
+        for name, cells, short in (
+            ("ragcache-figure-20", 55, 6),
+            ("ragcache-figure-18", 15, 5),
+            ("ragcache-scheduling", 3, 2),
+        ):
+            (found,) = choose_suites([name])
+            assert (found.kind, found.needs) == ("replacement", "")
+            assert found.short_form is not None
+            assert (len(found.points), len(found.short_form.points)) == (cells, short)
+
+    def test_have_every_policy_with_and_without_history(self) -> None:
+        found = load_suites()["ragcache-figure-20"]
+        assert {*found.policies} == {*CACHES} - {"lru+history", "forecast", "forecast+history"}
+        assert found.baseline == "lru"
+
+    def test_of_table_2_bring_both_data_sets_at_the_sizes_that_are_simulated(self) -> None:
+        found = load_suites()["ragcache-figure-20"]
+        rows = [row for row in found.paper if row.cell]
+        points = [{name: point.get(name) for name in ("workload", "host")} for point in found.points]
+        assert len(rows) == 10 and all(dict(row.cell) in points for row in rows)
+        ratios = {row.label: (row.figures["from"], row.figures["to"]) for row in found.paper if not row.cell}
+        assert ratios["hit rate of PGDSF by that of LRU"] == (1.06, 1.62)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ('"gdsf+history"]', '"free"]', "unknown policy 'free': choose from none, device, forecast+history"),
+            ('device = "1%"', 'device = "1 per cent"', "device: '1 per cent' is no size of a tier"),
+            ('device = "1%"', "nodes = 5", 'nodes go with measure = "scheduling"'),
+            ('device = "1%"', 'measure = "scheduling"', "needs nodes, and no stream"),
+            ('device = "1%"', "", "device and host: give the sizes of both"),
+            ('device = "1%"', 'device = "1%"\norder = "data"', "order is that of a corpus' questions"),
+            ('device = "1%"', 'device = "1%"\ncorpus = "pydocs"', "either a workload or a corpus"),
+            ("top_k = 2", "topk = 2", "topk: unknown field"),
+        ],
+    )
+    def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert_refused(SUITE, old, new, said)
+
+
+invoke = partial(run_command, eval_command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replacement")
+    (folder / "mine.toml").write_text(SUITE, "utf-8")
+    done = invoke("run", folder / "mine.toml", "-o", folder, "--seeds", "0,1")
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+class TestTheHarness:
+    def test_keeps_every_request_of_every_cell_policy_and_seed(self, folder: Path) -> None:
+        found = result_lines(folder, "replacement")
+        assert len(found) == 3 * 3 * 2
+        for line in found:
+            rows = line["rows"]
+            assert {len(column) for column in rows.values()} == {120}
+            assert all(0 <= host <= hits <= 2 for host, hits in zip(rows["host_hits"], rows["hits"], strict=True))
+            assert set(rows["retrieved"]) == {2}
+            assert min(rows["prefill_ms"]) > 25
+            assert line["warmup"] == 20
+        sizes = {line["cell"]["host"]: line["facts"]["host_tokens"] for line in found if line["seed"] == 0}
+        assert sizes["1GiB"] == 8_192 and sizes["20%"] == pytest.approx(4 * sizes["5%"], abs=4)
+
+    def test_gives_a_device_room_for_the_longest_request(self, folder: Path) -> None:
+        facts = [
+            line["facts"] for line in result_lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"
+        ]
+        for each in facts:
+            assert each["working_set_tokens"] // 100 < 400 < each["device_tokens"] <= 2 * 220
+
+    def test_gives_every_policy_the_same_requests(self, folder: Path) -> None:
+        facts: dict[str, set[str]] = {}
+        for line in result_lines(folder, "replacement"):
+            facts.setdefault(json.dumps([line["cell"], line["seed"]]), set()).add(json.dumps(line["facts"]))
+        assert {len(each) for each in facts.values()} == {1}
+
+    def test_does_not_simulate_again_what_is_there(self, folder: Path) -> None:
+        before = (folder / "results.jsonl").read_text("utf-8")
+        invoke("run", folder / "mine.toml", "-o", folder, "--seeds", "0,1")
+        after = (folder / "results.jsonl").read_text("utf-8")
+        assert after.startswith(before) and '"type":"replacement"' not in after.removeprefix(before)
+
+    def test_runs_the_policies_and_requests_that_are_asked_for(self, folder: Path, tmp_path: Path) -> None:
+        options = ("--seeds", "0", "--policy", "lru", "--limit", "30")
+        invoke("run", folder / "mine.toml", "-o", tmp_path, *options)
+        found = result_lines(tmp_path, "replacement")
+        assert {line["policy"] for line in found} == {"lru"}
+        assert {(line["warmup"], len(line["rows"]["hits"])) for line in found} == {(15, 30)}
+
+    def test_says_once_which_corpus_is_not_here(self, tmp_path: Path) -> None:
+        text = SUITE.replace('workload = ["mmlu-like"]', 'corpus = ["far", "far"]')
+        (tmp_path / "mine.toml").write_text(text, "utf-8")
+        done = invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
+        assert "6 runs served, 1 unavailable" in done.output
+        (line,) = result_lines(tmp_path, "unavailable")
+        assert line["cell"] == {"corpus": "far"} and "give --corpora" in line["reason"]
+
+    def test_says_once_that_a_workload_does_not_exist(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text(SUITE.replace("paper-shuf", "papr"), "utf-8")
+        invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
+        (line,) = result_lines(tmp_path, "unavailable")
+        assert "unknown workload 'papr'" in line["reason"]
+        assert len(result_lines(tmp_path, "replacement")) == 3
+
+    def test_asks_no_engine(self, folder: Path, tmp_path: Path) -> None:
+        invoke("run", folder / "mine.toml", "-o", tmp_path, "--engine", "vllm")
+        (line,) = result_lines(tmp_path, "unavailable")
+        assert "run it without --engine" in line["reason"]
+
+    def test_times_scheduling(self, tmp_path: Path) -> None:
+        text = SUITE.partition("[cell]")[0] + (
+            '[cell]\nmeasure = "scheduling"\nnodes = 300\ntop_k = 3\n[report]\nchart = "scheduling"\n'
+        )
+        (tmp_path / "mine.toml").write_text(text, "utf-8")
+        invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--policy", "lru")
+        (line,) = result_lines(tmp_path, "replacement")
+        times = line["scheduling"]
+        assert 0 < times["p50_ms"] <= times["p99_ms"] <= times["max_ms"]
+        assert (times["requests"], times["top_k"], times["policy"]) == (120, 3, "lru")
+        found = make_report(read_results(tmp_path), load_suites()).sections[0].tables[0]
+        assert [entry.text for entry in found.rows[0][:2]] == ["300", "LRU"]
+
+
+def line(
+    policy: str, hits: Sequence[int], prefill_ms: Sequence[float], suite: str = "ragcache-figure-20", **cell: Any
+) -> JSON:
+    """A line as the harness writes it."""
+    cell = {"workload": "mmlu-like", "host": "8GiB", "device": "4GiB", "top_k": 2, **cell}
+    facts = {"working_set_tokens": 1e6, "device_tokens": 32_768, "host_tokens": 65_536, "seen_percent": 95.0}
+    rows = {"retrieved": [2] * len(hits), "hits": list(hits), "prefill_ms": list(prefill_ms)}
+    line = {"type": "replacement", "suite": suite, "cell": cell, "seed": 0, "policy": policy, "warmup": 0}
+    return line | {"engine": {"name": "sim"}, "facts": facts, "rows": rows}
+
+
+def report(folder: Path, *found: JSON) -> Any:
+    text = "".join(f"{json.dumps(each)}\n" for each in found)
+    (folder / "results.jsonl").write_text(text, "utf-8")
+    return make_report(read_results(folder), load_suites())
+
+
+def cells(table: Any, row: int = 0) -> dict[str, Any]:
+    return dict(zip(table.headings, table.rows[row], strict=True))
+
+
+HALF = [0, 2] * 50
+MORE = [1, 2] * 50
+
+
+class TestTheReport:
+    def test_shows_hits_and_times_by_those_of_the_baseline(self, tmp_path: Path) -> None:
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("pgdsf+history", MORE, [80.0] * 100))
+        hits, times, *_ = found.sections[0].tables
+        ours = cells(hits)["PGDSF, history"]
+        assert (ours.text, ours.note[:6], ours.verdict) == ("75.0", "1.50 ×", "better")
+        assert (cells(hits)["LRU"].text, cells(hits)["LRU"].note) == ("50.0", "baseline")
+        ours = cells(times)["PGDSF, history"]
+        assert (ours.text, ours.note, ours.verdict) == ("80.0", "0.80 × [0.80, 0.80]", "better")
+        assert cells(times)["paper: mean TTFT, s"].text == "1.38, 1.68, 1.78, 1.81"
+        assert "8\u00a0GiB" in cells(hits)["host"].text and "seen before: 95.0" in cells(hits)["stream"].note
+
+    def test_begins_with_the_prefill_that_the_policy_saves(self, tmp_path: Path) -> None:
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("pgdsf+history", MORE, [80.0] * 100))
+        assert found.headline.words == [
+            "Replacement policies: PGDSF, history changes the mean prefill by −20.0\u00a0% [−20.0, −20.0] against LRU."
+        ]
+        assert [(row[2].text, row[3].text, row[4].text) for row in found.overview.rows] == [
+            ("mean prefill", "−20.0\u00a0%", "1 better"),
+            ("hits", "+50.0\u00a0%", "1 better"),
+        ]
+
+    def test_of_a_forecast_begins_with_what_that_saves(self, tmp_path: Path) -> None:
+        cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events", "waiting": 32}
+        ours = [line(policy, MORE, [80.0] * 100, **cell) for policy in ("pgdsf+history", "forecast+history")]
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100, **cell), *ours)
+        assert "FORECAST, history changes the mean prefill by −20.0" in found.headline.words[0]
+        stream = cells(found.sections[0].tables[0])["stream"].text
+        assert stream.endswith("placed by ragorder, which follows events, 32 waiting requests known")
+
+    def test_holds_a_forecast_against_what_is_required(self, tmp_path: Path) -> None:
+        """By LRU which knows of no waiting request."""
+        lines = []
+        for waiting, (lru, ours) in ((0, (100.0, 92.0)), (32, (90.0, 84.0)), (8, (95.0, 102.0))):
+            cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events"}
+            cell |= {"waiting": waiting} if waiting else {}
+            lines += [line("lru", HALF, [lru] * 100, **cell), line("forecast+history", MORE, [ours] * 100, **cell)]
+        lines.append(line("forecast+history", MORE, [80.0] * 100, suite="forecast-tiers"))
+        for each in lines:
+            each["facts"]["most_hits_percent"] = 90.0
+        table = report(tmp_path, *lines).sections[0].tables[-1]
+        assert table.title == "The forecast, held against what is required"
+        found = [[entry.text for entry in row[2:]] + [row[3].note] for row in table.rows]
+        assert found == [
+            ["0.920 ×", "0.93 ×", "holds", "50.0", "75.0", "90.0", "holds"],
+            ["0.840 ×", "0.85 ×", "holds", "50.0", "75.0", "90.0", "holds"],
+            ["1.020 ×", "0.85 ×", "does not hold", "50.0", "75.0", "90.0", "does not hold"],
+        ]
+        assert "KV events: 1 of 1 streams; KV events, 32 waiting requests known: 1 of 1 streams" in table.note
+
+    def test_has_no_headline_without_the_policies_that_it_is_about(self, tmp_path: Path) -> None:
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("lfu", MORE, [80.0] * 100))
+        assert found.headline.words == [] and found.overview is None
+        assert found.statistics in render_markdown(found) and "At a glance" not in render_html(found)
+
+    @pytest.mark.parametrize(
+        ("hits", "prefill_ms", "said"),
+        [
+            (MORE, 100.5, ("holds", "holds")),
+            (HALF, 101.5, ("does not hold", "does not hold")),
+            ([0] * 4 + HALF[4:], 90.0, ("does not hold", "holds")),
+        ],
+    )
+    def test_holds_pgdsf_against_what_is_required(
+        self, tmp_path: Path, hits: list[int], prefill_ms: float, said: tuple[str, str]
+    ) -> None:
+        others = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history")]
+        found = report(tmp_path, *others, line("pgdsf+history", hits, [prefill_ms] * 100))
+        required = cells(found.sections[0].tables[2])
+        assert (required["1.05 ×"].text.partition(",")[0], required["1 %"].text) == said
+
+    @pytest.mark.parametrize(("most", "said"), [(52.0, "no policy can"), (53.0, "does not hold")])
+    def test_says_where_no_policy_can_hit_so_many(self, tmp_path: Path, most: float, said: str) -> None:
+        found = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history", "pgdsf+history")]
+        for each in found:
+            each["facts"]["most_hits_percent"] = most
+        table = report(tmp_path, *found).sections[0].tables[2]
+        assert cells(table)["possible"].text == f"{most / 50:.3f} ×"
+        assert cells(table)["1.05 ×"].text.partition(",")[0] == said
+        assert f"in {int(most == 52)} no policy can" in table.note
+
+    def test_says_where_an_interval_reaches_across_the_bound(self, tmp_path: Path) -> None:
+        others = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history")]
+        ours = line("pgdsf+history", [*HALF[:80], *[2] * 20], [70.0] * 40 + [120.5] * 60)
+        required = cells(report(tmp_path, *others, ours).sections[0].tables[2])
+        assert required["1 %"].text == "holds, within its interval"
+
+    def test_takes_the_device_for_hits_where_the_baseline_has_none(self, tmp_path: Path) -> None:
+        policies = {"none": [0] * 100, "device": HALF, "pgdsf+history": MORE}
+        found = [line(each, hits, [100.0] * 100, suite="ragcache-figure-18") for each, hits in policies.items()]
+        hits, times, *_ = report(tmp_path, *found).sections[0].tables
+        assert "no cache" not in hits.headings and cells(hits)["PGDSF, history"].note.startswith("1.50 ×")
+        assert cells(times)["no cache"].note == "baseline"
+
+    def test_passes_over_a_line_that_does_not_say_all_it_must(self, tmp_path: Path) -> None:
+        whole = line("lru", HALF, [100.0] * 100)
+        torn = line("pgdsf", HALF, [100.0] * 99)
+        untold = {name: value for name, value in line("gdsf", HALF, [1.0] * 100).items() if name != "facts"}
+        found = report(tmp_path, whole, torn, untold, whole)
+        assert "1 runs, 100 requests after warm-up" in found.measured
+        assert any("2 ×" in note and "missing fields" in note for note in found.notes)
+        assert any("is there already" in note for note in found.notes)
+
+    def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path) -> None:
+        suites = load_suites()
+        (folder / "mine").mkdir(exist_ok=True)
+        text = (folder / "results.jsonl").read_text("utf-8").replace('"suite":"mine"', '"suite":"ragcache-figure-20"')
+        (folder / "mine" / "results.jsonl").write_text(text, "utf-8")
+        found = make_report(read_results(folder / "mine"), suites)
+        page = render_html(found)
+        assert "Hits by host (paper-shuf, top 2)" in page
+        assert all(words in render_markdown(found) for words in ("PGDSF, history", "held against what is required"))

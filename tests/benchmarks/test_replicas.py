@@ -1,0 +1,200 @@
+"""Simulated fleets: the ring, the policies, what is measured, and what the report says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from ragorder.benchmarks.fleet.replicas.measuring import serve
+from ragorder.benchmarks.fleet.replicas.record import ReplicasCell, ReplicasRecord
+from ragorder.benchmarks.fleet.replicas.replica import SimulatedReplica
+from ragorder.benchmarks.fleet.replicas.report import make_part
+from ragorder.benchmarks.fleet.replicas.ring import Ring
+from ragorder.benchmarks.fleet.replicas.routers import ROUTERS
+from ragorder.cli import main
+from ragorder.eval.data.trace import TraceRequest, trace_of_workload
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+TOPICS = [f"topic {number}" for number in range(4000)]
+
+
+def cell(**fields: Any) -> ReplicasCell:
+    return ReplicasCell.read({"workload": "mix8", "replicas": 4, **fields}, "here")
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[TraceRequest]:
+    return list(trace_of_workload(make_workload("mix8", 0, requests=600), 600).requests)
+
+
+class TestRing:
+    def test_gives_each_replica_its_share(self) -> None:
+        found = Counter(next(Ring(range(16)).owners(topic)) for topic in TOPICS[:1000])
+        assert len(found) == 16
+        ring = Ring(range(16))
+        found = Counter(next(ring.owners(topic)) for topic in TOPICS)
+        assert max(found.values()) <= 1.3 * 4000 / 16
+
+    def test_gives_every_replica_once(self) -> None:
+        assert sorted(Ring(range(8)).owners("topic")) == list(range(8))
+
+    def test_an_added_replica_takes_topics_from_the_others_and_moves_no_other(self) -> None:
+        before, after = Ring(range(16)), Ring(range(17))
+        owners = [(next(before.owners(topic)), next(after.owners(topic))) for topic in TOPICS]
+        moved = [new for old, new in owners if old != new]
+        assert set(moved) == {16}
+        assert len(moved) <= 1.3 * len(TOPICS) / 17
+
+    def test_topics_of_a_removed_replica_go_to_their_next_owners(self) -> None:
+        before, after = Ring(range(16)), Ring(range(1, 16))
+        for topic in TOPICS[:500]:
+            old = list(before.owners(topic))
+            assert next(after.owners(topic)) == next(owner for owner in old if owner != 0)
+
+
+class TestAReplica:
+    def test_predicts_what_its_engine_reports(self, requests: list[TraceRequest]) -> None:
+        replica = SimulatedReplica(16_384, NumberedPrompts())
+        for number, request in enumerate(requests[:200]):
+            lengths = replica.predict(request.documents)
+            started = replica.start(request, number)
+            assert started.exact
+            assert started.ordering.cached_tokens == started.cached_tokens == lengths.cached_tokens
+            assert sum(lengths) == started.prompt_tokens
+            replica.end(started)
+        assert replica.in_flight == 0
+
+
+class TestServing:
+    @pytest.mark.parametrize("policy", ROUTERS)
+    def test_serves_every_request_once(self, requests: list[TraceRequest], policy: str) -> None:
+        found = serve(requests, cell(), policy, 0, warmup=100)
+        rows = found["rows"]
+        assert sum(rows["requests"]) == 500
+        assert len(rows["requests"]) == 4
+        assert all(cached < prompt for cached, prompt in zip(rows["cached_tokens"], rows["prompt_tokens"], strict=True))
+
+    @pytest.mark.parametrize("policy", ROUTERS)
+    def test_is_the_same_each_time(self, requests: list[TraceRequest], policy: str) -> None:
+        assert serve(requests, cell(), policy, 3, 100) == serve(requests, cell(), policy, 3, 100)
+
+    @pytest.mark.parametrize("policy", ROUTERS)
+    def test_predictions_are_exact_beside_the_engine(self, requests: list[TraceRequest], policy: str) -> None:
+        assert serve(requests, cell(), policy, 0, 100)["facts"]["exact"] >= 0.99
+
+    def test_topics_and_the_best_replica_find_more_than_chance(self, requests: list[TraceRequest]) -> None:
+        found = {
+            policy: ReplicasRecord(
+                suite="mine", cell={}, policy=policy, **serve(requests, cell(), policy, 0, 100)
+            ).cached
+            for policy in ROUTERS
+        }
+        chance = max(found[policy] for policy in ("random", "in turn", "least busy"))
+        assert found["topic"] > chance + 0.05
+        assert found["topic, bound 2"] > chance + 0.05
+        assert found["best"] > chance + 0.05
+
+    def test_bounded_load_bounds_the_requests_in_flight(self, requests: list[TraceRequest]) -> None:
+        loose = serve(requests, cell(), "topic", 0, 100)["facts"]["in_flight"]
+        bounded = serve(requests, cell(), "topic, bound 1.25", 0, 100)["facts"]["in_flight"]
+        # Rounded up to whole requests: 6 of 17 on four replicas.
+        assert bounded <= 1.5 < loose
+
+    def test_a_table_of_sessions_balances_what_a_ring_of_hashes_does_not(self) -> None:
+        """And finds as much, as a topic stays where it has begun."""
+        drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
+        ring, table = (
+            ReplicasRecord(suite="mine", cell={}, policy=policy, **serve(drawn, cell(replicas=8), policy, 0, 100))
+            for policy in ("topic, bound 2", "topic, table, bound 2")
+        )
+        assert table.load < ring.load
+        assert table.cached > ring.cached - 0.02
+
+    def test_a_table_loses_the_topics_of_a_replica_that_goes_and_no_other(self) -> None:
+        drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
+        added, removed = serve(drawn, cell(replicas=8, changes=True), "topic, table", 0, 100)["facts"]["moved"]
+        assert added == 0
+        assert 0 < removed <= 1.6 / 9
+
+    def test_replicas_that_come_and_go_move_few_topics(self) -> None:
+        drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
+        found = serve(drawn, cell(replicas=8, changes=True), "topic", 0, 100)
+        added, removed = found["facts"]["moved"]
+        assert 0 < added <= 1.6 / 9
+        assert 0 < removed <= 1.6 / 9
+        assert found["rows"]["always"] == [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        assert all(found["rows"]["requests"][1:])
+
+
+class TestRecord:
+    def test_counts_work_of_replicas_that_were_always_there(self) -> None:
+        rows = {
+            "requests": [1, 2, 2],
+            "prompt_tokens": [100, 200, 200],
+            "cached_tokens": [0, 150, 50],
+            "always": [0, 1, 1],
+        }
+        record = ReplicasRecord(suite="s", policy="best", cell={}, rows=rows, facts={"exact": 1, "in_flight": 1})
+        assert record.cached == 200 / 500
+        assert record.load == 150 / 100
+
+    def test_a_record_of_unequal_columns_is_none(self) -> None:
+        rows = {"requests": [1], "prompt_tokens": [100, 1], "cached_tokens": [0], "always": [1]}
+        with pytest.raises(ValidationError, match="columns are missing"):
+            ReplicasRecord(suite="s", policy="best", cell={}, rows=rows, facts={"exact": 1, "in_flight": 1})
+
+    def test_a_cell_has_one_trace(self) -> None:
+        with pytest.raises(ValidationError, match="either workload or corpus"):
+            ReplicasCell(replicas=4)
+        with pytest.raises(ValidationError, match="either workload or corpus"):
+            ReplicasCell(replicas=4, workload="mix8", corpus="pydocs")
+
+
+class TestSuites:
+    def test_run_and_report(self, tmp_path: Path) -> None:
+        asked = ["eval", "run", "replicas", "replicas-changed", "--reduced", "--limit", "120", "--seeds", "0,1"]
+        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
+        assert report.exit_code == 0, report.output
+        assert "mix64: 4 replicas" in report.output
+        assert "topics moved, %" in report.output
+        assert report.output.count("| topic, bound 1.5 |") == 2
+
+    def test_the_report_says_whether_the_goals_are_reached(self) -> None:
+        def record(policy: str, cached: list[int]) -> ReplicasRecord:
+            rows = {"requests": [5, 5], "prompt_tokens": [1000, 1000], "cached_tokens": cached, "always": [1, 1]}
+            facts = {"exact": 0.995, "in_flight": 1.5, "moved": []}
+            fields = {"suite": "mine", "cell": {"workload": "mix8", "replicas": 2}, "engine": {"name": "sim"}}
+            return ReplicasRecord(policy=policy, rows=rows, facts=facts, **fields)
+
+        lines = [record("random", [100, 100]), record("topic, bound 2", [650, 300]), record("best", [500, 500])]
+        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        assert [[entry.text for entry in row] for row in table.rows] == [
+            ["random", "10.0", "20.0", "1.00", "1.50", "99.5"],
+            ["topic, bound 2", "47.5", "95.0", "1.33", "1.50", "99.5"],
+            ["best", "50.0", "100.0", "1.00", "1.50", "99.5"],
+        ]
+        assert [entry.tone for entry in table.rows[1]] == ["", "", "good", "good", "", ""]
+
+
+class TestMixedStreams:
+    def test_any_number_of_streams_can_be_mixed(self) -> None:
+        drawn = make_workload("mix64", 0, requests=1500)
+        assert drawn.in_flight == 64
+        assert len(drawn.rankings) == 1500
+        assert {len(set(ranking)) for ranking in drawn.rankings} == {5}
+
+    def test_eight_are_those_of_the_published_figures(self) -> None:
+        drawn = json.dumps(make_workload("mix8", 0).rankings).encode()
+        assert hashlib.sha256(drawn).hexdigest()[:16] == "be5c37c32847346c"

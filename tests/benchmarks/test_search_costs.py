@@ -1,0 +1,73 @@
+"""Times of the smallest pieces of work: what is measured, and what the report says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from click.testing import CliRunner
+
+from ragorder.benchmarks.hedra.partition.real import build_index
+from ragorder.benchmarks.hedra.search_costs.measuring import cluster_ms, scans
+from ragorder.benchmarks.hedra.search_costs.record import CostsRecord
+from ragorder.benchmarks.hedra.search_costs.report import explained, make_part
+from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.cli import main
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    return build_index(2000, 8)
+
+
+def test_calls_scan_one_cluster_up_to_a_quarter_and_are_predicted_from_those_before(index: Any) -> None:
+    rows = scans(index, clustered(5, 8, clusters=40, seed=1), 40)
+    assert {len(column) for column in rows.values()} == {40}
+    assert min(rows["codes"]) >= 0 and max(rows["codes"]) <= index.ntotal
+    # Before the first call only a guess is known.
+    assert rows["predicted_ms"][0] == pytest.approx(0.05 + 1e-4 * rows["codes"][0])
+    assert min(rows["ms"]) > 0
+
+
+def test_each_cluster_is_timed_by_itself(index: Any) -> None:
+    assert len(cluster_ms(index, clustered(1, 8, clusters=40, seed=1)[0])) == index.nlist
+
+
+def line(ms: list[float], predicted_ms: list[float]) -> CostsRecord:
+    rows = {"codes": [1000.0 * each for each in ms], "ms": ms, "predicted_ms": predicted_ms}
+    facts = {"clusters": [0.01, 0.02, 0.03], "queries": {"1": 2.0, "16": 1.9}}
+    return CostsRecord(suite="mine", cell={}, policy="scans", rows=rows, facts=facts)
+
+
+def test_what_is_explained_is_of_the_later_half() -> None:
+    assert explained(line([9, 9, 1, 2, 3, 4], [0, 0, 0, 2, 3, 4])) == 1.0
+    assert explained(line([9, 9, 9, 2, 3, 4], [0, 0, 0, 3, 3, 3])) == 0.0
+
+
+def test_the_report_has_scans_and_steps() -> None:
+    rows = {"requests": [1, 2, 1, 2], "context": [128, 128, 512, 512], "ms": [4.0, 5.0, 6.0, 8.0]}
+    decoding = CostsRecord(suite="mine", cell={}, policy="decoding", rows=rows)
+    scanned, steps = make_part(
+        Suite.unlisted("mine"), Results(Path(), records=[line([1, 2, 3, 4], [0, 0, 3, 4]), decoding])
+    ).tables
+    shown = {row[0].text: row[1].text for row in scanned.rows}
+    assert shown["R² of what was predicted"] == "1.000"
+    assert shown["ns a vector, mean"] == "1,000.0"
+    assert shown["a whole search in a call of 16, ms"] == "1.90"
+    assert [[entry.text for entry in row] for row in steps.rows] == [["1", "4.0", "6.0"], ["2", "5.0", "8.0"]]
+
+
+@pytest.mark.merge
+def test_the_suite_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    result = CliRunner().invoke(main, ["eval", "run", "hedra-costs", "--reduced", "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
+    assert "R² of what was predicted" in report.output and "A decoding step, ms" in report.output

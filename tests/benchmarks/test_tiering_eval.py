@@ -1,0 +1,404 @@
+"""What is measured of tiers on a real engine: sizes, the suite, what the figures say; and how they are broken."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import run_command
+from support.results import result_lines
+from support.suites import assert_refused, suite_of
+
+pytest.importorskip("scipy")
+
+from support.chaos import Answer, chunk_files, damage, flip_bit, make_prompts, truncate
+from support.chaos.__main__ import main as chaos_command
+from support.fork_server import ForkServer
+
+from ragorder import Document
+from ragorder.benchmarks.ragcache.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
+from ragorder.eval.cli.eval import eval as eval_command
+from ragorder.eval.data.trace import Trace, TraceRequest
+from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.report import make_report, read_results, render_html, render_markdown
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.kernels.store import ChunkStore
+from ragorder.trie.profile import PrefillProfile
+
+JSON = dict[str, Any]
+BLOCK = 32
+
+SUITE = """
+title = "A suite"
+source = "tests"
+says = "Something."
+kind = "tiering"
+policies = ["apc", "tiers"]
+baseline = "apc"
+warmup = 16
+requests = 24
+[cell]
+corpus = "small"
+top_k = 3
+segment = 4
+[sweep]
+tier = ["host"]
+[report]
+chart = "tiering"
+"""
+
+
+def trace(*rankings: str) -> Trace:
+    documents = {name: Document(name, name, tokens=100) for name in "abcdef"}
+    requests = [TraceRequest("?", [documents[name] for name in ranking]) for ranking in rankings]
+    return Trace("letters", requests, 600)
+
+
+def times(mean: float, seed: int, *, noise: float = 0.02, count: int = 50) -> list[float]:
+    rng = random.Random(f"{seed} {mean}")
+    return [mean * (1 + noise * (rng.random() - 0.5)) for _ in range(count)]
+
+
+def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> TierVerdict:
+    return judge(room, *([times(mean, seed, noise=noise) for seed in range(3)] for mean in (apc, tiers)))
+
+
+def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any) -> list[JSON]:
+    """Results with these mean times, in ms, behind a warm-up that took for ever, as the harness writes them."""
+    return [
+        {
+            "type": "tiering",
+            "session": "s",
+            "suite": "ragcache-ttft-tiers",
+            "cell": {"tier": room, "corpus": "pydocs", "top_k": 2},
+            "seed": seed,
+            "policy": arm,
+            "engine": {"name": "openai", "model": "random-2x64", "block_size": BLOCK},
+            "warmup": 5,
+            "facts": {"blocks": 100, "host_bytes": 8_000_000, "disk_bytes": None, "working_set_tokens": 12_000},
+            "sources": {"device": 10, "host": 20 * (arm == "tiers"), "disk": 0, "elsewhere": 0, "computed": 70},
+            "rows": {
+                "ttft_ms": [1e6] * 5 + times(mean, seed),
+                "cached_tokens": [32] * 55,
+                "prompt_tokens": [320] * 55,
+            },
+            **fields,
+        }
+        for seed in range(seeds)
+        for arm, mean in zip(ARMS, (apc, tiers), strict=True)
+    ]
+
+
+def suite(text: str = SUITE) -> Suite:
+    return suite_of(text)
+
+
+class TestSizes:
+    def test_a_prefix_counts_once_in_the_working_set_and_whole_blocks_only(self) -> None:
+        # 64 of the system, 100 a document, 20 of a question that nobody shares: 184 and 284 tokens.
+        once = make_stream(trace("a"), NumberedPrompts(), BLOCK).working_set_tokens
+        assert once == 184 // BLOCK * BLOCK
+        # The system prompt's two blocks and the three with the first document's 96 tokens are shared.
+        both = make_stream(trace("a", "ab"), NumberedPrompts(), BLOCK).working_set_tokens
+        assert both == once + (284 // BLOCK - 5) * BLOCK
+        apart = make_stream(trace("a", "b"), NumberedPrompts(), BLOCK).working_set_tokens
+        assert apart == 2 * once - 64
+
+    def test_each_room_is_what_it_says(self) -> None:
+        streams = [make_stream(trace("abc", "bcd", "cde", "def"), NumberedPrompts(), BLOCK)]
+        (working_set,) = (stream.working_set_tokens for stream in streams)
+        sizes = {room: make_sizes(room, streams, block_size=BLOCK, bytes_per_token=10) for room in ROOMS}
+        assert sizes["device"].blocks * BLOCK > working_set
+        for room in ("host", "beyond", "disk"):
+            assert sizes[room].blocks * BLOCK < working_set
+        assert sizes["host"].host_bytes > 10 * working_set
+        assert sizes["beyond"].host_bytes < 10 * working_set
+        assert sizes["beyond"].disk_bytes is None
+        assert sizes["disk"].host_bytes == sizes["beyond"].host_bytes
+        assert (sizes["disk"].disk_bytes or 0) > 10 * working_set
+
+    def test_no_pool_is_too_small_for_a_prompt(self) -> None:
+        streams = [make_stream(trace("abcdef"), NumberedPrompts(), BLOCK)]
+        for room in ROOMS:
+            sizes = make_sizes(room, streams, block_size=BLOCK, bytes_per_token=10)
+            assert sizes.blocks * BLOCK > streams[0].longest_tokens
+
+    def test_the_disk_has_room_for_all_seeds(self) -> None:
+        streams = [make_stream(trace("abc"), NumberedPrompts(), BLOCK) for _ in range(3)]
+        sizes = make_sizes("disk", streams, block_size=BLOCK, bytes_per_token=10)
+        assert (sizes.disk_bytes or 0) > 10 * sum(stream.working_set_tokens for stream in streams)
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(
+        ("room", "apc", "tiers", "met"),
+        [
+            ("host", 300, 100, "met"),
+            ("host", 140, 100, "not met"),
+            ("device", 100, 100, "met"),
+            ("device", 100, 90, "met"),
+            ("device", 100, 110, "not met"),
+            ("beyond", 100, 90, ""),
+            ("disk", 100, 200, ""),
+        ],
+    )
+    def test_what_is_required(self, room: str, apc: float, tiers: float, met: str) -> None:
+        assert judged(room, apc, tiers).met == met
+
+    def test_noise_decides_nothing(self) -> None:
+        verdict = judged("host", 180, 100, noise=1.5)
+        assert verdict.low < 1.5 < verdict.ratio
+        assert verdict.met == "not decided"
+
+    def test_the_interval_is_around_the_ratio(self) -> None:
+        verdict = judged("host", 200, 100, noise=0.5)
+        assert verdict.known
+        assert verdict.low < verdict.ratio < verdict.high
+        assert verdict.ratio == pytest.approx(2, rel=0.1)
+        assert len(verdict.by_seed) == 3
+
+    def test_of_one_request_there_is_no_interval(self) -> None:
+        verdict = judge("host", [[300.0]], [[100.0]])
+        assert not verdict.known
+        assert verdict.ratio == pytest.approx(3)
+        assert verdict.met == "not decided"
+
+
+class TestSuites:
+    def test_measure_the_four_rooms_and_two_in_short(self) -> None:
+        (found,) = choose_suites(["ragcache-ttft-tiers"])
+        assert (found.kind, found.policies, found.baseline) == ("tiering", ARMS, "apc")
+        assert [point["tier"] for point in found.points] == list(ROOMS)
+        assert found.short_form is not None
+        assert [(point["tier"], point["corpus"]) for point in found.short_form.points] == [
+            ("device", "pydocs"),
+            ("host", "pydocs"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ('"tiers"]', '"free"]', "unknown policy 'free': choose from apc, tiers"),
+            ('["host"]', '["cellar"]', "tier: the working set fits device, host, beyond, disk, not 'cellar'"),
+            ("segment = 4", 'replacement = "fifo"', "replacement: there is no replacement policy 'fifo'"),
+            ("segment = 4", "segments = 4", "segments: unknown field"),
+        ],
+    )
+    def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert_refused(SUITE, old, new, said)
+
+
+class TestTheHarness:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--engine", "sim"], "use --engine openai"),
+            (["--engine", "vllm"], "use --engine openai"),
+            (["--engine", "openai", "--base-url", "http://127.0.0.1:1"], "leave out --base-url"),
+        ],
+    )
+    def test_says_that_it_starts_its_own_servers(self, tmp_path: Path, options: list[str], said: str) -> None:
+        done = run_command(eval_command, "run", "ragcache-ttft-tiers", "-o", tmp_path, *options)
+        assert done.exit_code == 0, done.output
+        (line,) = result_lines(tmp_path, "unavailable")
+        assert (line["suite"], line["cell"], line["policy"]) == ("ragcache-ttft-tiers", {}, "tiers")
+        assert said in line["reason"]
+
+    def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
+        done = run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
+        assert done.exit_code == 0, done.output
+        (line,) = result_lines(tmp_path, "unavailable")
+        assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+class TestOnRealServers:
+    @pytest.fixture(scope="class")
+    def command(self, tmp_path_factory: pytest.TempPathFactory, vllm_model: Path) -> Iterator[list[Any]]:
+        folder = tmp_path_factory.mktemp("tiering")
+        (folder / "mine.toml").write_text(SUITE, "utf-8")
+        make_corpus(folder / "corpora" / "small")
+        with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "ragorder.benchmarks.ragcache.tiering.measuring.VLLMServer",
+                partial(VLLMServer, launch=fork_server.launch),
+            )
+            server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]
+            yield ["run", folder / "mine.toml", "-o", folder, "--seeds", "1,2", *server]
+
+    @pytest.fixture(scope="class")
+    def found(self, command: list[Any]) -> list[JSON]:
+        done = run_command(eval_command, *command)
+        assert done.exit_code == 0, done.output
+        assert "4 runs served" in done.output
+        return result_lines(command[3], "tiering")
+
+    def test_keeps_a_line_for_each_seed_and_arm(self, found: list[JSON]) -> None:
+        assert [(line["seed"], line["policy"]) for line in found] == [(seed, arm) for seed in (1, 2) for arm in ARMS]
+        for line in found:
+            assert (line["suite"], line["cell"]["tier"], line["warmup"]) == ("mine", "host", 16)
+            assert {len(column) for column in line["rows"].values()} == {24}
+            prompts = sum(line["rows"]["prompt_tokens"][16:])
+            assert sum(line["sources"].values()) == prompts
+            assert sum(line["rows"]["cached_tokens"][16:]) == prompts - line["sources"]["computed"]
+
+    def test_both_arms_serve_the_same_and_tiers_find_more_of_it(self, found: list[JSON]) -> None:
+        for alone, tiers in zip(found[::2], found[1::2], strict=True):
+            assert alone["rows"]["prompt_tokens"] == tiers["rows"]["prompt_tokens"]
+            assert alone["sources"]["host"] == alone["sources"]["disk"] == 0
+            assert tiers["sources"]["host"] > 0
+            assert tiers["sources"]["computed"] < alone["sources"]["computed"]
+            assert alone["facts"] == tiers["facts"]
+            assert PrefillProfile.from_json(tiers["facts"]["profile"]).facts["model"] == "served"
+
+    def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
+        done = run_command(eval_command, *command)
+        assert done.exit_code == 0 and "0 runs served" in done.output
+        assert result_lines(command[3], "tiering") == found
+
+    def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
+        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
+        (section,) = report.sections
+        assert [table.title for table in section.tables] == ["Time to the first token"]
+        assert "two live servers" in section.engine
+        assert "8 requests a seed after 16 of warm-up; seeds 1, 2" in render_markdown(report)
+
+
+def make_corpus(folder: Path) -> None:
+    """24 questions about 12 documents of some 100 tokens each."""
+    folder.mkdir(parents=True)
+    words = ["The cat sleeps on the warm windowsill.", "Rates were raised on Tuesday.", "A parser consumes tokens."]
+    documents = [f"{words[each % 3]} Document number {each} says so. " * 6 for each in range(12)]
+    files: dict[str, list[JSON]] = {
+        "documents": [{"id": f"d{n}", "title": f"d{n}", "text": text} for n, text in enumerate(documents)],
+        "questions": [{"id": f"q{n}", "question": f"What of number {n}?"} for n in range(24)],
+        "run_small": [{"id": f"q{n}", "chunks": [f"d{(n * n + each) % 12}" for each in range(3)]} for n in range(24)],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+
+
+class TestTheReport:
+    @staticmethod
+    def report(folder: Path, *found: JSON) -> Any:
+        (folder / "results.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in found), "utf-8")
+        return make_report(read_results(folder), load_suites())
+
+    def test_says_what_is_required_and_what_is_met(self, tmp_path: Path) -> None:
+        found = self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100))
+        (table,) = found.sections[0].tables
+        device, host = (dict(zip(table.headings, row, strict=True)) for row in table.rows)
+        assert device["the working set fits"].note == "pydocs, top 2: 12,000 tokens"
+        assert device["pool, host, disk"].text == "3,200 tokens, 8\u00a0MB, –"
+        assert device["alone → with tiers, mean ms"].text == "100 → 110"
+        assert (device["required"].text, device["times shorter"].verdict) == ("not met", "worse")
+        assert (host["times shorter"].text, host["times shorter"].verdict) == ("3.00 ×", "better")
+        assert (host["required"].text, host["required"].note) == ("met", "1.50 × or more")
+        assert (host["hits alone, %"].text, host["hits with tiers: device, host, disk, %"].text) == (
+            "12.5",
+            "10.0, 20.0, 0.0",
+        )
+        assert "50 requests a seed after 5 of warm-up; seeds 0, 1, 2." in table.note
+
+    def test_begins_with_the_time_that_tiers_save(self, tmp_path: Path) -> None:
+        found = self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100))
+        assert found.headline.words == [
+            "Time to the first token with tiers: a cache with tiers changes the mean time to the first token by −66.6 "
+            "to +9.8\u00a0% against the prefix cache alone; of 2 cells 1 better, 1 worse."
+        ]
+        (chart,) = found.headline.charts
+        assert [(mark.label, round(mark.value, 1)) for mark in chart.marks] == [
+            ("the device's pool", 9.8),
+            ("host memory", -66.6),
+        ]
+        ((_, compared, figure, change, verdicts),) = found.overview.rows
+        assert compared.text.endswith("against the prefix cache alone")
+        assert figure.text == "TTFT mean"
+        assert (change.text, verdicts.text) == ("−66.6 to +9.8\u00a0%", "1 better, 1 worse")
+
+    def test_compares_only_seeds_that_both_arms_have(self, tmp_path: Path) -> None:
+        found = self.report(tmp_path, *lines("host", 300, 100)[:-1])
+        assert "seeds 0, 1." in found.sections[0].tables[0].note
+
+    def test_draws_each_cell_with_its_interval(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        page = render_html(self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100)))
+        assert "What tiers save" in page
+        assert "host memory: 3.00 times [" in page
+
+    def test_passes_over_a_line_that_does_not_say_all(self, tmp_path: Path) -> None:
+        whole = lines("host", 300, 100, seeds=1)
+        torn = [line | {"cell": {"tier": "disk"}, "rows": {"ttft_ms": [1.0]}} for line in whole]
+        found = self.report(tmp_path, *whole, *torn, whole[0])
+        assert "2 runs, 100 requests after warm-up" in found.measured
+        assert any("missing fields" in note for note in found.notes)
+        assert any("is there already" in note for note in found.notes)
+
+
+class TestChaos:
+    def test_damage_changes_files_and_a_store_refuses_them_all(self, tmp_path: Path) -> None:
+        store = ChunkStore(tmp_path / "disk", 1 << 22, "somebody")
+        keys = [b"key %d" % number for number in range(40)]
+        for key in keys:
+            assert store.write(key, key * 100, None)
+        store.close()
+        assert len(chunk_files(tmp_path / "disk")) == 40
+        assert damage(tmp_path / "disk", random.Random(0), share=1.0) == 40
+        store = ChunkStore(tmp_path / "disk", 1 << 22, "somebody")
+        for key in keys:
+            into = bytearray(len(key) * 100)
+            assert not store.read(key, memoryview(into))
+        refused = store.counters.refusals()
+        assert sum(refused.values()) == 40
+        assert refused["checksum"] > 0
+        assert refused["truncated"] > 0
+        store.close()
+
+    def test_one_bit_and_no_more(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(bytes(100))
+        assert flip_bit(path, random.Random(1))
+        assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
+        assert path.stat().st_size == 100
+        assert truncate(path, random.Random(1))
+        assert path.stat().st_size < 100
+
+    def test_the_same_prompts_for_the_same_seed_in_which_documents_are_shared(self) -> None:
+        drawn = make_prompts(30)
+        assert drawn == make_prompts(30)
+        assert all(400 < len(prompt) < 800 for prompt in drawn.prompts)
+        starts = {tuple(prompt[:200]) for prompt in drawn.prompts}
+        assert 1 < len(starts) < 30
+
+    def test_answers_are_compared_up_to_where_they_part(self) -> None:
+        def answer(text: str, *logprobs: float, other: float = -2.0) -> Answer:
+            likely = [{token: logprob, "~": other} for token, logprob in zip(text, logprobs, strict=True)]
+            return Answer(tuple(text), tuple(likely), 10, 0)
+
+        right = answer("abc", -1.0, -1.5, -1.0)
+        assert right.agrees(answer("abc", -1.0005, -1.5, -1.0))
+        assert right.agrees(answer("ab", -1.0, -1.5))
+        assert not right.agrees(answer("abc", -1.0, -1.6, -1.0))
+        # What is not chosen counts, too.
+        assert not right.agrees(answer("abc", -1.0, -1.5, -1.0, other=-2.1))
+        assert not right.agrees(answer("abx", -1.0, -1.5, -1.0))
+
+    def test_of_two_tokens_that_are_as_likely_as_each_other_either_is_right(self) -> None:
+        tied = {"a": -1.0, "b": -1.0}
+        one = Answer(("a", "c"), (tied, {"c": -1.0}), 10, 0)
+        other = Answer(("b", "d"), (tied, {"d": -3.0}), 10, 0)
+        assert one.agrees(other)
+
+    @pytest.mark.parametrize("load", ["3", "0:2", "8:3", "a:b", "1:2:3", "1:inf"])
+    def test_a_load_that_cannot_be_is_refused(self, load: str) -> None:
+        done = run_command(chaos_command, "--load", load)
+        assert done.exit_code == 2
+        assert "give two numbers of seconds above 0, such as 2:6" in done.output

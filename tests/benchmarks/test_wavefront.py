@@ -1,0 +1,49 @@
+"""The workflow server's own time: what is counted, and what the report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from ragorder.benchmarks.hedra.wavefront.measuring import measure
+from ragorder.benchmarks.hedra.wavefront.record import WavefrontCell, WavefrontRecord
+from ragorder.cli import main
+
+
+class TestMeasuring:
+    async def test_counts_the_pieces_of_all_requests(self) -> None:
+        """Of three rounds each: a search, a generation and a step."""
+        cell = WavefrontCell.read({"requests": 6, "in_flight": 3, "stages": 8, "tokens": 3}, "here")
+        _, plain = await measure(cell, transformed=False)
+        assert (plain["pieces"], plain["speculative"]) == (6 * 9, 0)
+        _, all_ = await measure(cell, transformed=True)
+        assert all_["pieces"] == 6 * 9 + all_["speculative"] and all_["speculative"] > 0
+
+    def test_a_record_without_times_is_none(self) -> None:
+        with pytest.raises(ValidationError, match="times or pieces are missing"):
+            WavefrontRecord(suite="mine", cell={}, policy="all", rows={}, facts={"pieces": 3})
+
+
+class TestSuite:
+    def test_runs_and_reports(self, tmp_path: Path) -> None:
+        asked = ["eval", "run", "hedra-overhead", "--limit", "3", "--set", "in_flight=2", "--set", "repeats=1"]
+        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
+        assert report.exit_code == 0, report.output
+        rows = [line for line in report.output.splitlines() if line.startswith("| 2 |")]
+        assert [row.split("|")[2].strip() for row in rows] == ["stage by stage", "all"]
+
+    def test_without_a_package_it_says_which_extra_has_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.eval.running.suite.find_spec", lambda name: None)
+        CliRunner().invoke(main, ["eval", "run", "hedra-overhead", "--output", str(tmp_path)])
+        recorded = (tmp_path / "results.jsonl").read_text()
+        assert "the measurement needs numpy: in a clone of ragorder, pip install '.[retrieval]'" in recorded

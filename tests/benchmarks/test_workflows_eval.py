@@ -1,0 +1,322 @@
+"""Workflows on the virtual clock: the script, the systems, the suites and their report."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from ragorder.benchmarks.hedra.locality.measuring import build_index
+from ragorder.benchmarks.hedra.workflows import measuring
+from ragorder.benchmarks.hedra.workflows.costs import MODELS
+from ragorder.benchmarks.hedra.workflows.embedder import Embedder
+from ragorder.benchmarks.hedra.workflows.lockstep import Lockstep, Stages
+from ragorder.benchmarks.hedra.workflows.measuring import Materials, serve
+from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell, WorkflowsRecord
+from ragorder.benchmarks.hedra.workflows.report import make_part
+from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Script, WordTokenizer, without_marks
+from ragorder.benchmarks.hedra.workflows.systems import SYSTEMS, System
+from ragorder.document import Document
+from ragorder.eval.data.arrivals import poisson_arrivals
+from ragorder.eval.data.corpora import Corpus, CorpusQuestion
+from ragorder.eval.running.cells import Display, SuiteError
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
+from ragorder.eval.virtual.loop import run_virtual
+
+WORDS = 60
+
+
+def passage(number: int) -> str:
+    return " ".join(f"p{number}w{place}" for place in range(WORDS))
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    documents = [Document(f"d{number}", passage(number)) for number in range(40)]
+    questions = [CorpusQuestion(f"q{number}", f"who wrote p{number}w0 ?") for number in range(40)]
+    return Corpus("small", documents, questions, [[number] for number in range(40)])
+
+
+def encode(texts: Any) -> Any:
+    """A sum of random vectors, one a word: texts with words in common are near each other."""
+    rows = []
+    for text in texts:
+        words = [np.random.default_rng(list(word.encode())).standard_normal(16) for word in text.split()]
+        rows.append(np.sum(words, axis=0) / np.linalg.norm(np.sum(words, axis=0)))
+    return np.array(rows, np.float32)
+
+
+@pytest.fixture(scope="module")
+def materials(corpus: Corpus) -> Materials:
+    index = build_index(encode([document.text for document in corpus.documents]), 0.5)
+    return Materials(corpus.documents, index, Embedder(encode), Script(corpus))
+
+
+class TestTheScript:
+    def test_answers_with_parts_of_the_gold_passage(self, corpus: Corpus) -> None:
+        script = Script(corpus)
+        gold = passage(7).split()
+        for node in ("#answer", "#guess", "#compress"):
+            words = script.answer(f"[d1] text #7 {node} Say it: {script.question(7)}".split())
+            assert words == gold[: len(words)]
+
+    def test_plans_queries_that_hold_more_and_more_of_the_passage(self, corpus: Corpus) -> None:
+        script = Script(corpus)
+        plans = [" ".join(script.answer(["#plan", *script.question(number).split()])) for number in range(40)]
+        lines = [plan.splitlines() for plan in plans]
+        assert {len(each) for each in lines} == {1, 2, 3}
+        longest = next(each for each in lines if len(each) == 3)
+        assert [line.split()[0] for line in longest] == ["~1", "~2", "~3"]
+        assert [len(line) for line in longest] == sorted(len(line) for line in longest)
+
+    def test_drafts_a_longer_answer_in_each_round(self, corpus: Corpus) -> None:
+        script = Script(corpus)
+        drafts = [script.answer(f"#draft ~{step} Answer: @3 who ?".split()) for step in range(3)]
+        assert [len(draft) for draft in drafts] == [15, 30, 45]
+
+    def test_is_the_same_each_time_and_varies_with_the_seed(self, corpus: Corpus) -> None:
+        prompts = [["#sub", "~1", f"@{number}", "who"] for number in range(20)]
+        answers = [[Script(corpus, seed).answer(prompt) for prompt in prompts] for seed in (0, 0, 1)]
+        assert answers[0] == answers[1] != answers[2]
+
+    def test_is_embedded_without_its_marks(self) -> None:
+        assert without_marks("~2 @17 who #sub wrote it") == "who wrote it"
+        seen: list[str] = []
+        embed = Embedder(lambda texts: seen.extend(texts) or encode(texts))
+        assert (embed("@1 who ?") == embed("@2 ~1 who ?")).all()
+        assert seen == ["who ?"]
+
+    def test_has_embeddings_that_are_kept(self, tmp_path: Path) -> None:
+        embed = Embedder(encode, tmp_path / "vectors.npz")
+        vector = embed("who ?")
+        embed.save()
+        again = Embedder(lambda texts: pytest.fail("embedded twice"), tmp_path / "vectors.npz")
+        assert (again("who ?") == vector).all()
+
+    def test_has_a_token_for_each_word(self) -> None:
+        tokenizer = WordTokenizer()
+        ids = tokenizer.encode("a b a")
+        assert ids == [0, 1, 0]
+        assert tokenizer.words(ids) == ["a", "b", "a"]
+
+
+class TestLockstep:
+    def test_begins_a_stage_when_all_have_ended_the_last(self) -> None:
+        begun: list[tuple[int, int, float]] = []
+
+        async def main() -> None:
+            batches = Lockstep(limit=2)
+
+            async def ask(number: int, *stages_s: float) -> None:
+                async def request(stages: Stages) -> None:
+                    for place, seconds in enumerate(stages_s):
+                        await stages.reach()
+                        begun.append((number, place, asyncio.get_running_loop().time()))
+                        await asyncio.sleep(seconds)
+
+                await batches.run(request)
+
+            await asyncio.gather(ask(0, 1, 1), ask(1, 5), ask(2, 1, 1, 1))
+
+        run_virtual(main())
+        # Request 0 comes first, and alone; the others are the next batch.
+        assert sorted(begun) == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (2, 0, 2), (2, 1, 7), (2, 2, 8)]
+
+
+REQUESTS = 12
+
+
+def served(system: str, materials: Materials, workflow: str = "irg", **fields: Any) -> Any:
+    cell = WorkflowsCell(workflow=workflow, **fields)
+    at_s = [0.2 * number for number in range(REQUESTS)]
+    return run_virtual(serve(SYSTEMS[system], cell, materials, at_s, [workflow] * REQUESTS))
+
+
+class TestSystems:
+    @pytest.mark.parametrize("workflow", WORKFLOWS)
+    def test_answer_every_request(self, materials: Materials, workflow: str) -> None:
+        for system in SYSTEMS:
+            found = served(system, materials, workflow)
+            assert len(found["rows"]["latency_s"]) == REQUESTS
+            assert min(found["rows"]["latency_s"]) > 0
+            assert found["facts"]["total_s"] >= 0.2 * (REQUESTS - 1)
+
+    def test_compute_the_same_prompts_unless_they_speculate(self, materials: Materials) -> None:
+        plain = [served(system, materials)["facts"]["prompt_tokens"] for system in ("langchain", "flashrag", "pieces")]
+        assert len(set(plain)) == 1
+        facts = served("ragcache", materials)["facts"]
+        assert facts["speculations"] >= facts["right"] > 0
+        assert facts["prompt_tokens"] >= plain[0]
+
+    def test_tell_what_is_one_stage_ahead_from_what_is_two(self, materials: Materials) -> None:
+        near, far = (served(system, materials)["facts"] for system in ("hedra-across", "hedra"))
+        assert near["near_speculations"] == near["speculations"] > 0
+        assert 0 < far["near_speculations"] < far["speculations"]
+        for facts in (near, far):
+            assert facts["near_right"] <= facts["near_speculations"]
+            assert facts["search_right"] <= facts["search_speculations"] > 0
+
+    def test_take_the_same_times_in_every_run(self, materials: Materials) -> None:
+        assert served("hedra", materials) == served("hedra", materials)
+
+    def test_scan_on_a_gpu_where_that_is_faster(self, materials: Materials) -> None:
+        pytest.importorskip("torch")
+        plain, fast, slow = (
+            served(system, materials, nprobe=512, fast=0.4, fast_ns=fast_ns)
+            for system, fast_ns in (("hedra", 1.6), ("hedra+fast", 1.6), ("hedra+fast", 1e4))
+        )
+        shares = [found["facts"]["fast_share"] for found in (plain, slow, fast)]
+        assert shares[0] == 0 and shares == sorted(shares) and shares[2] > 0.1
+        assert np.mean(fast["rows"]["latency_s"]) < np.mean(plain["rows"]["latency_s"])
+        assert "fast_share" not in served("hedra+fast", materials)["facts"]
+
+    def test_send_the_most_cached_generation_next(self, materials: Materials) -> None:
+        """On a cache of a few prompts, with eight requests at a time on the engine."""
+        for system in ("hedra+order", "hedra+line", "hedra+next"):
+            found = served(system, materials, "one_shot", model="opt-30b", top_k=3)
+            assert len(found["rows"]["latency_s"]) == REQUESTS
+            assert found["facts"]["computed_tokens"] < found["facts"]["prompt_tokens"]
+
+    def test_wait_for_their_batch_or_not(self, materials: Materials) -> None:
+        lockstep, batched, dealt, cut = (
+            np.mean(served(name, materials)["rows"]["latency_s"])
+            for name in ("langchain", "flashrag", "dealt", "pieces")
+        )
+        assert max(dealt, cut) < min(batched, lockstep)
+
+
+class TestWhereTheEngineIsTheBottleneck:
+    """Prompts take most of the time, as on a CPU, and a search a fraction of one: there is nothing to overlap."""
+
+    @pytest.fixture(autouse=True)
+    def slow_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        costs = EngineCosts(10e-3, 1e-3, 1.5e-6, capacity_tokens=32_768, token_budget=512, max_requests=64)
+        monkeypatch.setitem(MODELS, "cpu", costs)
+        search = SearchCosts(code_s=1e-7, vectors=300_000, clusters=512, busy_cores=1, piece_s=2e-4)
+        monkeypatch.setattr(measuring, "SEARCH", search)
+
+    def mean_s(self, system: System, materials: Materials, workflow: str) -> float:
+        cell = WorkflowsCell(workflow=workflow, model="cpu", cores=1, top_k=5, nprobe=2048)
+        at_s = [arrival.at_s for arrival in poisson_arrivals(0.7, 40, 0)]
+        found = run_virtual(serve(system, cell, materials, at_s, [workflow] * len(at_s)))
+        return float(np.mean(found["rows"]["latency_s"]))
+
+    @pytest.mark.parametrize("workflow", ["irg", "multistep"])
+    def test_speculation_costs_at_most_three_percent_and_ordering_gains(
+        self, materials: Materials, workflow: str
+    ) -> None:
+        stages = self.mean_s(System("stage by stage", "alone"), materials, workflow)
+        assert self.mean_s(SYSTEMS["hedra"], materials, workflow) < 1.03 * stages
+        assert self.mean_s(SYSTEMS["hedra+order"], materials, workflow) < stages / 1.1
+
+
+class TestSuites:
+    def test_name_known_workflows(self) -> None:
+        assert WorkflowsCell(workflow="multistep+one_shot").workflow == "multistep+one_shot"
+        with pytest.raises(SuiteError, match="multistep"):
+            WorkflowsCell.read({"workflow": "multistop"}, "mine")
+
+    @pytest.mark.parametrize(
+        "name", ["serving", "offline", "mixed", "models", "ordering", "speculation", "next", "fast"]
+    )
+    def test_are_there(self, name: str) -> None:
+        suite = load_suites()[f"hedra-{name}"]
+        assert suite.short_form is not None
+        assert len(suite.short_form.cells) < len(suite.cells)
+
+
+def record(policy: str, rate: float, latency_s: float, **facts: Any) -> WorkflowsRecord:
+    known = {"total_s": 10 * latency_s, "prompt_tokens": 100, "computed_tokens": 40}
+    return WorkflowsRecord(
+        suite="mine",
+        cell={"workflow": "irg", "nprobe": 512, "rate": rate},
+        policy=policy,
+        rows={"latency_s": [latency_s] * 4, "workflow": ["irg"] * 4},
+        facts=known | facts,
+    )
+
+
+def texts(table: Any) -> list[list[str]]:
+    return [[f"{entry.text} ({entry.note})" if entry.note else entry.text for entry in row] for row in table.rows]
+
+
+class TestTheReport:
+    def part(self, chart: str, *records: WorkflowsRecord) -> Any:
+        suite = Suite.unlisted("mine").model_copy(update={"report": Display(chart=chart)})
+        return make_part(suite, Results(Path(), records=list(records)))
+
+    def test_has_rates_at_ten_seconds_and_latencies(self) -> None:
+        records = [record("flashrag", 1, 5), record("flashrag", 2, 15), record("hedra", 1, 1), record("hedra", 2, 5)]
+        rates, times, latencies, cached = self.part("serving", *records).tables
+        assert texts(rates) == [["irg, nprobe 512", "1.5", "> 2"]]
+        assert texts(times)[0][1:] == ["1.00", "3.00 to 5.00"]
+        assert texts(latencies)[1] == ["ours", "1.00 (1.00)", "5.00 (5.00)"]
+        assert texts(cached)[0][1:] == ["60.0", "60.0"]
+
+    def test_has_times_offline(self) -> None:
+        table, _ = self.part("offline", record("flashrag", 0, 3), record("hedra", 0, 2)).tables
+        assert texts(table) == [["irg, nprobe 512", "30.0 (1.50 of ours)", "20.0"]]
+
+    def test_has_the_odds_of_speculations(self) -> None:
+        records = [
+            record("ralmspec", 1, 3, speculations=10, right=5),
+            record("ragcache", 1, 2, speculations=8, right=8),
+            record("hedra", 1, 1, speculations=0, right=0),
+        ]
+        (table,) = self.part("speculation", *records).tables
+        assert [row[1] for row in texts(table)] == ["2.00 (100.0 %)", "3.00 (50.0 %)", "1.00", "2.00"]
+
+    def test_has_what_was_right_of_what_ran_ahead_of_need(self) -> None:
+        known = {"speculations": 10, "right": 5, "near_speculations": 4, "near_right": 3}
+        records = [
+            record("ralmspec", 1, 3, **known, search_speculations=0, search_right=0),
+            record("hedra", 1, 1, **known, search_speculations=8, search_right=2),
+        ]
+        _, table = self.part("speculation", *records).tables
+        assert texts(table) == [
+            ["irg, nprobe 512: local cache alone (RaLMSpec)", "50.0", "75.0", "–"],
+            ["irg, nprobe 512: ours", "50.0", "75.0", "25.0"],
+        ]
+
+    def test_compares_with_its_baseline(self) -> None:
+        records = [
+            record("hedra", 1, 6),
+            record("hedra+fast", 1, 3, fast_share=0.25),
+            record("hedra", 2, 8),
+            record("hedra+fast", 2, 4, fast_share=0.75),
+        ]
+        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
+        table, _ = make_part(suite, Results(Path(), records=records)).tables
+        assert list(table.headings) == ["", "1/s", "2/s"]
+        assert texts(table) == [
+            ["ours", "6.00", "8.00"],
+            ["ours, a GPU beside the cores", "3.00 (2.00, 2.00)", "4.00 (2.00, 2.00)"],
+            ["on the GPU, % of the vectors scanned", "25.0", "75.0"],
+        ]
+
+    def test_tells_settings_of_the_gpu_apart(self) -> None:
+        lines = [
+            WorkflowsRecord(
+                suite="mine",
+                cell={"workflow": "irg", "rate": 1.0, "fast": 0.2, "fast_ns": fast_ns},
+                policy="hedra",
+                rows={"latency_s": [1.0], "workflow": ["irg"]},
+                facts={"total_s": 1.0, "prompt_tokens": 1, "computed_tokens": 1},
+            )
+            for fast_ns in (1.6, 100.0)
+        ]
+        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
+        one, other, _ = make_part(suite, Results(Path(), records=lines)).tables
+        assert "20 % on the GPU at 1.6 ns a vector" in one.title
+        assert "20 % on the GPU at 100.0 ns a vector" in other.title
+
+    def test_says_which_costs_are_guesses(self) -> None:
+        (said,) = self.part("serving", record("hedra", 1, 1)).words
+        assert "Guessed" in said
