@@ -22,11 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, attend_at, merge
 from ragorder.kernels.attention.launch import INTERPRETED, constants, options
-from ragorder.kernels.attention.sparse_kernel import attend_at
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, ROWS, Tile, choose_tile
-from ragorder.kernels.attention.tiles import ANYWHERE, CHANGING
 
 __all__ = ["Compiled", "Variant", "compile_variant", "main", "merge_resources", "variants"]
 

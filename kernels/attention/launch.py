@@ -12,9 +12,8 @@ import triton
 from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch
-from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.kernel import attend, attend_at, merge
 from ragorder.kernels.attention.ranges import Ranges
-from ragorder.kernels.attention.sparse_kernel import attend_at
 from ragorder.kernels.attention.table import (
     SCATTERED_ROWS,
     Tile,

@@ -9,14 +9,13 @@ from itertools import chain
 
 import torch
 
-from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
+from ragorder.kernels.cache.contents import Contents, CopyKind, DocumentIndex
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
-from ragorder.kernels.cache.document_index import DocumentIndex
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import BlockTables, Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
+from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.resizing import PoolSizes, load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment

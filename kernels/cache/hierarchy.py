@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise
 
-from ragorder.kernels.cache.contents import CopyLocation
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
+from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.trie.policies import AwaitedNodes

@@ -6,13 +6,14 @@ import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.paging import BlockPool
 from ragorder.trie.policies import TierNode
 
-__all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
+__all__ = ["CachedNode", "CopyLocation", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 
 _logger = logging.getLogger("ragorder.kernels")
 
@@ -35,6 +36,15 @@ class CopyState(Enum):
     READY = auto()
     GONE = auto()
     """Removed from the tree; leases may still hold its blocks."""
+
+
+class CopyLocation(NamedTuple):
+    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
+
+    key: bytes
+    parent: bytes | None
+    start: int
+    tokens: int
 
 
 @dataclass(slots=True, eq=False, repr=False)

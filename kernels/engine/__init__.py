@@ -13,7 +13,6 @@ except ImportError as error:
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
-from ragorder.kernels.engine.loading import ModelLoadError
 from ragorder.kernels.engine.request import (
     Completion,
     DeviceLostError,
@@ -26,9 +25,10 @@ from ragorder.kernels.engine.request import (
     Update,
 )
 from ragorder.kernels.engine.stats import TBT_BOUNDS_S, EngineStats
-from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.models.loading import ModelLoadError
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = [
     "TBT_BOUNDS_S",

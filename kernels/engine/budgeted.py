@@ -15,7 +15,11 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig
 
 from ragorder.kernels.cache import KnowledgeCache
-from ragorder.kernels.engine.loading import (
+from ragorder.kernels.engine.request import fault_of
+from ragorder.kernels.engine.scheduler import Scheduler
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.loading import (
     ModelLoadError,
     check_loaded,
     first_line,
@@ -23,16 +27,12 @@ from ragorder.kernels.engine.loading import (
     pick_device,
     progress_on_terminals,
 )
-from ragorder.kernels.engine.model import PatchedModel, wanted_tokens
-from ragorder.kernels.engine.request import fault_of
-from ragorder.kernels.engine.scheduler import Scheduler
-from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.support import UnsupportedModelError, check_model, longest_exact_length
-from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.model import PatchedModel, wanted_tokens
+from ragorder.kernels.models.support import UnsupportedModelError, check_model, longest_exact_length
 from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
-from ragorder.kernels.offload.footprint import Footprint, decoder_layers, footprint, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
+from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
@@ -57,11 +57,11 @@ class StreamedModel:
 
     model: Any
     streamer: LayerStreamer
-    weights: Footprint
+    weights: ModelMemory
 
 
 def _plan_streamed(
-    model: Any, settings: EngineSettings, weights: Footprint, shape: KVShape | None = None, slot: int = 0
+    model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
     """Plan a model (possibly on the meta device) within `device_bytes` and `host_bytes`.
 
@@ -367,7 +367,7 @@ def _load(
     dtype = _dtype_of(config, checkpoint, settings)
     empty = skeleton(config, dtype)
     check_model(empty)
-    size = footprint(config, dtype)
+    size = ModelMemory.of(config, dtype)
     _plan_streamed(empty, settings.model_copy(update={"device": str(device)}), size)
     prefix, layers = decoder_layers(empty)
     found = CheckpointMap(empty, prefix, layers, checkpoint)

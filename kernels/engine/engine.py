@@ -14,14 +14,10 @@ from typing import Any, Self
 import torch
 
 from ragorder.kernels.cache import TierTokens
-from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
 from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.idle import IdleBuilder
-from ragorder.kernels.engine.loading import load_model, load_tokenizer
-from ragorder.kernels.engine.model import PatchedModel, cache_maker, device_blocks
-from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -33,8 +29,7 @@ from ragorder.kernels.engine.request import (
     UpdateQueues,
     fault_of,
 )
-from ragorder.kernels.engine.runner import ModelRunner
-from ragorder.kernels.engine.sampling import SampledToken
+from ragorder.kernels.engine.runner import ModelRunner, SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import KeptQuestions
@@ -43,6 +38,10 @@ from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.loading import load_model, load_tokenizer
+from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
+from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement

@@ -9,9 +9,9 @@ from ragorder.kernels.engine.request import Request
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import KeptQuestions, TokenSelecting
 from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.fusion.assemble import Assembler, Rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.support import UnsupportedModelError, text_config
 
 __all__ = ["Fuser", "check_fusion"]
 

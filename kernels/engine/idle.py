@@ -17,15 +17,14 @@ from ragorder.kernels.cache import (
     Segment,
     segments_of,
 )
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.sequence import Positions, Sequence
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.fusion.assemble import Assembler, Rows
-from ragorder.kernels.fusion.document_kv import as_blocks, moved_rows, read_rows
+from ragorder.kernels.fusion.assemble import Assembler, Rows, as_blocks, moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.store.variants import variant_key
 
 __all__ = ["BuildQueue", "IdleBuilder"]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention
 from ragorder.kernels.attention.weights import Keys, Queries, attention_received
-from ragorder.kernels.engine.attention import PagedLayers, PagedStep, StepAttention
-from ragorder.kernels.engine.batch import Forward, ForwardEnded, Piece, pack
 from ragorder.kernels.engine.sequence import Positions
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Measurements, Needs
+from ragorder.kernels.models.attention import PagedLayers, PagedStep, StepAttention
+from ragorder.kernels.models.batch import Forward, ForwardEnded, Piece, pack
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "read_question"]

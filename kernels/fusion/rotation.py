@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = ["Rope", "Rotation", "Turn"]
 

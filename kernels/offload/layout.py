@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, TensorEntry
-from ragorder.kernels.unsupported import UnsupportedModelError
 
 __all__ = ["CheckpointMap", "LayerLayout", "Parameter", "Piece"]
 

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ragorder.common.lru_cache import LRUCache
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.loading import load_model
-from ragorder.kernels.engine.model import PatchedModel, device_blocks
-from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.loading import load_model
+from ragorder.kernels.models.model import PatchedModel, device_blocks
+from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.preprocessing.copies import CopyStore
-from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument
+from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument, drop_copies, remove_documents
 from ragorder.kernels.preprocessing.neighbours import Neighbours
 from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
-from ragorder.kernels.preprocessing.removal import drop_copies, remove_documents
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 
 __all__ = ["BuildError", "Built", "Estimate", "FusionBuilder", "SourceDocument"]

@@ -12,7 +12,7 @@ import torch
 from ragorder.errors import RagorderError
 from ragorder.kernels.cache.disk import store_identity
 from ragorder.kernels.cache.segments import segments_of
-from ragorder.kernels.fusion.document_kv import as_blocks
+from ragorder.kernels.fusion.assemble import as_blocks
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile

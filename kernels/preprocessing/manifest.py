@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,18 @@ from urllib.parse import quote
 
 from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.kernels.store.variants import variant_key
+from ragorder.kernels.store import ChunkStore
+from ragorder.kernels.store.variants import variant_content, variant_key
 
-__all__ = ["BuildError", "Manifest", "ManifestError", "NoBuildError", "PlannedDocument"]
+__all__ = [
+    "BuildError",
+    "Manifest",
+    "ManifestError",
+    "NoBuildError",
+    "PlannedDocument",
+    "drop_copies",
+    "remove_documents",
+]
 
 _NAME = "documents.sqlite"
 _FORMAT = 1
@@ -231,3 +240,23 @@ def _reason(error: Exception) -> str:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)
+
+
+def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:
+    """Remove documents, and their KV unless others with the same tokens need it.
+
+    Raises BuildError for unknown ids, changing nothing, and for files that cannot be removed.
+    """
+    names = list(dict.fromkeys(ids))
+    for name in names:
+        if manifest.find(name) is None:
+            raise BuildError(f"the build has no document {name!r}: nothing was removed")
+    drop_copies(store, manifest.contents_only_of(names))
+    manifest.remove(names)
+
+
+def drop_copies(store: ChunkStore, contents: Container[bytes]) -> None:
+    """Remove all KV of these contents. Raises BuildError for files that cannot be removed."""
+    for key in store:
+        if variant_content(key) in contents and not store.remove(key):
+            raise BuildError("a file of the build cannot be removed: make its folder writable, and try again")

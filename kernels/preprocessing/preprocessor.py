@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.fused import check_fusion
-from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.fusion.document_kv import moved_rows, read_rows
+from ragorder.kernels.fusion.assemble import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 from ragorder.kernels.preprocessing.manifest import BuildError
 

@@ -25,9 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.rings import examples
 
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
-from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.format import BadHeaderError, ChunkName, Header
 from ragorder.kernels.store.scan import stored_bytes
+from ragorder.kernels.store.store import CircuitBreaker
 from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_policy
 
 IDENTITY = "a model"

@@ -19,8 +19,8 @@ from ragorder.kernels.offload import Checkpoint, LayerStore, buffers, feeder
 from ragorder.kernels.offload.buffers import LayerBuffer
 from ragorder.kernels.offload.checkpoint import TensorEntry
 from ragorder.kernels.offload.feeder import Feeder
-from ragorder.kernels.offload.footprint import decoder_layers, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
+from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
 from ragorder.kernels.offload.ring import LayerRing, Slot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

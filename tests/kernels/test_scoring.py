@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragorder.kernels.engine import EngineSettings
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 
 pytestmark = pytest.mark.merge

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine
 from ragorder.kernels.offload import LayerReadError, Residency, buffers
-from ragorder.kernels.offload.footprint import decoder_layers
+from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 
 pytestmark = pytest.mark.merge

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["KVSequence"]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ragorder.kernels.decoder_shape import ROWS, DecoderShape
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = ["Footprint", "decoder_layers", "footprint", "skeleton"]
 

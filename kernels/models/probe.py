@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ragorder.kernels.engine.attention import IMPLEMENTATION, PagedLayers
-from ragorder.kernels.engine.batch import Forward, Piece, pack
-from ragorder.kernels.engine.support import UnsupportedModelError, text_config
+from ragorder.kernels.models.attention import IMPLEMENTATION, PagedLayers
+from ragorder.kernels.models.batch import Forward, Piece, pack
+from ragorder.kernels.models.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 
 __all__ = ["AttentionShape", "observe", "verify"]

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.errors import RagorderError
 
 __all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text_config"]
+
+
+class UnsupportedModelError(RagorderError, ValueError):
+    """A model cannot be served exactly, or cannot reuse documents' KV at other positions; the message has the
+    reasons."""
+
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
-from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "ScatteredRows", "StepAttention", "register"]

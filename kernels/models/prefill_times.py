@@ -19,11 +19,11 @@ import torch
 import transformers
 
 import ragorder
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.identity import ORIGIN, device_name
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.attention import PagedLayers
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.identity import ORIGIN, device_name
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool, KVShape, make_transfers
 from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, LoadTimes, measure_short_loads, measure_short_profile

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ragorder.kernels.attention import PackedBatch
-from ragorder.kernels.engine.attention import STEP, PagedLayers, PagedStep, ScatteredRows, StepAttention
+from ragorder.kernels.models.attention import STEP, PagedLayers, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
 
 __all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack"]

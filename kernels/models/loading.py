@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as bars
 
 from ragorder.errors import RagorderError
-from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = [
     "ModelLoadError",

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache
-from ragorder.kernels.engine.attention import IMPLEMENTATION, register
-from ragorder.kernels.engine.batch import Forward
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.loading import pick_device
-from ragorder.kernels.engine.probe import observe, verify
-from ragorder.kernels.engine.support import check_model, longest_exact_length
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.offload.footprint import decoder_layers
+from ragorder.kernels.models.attention import IMPLEMENTATION, register
+from ragorder.kernels.models.batch import Forward
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.loading import pick_device
+from ragorder.kernels.models.probe import observe, verify
+from ragorder.kernels.models.support import check_model, longest_exact_length
+from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape
 from ragorder.trie.profile import PrefillProfile

@@ -1,0 +1,1 @@
+"""Transformers models: loading, checks, and attention over paged KV."""
