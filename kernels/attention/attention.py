@@ -1,4 +1,4 @@
-"""Attention of new tokens to a paged prefix and to themselves."""
+"""Attention of a step's rows over a paged cache, in Triton or torch."""
 
 from __future__ import annotations
 
@@ -15,66 +15,130 @@ from torch import Tensor
 from ragorder.kernels.attention.batch import PackedBatch
 from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
-from ragorder.kernels.attention.torch_backend import torch_attention, torch_sparse_attention
+from ragorder.kernels.attention.torch_backend import Rule, torch_attention, torch_sparse_attention
 
-__all__ = [
-    "DTYPES",
-    "Backend",
-    "check_caches",
-    "check_numbers",
-    "check_tensors",
-    "choose_backend",
-    "merge_attention",
-    "prefix_attention",
-    "sparse_attention",
-]
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
-    """Check dtypes and devices against `q`, and dimensions: 4 for names that end in "cache", else 3."""
-    q = named["q"]
-    if q.dtype not in DTYPES:
-        raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, DTYPES))}")
-    for name, tensor in named.items():
-        wanted = 4 if name.endswith("cache") else 3
-        if tensor.dim() != wanted:
-            raise ValueError(f"{name} has {tensor.dim()} dimensions: give {wanted}")
-        if tensor.dtype is not q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}: give one dtype")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: give all on one device")
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} must be contiguous")
-    if batch.query_starts.device != q.device:
-        raise ValueError(f"batch is on {batch.query_starts.device}, q on {q.device}: give all on one device")
-
-
-def check_caches(q: Tensor, kv_heads: int, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch) -> None:
-    if key_cache.shape != value_cache.shape or key_cache.shape[2:] != (kv_heads, q.shape[2]):
-        raise ValueError(
-            f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be"
-            f" (blocks, block size, {kv_heads}, {q.shape[2]})"
-        )
-    if not kv_heads or q.shape[1] % kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {kv_heads} KV heads evenly")
-    if batch.block_tables.shape[1] * key_cache.shape[1] < batch.longest_context:
-        raise ValueError(
-            f"block_tables has {batch.block_tables.shape[1]} blocks of {key_cache.shape[1]} tokens: too few for a"
-            f" context of {batch.longest_context}"
-        )
-
-
-def check_numbers(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(f"{name} is {number}: give a positive number, or None")
-
+__all__ = ["Backend", "choose_backend", "merge_attention", "prefix_attention", "sparse_attention"]
 
 Backend = Literal["auto", "triton", "torch"]
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 _log = logging.getLogger("ragorder.kernels.attention")
+
+
+def prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return the attention (T, query heads, D) of new tokens to their cached context and causally to themselves.
+
+    - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
+    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
+    - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
+    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes (logged once).
+
+    No gradients. Raises ValueError for unsupported arguments.
+    """
+    _check_tensors({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, batch)
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} have shapes that do not match")
+    _check_caches(q, k.shape[1], key_cache, value_cache, batch)
+    _check_numbers(scale=scale, window=window, softcap=softcap)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if not q.numel():
+        return torch.empty_like(q)
+    if choose_backend(backend, q, key_cache) == "torch":
+        return torch_attention(q, k, v, (key_cache, value_cache), batch, Rule(scale, window, softcap))
+
+    from ragorder.kernels.attention.launch import triton_attention
+
+    return triton_attention(q, k, v, key_cache, value_cache, batch, scale, window, softcap)
+
+
+@overload
+def sparse_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch, positions: Tensor, *,
+    low: Tensor | None = ..., high: Tensor | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    lse: Literal[False] = ..., backend: Backend = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def sparse_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch, positions: Tensor, *,
+    low: Tensor | None = ..., high: Tensor | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    lse: Literal[True], backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def sparse_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    positions: Tensor,
+    *,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the attention (T, query heads, D) of rows at any positions to ranges of their requests' keys.
+
+    FusionRAG's Q-Sparse-Attn (section 4.3), without windows. As `prefix_attention`, but:
+
+    - The caches already have the rows' own keys, and `batch.context_lengths` count every key of a request.
+    - `positions` int32 (T,), fastest if ascending per request. Row t attends to keys from `low[t]` to before `high[t]`,
+      int32 (T,); by default from 0 to its own position. Keys before a request's greatest `high` must have been written.
+    - `lse`: also return each row's log-sum-exp, float32 (T, query heads). A row without keys has 0 and -inf.
+
+    Pass the same `positions`, `low` and `high` objects to all layers of a step: `batch` caches values derived from
+    them.
+    """
+    _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
+    _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
+    _check_numbers(scale=scale, softcap=softcap)
+    for name, tensor in (("positions", positions), ("low", low), ("high", high)):
+        if tensor is not None and (tensor.dtype is not torch.int32 or tensor.shape != q.shape[:1]):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give torch.int32 ({len(q)},)")
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: give all on one device")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    chosen = choose_backend(backend, q, key_cache)
+    if not q.numel():
+        empty = torch.empty_like(q)
+        return (empty, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if lse else empty
+    ranges = Ranges.of(batch, positions, low, high)
+    if chosen == "torch":
+        rule = Rule(scale, None, softcap)
+        found, weight = torch_sparse_attention(q, (key_cache, value_cache), batch, ranges, rule, lse)
+    else:
+        from ragorder.kernels.attention.launch import triton_sparse_attention
+
+        found, weight = triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap, lse)
+    return found if weight is None else (found, weight)
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """Return the attention over the union of disjoint key ranges, from `sparse_attention`'s results per range.
+
+    `outs` (T, query heads, D), `lses` (T, query heads). A row without keys gets 0.
+    """
+    weights = torch.stack(tuple(lses))
+    top = weights.amax(0)
+    weights = (weights - top.masked_fill(top == -math.inf, 0)).exp()
+    total = weights.sum(0)
+    weights /= total.masked_fill(total == 0, 1)
+    parts = (out.float() * weight[..., None] for out, weight in zip(outs, weights, strict=True))
+    merged: Tensor = reduce(torch.add, parts)
+    return merged.to(outs[0].dtype)
 
 
 def choose_backend(backend: Backend, q: Tensor, key_cache: Tensor) -> Literal["triton", "torch"]:
@@ -114,140 +178,41 @@ def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None
     return lacking
 
 
-def prefix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Return the attention (T, query heads, D) of new tokens to their cached context and causally to themselves.
-
-    - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
-    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
-    - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes (logged once).
-
-    No gradients. Raises ValueError for unsupported arguments.
-    """
-    check_tensors({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, batch)
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} have shapes that do not match")
-    check_caches(q, k.shape[1], key_cache, value_cache, batch)
-    check_numbers(scale=scale, window=window, softcap=softcap)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not q.numel():
-        return torch.empty_like(q)
-    if choose_backend(backend, q, key_cache) == "torch":
-        return torch_attention(q, k, v, key_cache, value_cache, batch, scale, window, softcap)
-
-    from ragorder.kernels.attention.launch import triton_attention
-
-    return triton_attention(q, k, v, key_cache, value_cache, batch, scale, window, softcap)
-
-
-@overload
-def sparse_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    positions: Tensor,
-    *,
-    low: Tensor | None = ...,
-    high: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    lse: Literal[False] = ...,
-    backend: Backend = ...,
-) -> Tensor: ...
-
-
-@overload
-def sparse_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    positions: Tensor,
-    *,
-    low: Tensor | None = ...,
-    high: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    lse: Literal[True],
-    backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-def sparse_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    positions: Tensor,
-    *,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the attention (T, query heads, D) of rows at any positions to ranges of their requests' keys.
-
-    - `q` (T, query heads, D): rotated, packed as in `batch`; fastest with ascending positions per request.
-    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1, already with the rows' own keys.
-      `batch.context_lengths` count every key of a request.
-    - `positions` int32 (T,). Row t attends to keys from `low[t]` to before `high[t]`, int32 (T,); by default from 0 to
-      its own position. Keys before a request's greatest `high` must have been written.
-    - `lse`: also return each row's log-sum-exp, float32 (T, query heads). A row without keys has 0 and -inf.
-    - `scale`, `softcap`, `backend`: as in `prefix_attention`. There are no windows.
-
-    Pass the same `positions`, `low` and `high` objects to all layers of a step: `batch` caches values derived from
-    them. No gradients. Raises ValueError for unsupported arguments.
-    """
-    check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
-    check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
-    check_numbers(scale=scale, softcap=softcap)
-    for name, tensor in (("positions", positions), ("low", low), ("high", high)):
-        if tensor is not None and (tensor.dtype is not torch.int32 or tensor.shape != q.shape[:1]):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give torch.int32 ({len(q)},)")
-        if tensor is not None and tensor.device != q.device:
+def _check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
+    """Check dtypes and devices against `q`, and dimensions: 4 for names that end in "cache", else 3."""
+    q = named["q"]
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, _DTYPES))}")
+    for name, tensor in named.items():
+        wanted = 4 if name.endswith("cache") else 3
+        if tensor.dim() != wanted:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions: give {wanted}")
+        if tensor.dtype is not q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}: give one dtype")
+        if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: give all on one device")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    chosen = choose_backend(backend, q, key_cache)
-    if not q.numel():
-        empty = torch.empty_like(q)
-        return (empty, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if lse else empty
-    ranges = Ranges.of(batch, positions, low, high)
-    if chosen == "torch":
-        found, weight = torch_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap, lse)
-    else:
-        from ragorder.kernels.attention.launch import triton_sparse_attention
-
-        found, weight = triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap, lse)
-    return found if weight is None else (found, weight)
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous")
+    if batch.query_starts.device != q.device:
+        raise ValueError(f"batch is on {batch.query_starts.device}, q on {q.device}: give all on one device")
 
 
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Return the attention over the union of disjoint key ranges.
+def _check_caches(q: Tensor, kv_heads: int, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch) -> None:
+    if key_cache.shape != value_cache.shape or key_cache.shape[2:] != (kv_heads, q.shape[2]):
+        raise ValueError(
+            f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be"
+            f" (blocks, block size, {kv_heads}, {q.shape[2]})"
+        )
+    if not kv_heads or q.shape[1] % kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {kv_heads} KV heads evenly")
+    if batch.block_tables.shape[1] * key_cache.shape[1] < batch.longest_context:
+        raise ValueError(
+            f"block_tables has {batch.block_tables.shape[1]} blocks of {key_cache.shape[1]} tokens: too few for a"
+            f" context of {batch.longest_context}"
+        )
 
-    `outs` (T, query heads, D) and `lses` (T, query heads) are `sparse_attention`'s results per range. A row without
-    keys gets 0.
-    """
-    weights = torch.stack(tuple(lses))
-    top = weights.amax(0)
-    weights = (weights - top.masked_fill(top == -math.inf, 0)).exp()
-    total = weights.sum(0)
-    weights /= total.masked_fill(total == 0, 1)
-    merged: Tensor = reduce(
-        torch.add, (out.float() * weight[..., None] for out, weight in zip(outs, weights, strict=True))
-    )
-    return merged.to(outs[0].dtype)
+
+def _check_numbers(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise ValueError(f"{name} is {number}: give a positive number, or None")

@@ -1,10 +1,16 @@
-"""Attention in torch: reference, and backend on CPUs."""
+"""Attention in torch: reference, and backend on CPUs.
+
+Without cached keys torch's causal attention is used, with no mask or copy. Otherwise a request's keys, cached and new,
+are gathered, and its queries are processed in chunks. One mask per step, cut to size, serves all chunks, requests and
+layers. Decoding requests of similar length are batched.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ragorder.kernels.attention.batch import PackedBatch, Span
 from ragorder.kernels.attention.ranges import Chunk, Ranges
 
-__all__ = ["Rule", "attend", "attend_with_weight", "product", "torch_attention", "torch_sparse_attention"]
+__all__ = ["Rule", "torch_attention", "torch_sparse_attention"]
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: it reads a mask in words of 16 bytes from any address, a CUDA error that persists in the process."""
@@ -22,88 +28,68 @@ _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 _MASK_ALIGNMENT = 8
 """Numbers. A mask's rows begin at multiples on a GPU, as some backends read words without checking."""
 
+_CHUNK = 256
+"""Rows per chunk; masked keys are computed too."""
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+_SLACK_TOKENS = 64
+"""Padding that costs less than another call; for long contexts, an eighth of their length."""
+
+_SCORES = 1 << 24
+"""Scores per chunk where torch's own attention is not used: 64 MiB."""
+
+
+class Rule(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
-    new, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    if new == 1 and mask is None:
-        # Each head of a group is a query of its one KV head and sees all keys.
-        q = q.view(1, kv_heads, group, head_dim)
-        found = product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
-        return found.reshape(1, heads, head_dim)
-    # A group shares its keys by a stride of 0. KV heads are the batch, so that no backend needs to support groups.
-    q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
-    k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
-    found = product(q, k, v, mask, rule, causal=causal)
-    return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
+Caches = tuple[Tensor, Tensor]
+"""A layer's keys and values: (blocks, block size, KV heads, D)."""
 
 
-def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """(batch, heads, n, D). In float32 with a softcap, which torch's own function lacks."""
-    if rule.softcap is None:
-        if not q.is_cuda:
-            return _sdpa(q, k, v, mask, rule, causal)
-        with sdpa_kernel(_ON_GPU):
-            return _sdpa(q, k, v, None if mask is None else _aligned(mask), rule, causal)
-    scores = _scores(q.float(), k.float(), rule)
-    if mask is not None:
-        scores += mask
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, rule: Rule) -> Tensor:
+    spans, window = batch.spans, rule.window
+    if len(spans) == 1:
+        return _one(q, k, v, caches, batch, 0, rule)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    block_size = caches[0].shape[1]
+    together: set[int] = set()
+    for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
+        together.update(rows)
+        make = partial(_decoding, batch, rows, window, block_size, q.dtype)
+        group = batch.memo(("decoding", rows[0], window, block_size, q.dtype), make)
+        out[group.tokens] = _decode(q, k, v, caches, group, rule)
+    for row, (begin, end, _) in enumerate(spans):
+        if row not in together and begin < end:
+            out[begin:end] = _one(q[begin:end], k[begin:end], v[begin:end], caches, batch, row, rule)
+    return out
 
 
-def attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """As `attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
-    new, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    queries = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).reshape(kv_heads, group * new, head_dim)
-    keys, values = (each.transpose(0, 1).float() for each in (k, v))
-    scores = _scores(queries.float(), keys, rule)
-    if mask is not None:
-        scores.view(kv_heads, group, *mask.shape).add_(mask)
-    top = scores.amax(-1, keepdim=True)
-    shares = scores.sub_(top.masked_fill(top == -math.inf, 0)).exp_()
-    total = shares.sum(-1, keepdim=True)
-    found = torch.matmul(shares, values).div_(total.masked_fill(total == 0, 1))
-    found = found.view(kv_heads, group, new, head_dim).permute(2, 0, 1, 3)
-    weight = top + total.log()
-    weight = weight.view(heads, new).T
-    return found.reshape(new, heads, head_dim).to(q.dtype), weight
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:
-    found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
-    return found
-
-
-def _aligned(mask: Tensor) -> Tensor:
-    """Copy a mask, cut out of the step's mask, into aligned rows."""
-    width = mask.shape[-1]
-    padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
-    return padded[..., :width].copy_(mask)
-
-
-def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
-    scores = torch.matmul(q, k.transpose(-1, -2))
-    if rule.softcap is None:
-        return scores.mul_(rule.scale)
-    return scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
-
-
-_CHUNK = 256
-"""Queries per chunk; masked keys are computed too."""
-
-_SLACK_TOKENS = 64
-"""Padding that costs less than another call; for long contexts, an eighth of their length."""
+def torch_sparse_attention(
+    q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, rule: Rule, lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    rows = _CHUNK
+    if lse or rule.softcap is not None:
+        rows = max(1, min(_CHUNK, _SCORES // (q.shape[1] * max(1, batch.longest_context))))
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    weight = torch.full(q.shape[:2], -math.inf, device=q.device) if lse else None
+    for request, chunks in enumerate(ranges.chunks(batch, rows)):
+        if not chunks:
+            continue
+        first, last = min(chunk.first for chunk in chunks), max(chunk.last for chunk in chunks)
+        table = batch.block_tables[request]
+        keys, values = (_gather(cache, table, first, last) for cache in caches)
+        for chunk in chunks:
+            own, seen = slice(chunk.begin, chunk.end), slice(chunk.first - first, chunk.last - first)
+            mask, blind = (None, None) if chunk.whole else _range_mask(chunk, ranges, q.dtype)
+            if weight is None:
+                found = _attend(q[own], keys[seen], values[seen], mask, rule)
+                # torch versions differ in their values for rows without keys.
+                out[own] = found if blind is None else found.masked_fill(blind[:, None, None], 0)
+            else:
+                out[own], weight[own] = _attend_with_weight(q[own], keys[seen], values[seen], mask, rule)
+    return out, weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,43 +112,7 @@ class _Decoding:
     """int64: indices of hidden keys in R x L."""
 
 
-# Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
-# gathered, and its queries are processed in chunks. One mask per step, cut to size, serves all chunks, requests and
-# layers. Decoding requests of similar length are batched.
-
-
-def torch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    rule, caches = Rule(scale, window, softcap), (key_cache, value_cache)
-    spans = batch.spans
-    if len(spans) == 1:
-        return _one(q, k, v, caches, batch, 0, rule)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_size = key_cache.shape[1]
-    together: set[int] = set()
-    for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
-        together.update(rows)
-        make = partial(_decoding, batch, rows, window, block_size, q.dtype)
-        group = batch.memo(("decoding", rows[0], window, block_size, q.dtype), make)
-        out[group.tokens] = _decode(q, k, v, caches, group, rule)
-    for row, (begin, end, _) in enumerate(spans):
-        if row not in together and begin < end:
-            out[begin:end] = _one(q[begin:end], k[begin:end], v[begin:end], caches, batch, row, rule)
-    return out
-
-
-def _one(
-    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: Rule
-) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, row: int, rule: Rule) -> Tensor:
     new, context, window = len(q), batch.spans[row][2], rule.window
     # Key 0 is the first of the block in which the window begins.
     first = 0 if window is None else max(0, context + 1 - window)
@@ -174,14 +124,14 @@ def _one(
             for cache, own in zip(caches, (k, v), strict=True)
         )
     elif rule.softcap is None and (window is None or window >= new):
-        return attend(q, k, v, None, rule, causal=new > 1)
+        return _attend(q, k, v, None, rule, causal=new > 1)
     parts = []
     for begin in range(0, new, _CHUNK):
         end = min(new, begin + _CHUNK)
         low = 0 if window is None else max(0, before + begin + 1 - window)
         mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
         keys = slice(low, before + end)
-        parts.append(attend(q[begin:end], k[keys], v[keys], mask, rule))
+        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, rule))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -250,11 +200,11 @@ def _decoding(
     )
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: Rule) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, caches: Caches, group: _Decoding, rule: Rule) -> Tensor:
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
     keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
-    return product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
+    return _product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
 
 
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
@@ -265,47 +215,6 @@ def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
     keys = keys.view(requests, -1, kv_heads, head_dim)
     keys[torch.arange(requests, device=new.device), group.places] = new[group.tokens]
     return keys.transpose(1, 2)
-
-
-_ROWS = 256
-"""Rows per chunk."""
-
-_SCORES = 1 << 24
-"""Scores per chunk where torch's own attention is not used: 64 MiB."""
-
-
-def torch_sparse_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    ranges: Ranges,
-    scale: float,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    rule = Rule(scale, None, softcap)
-    rows = _ROWS
-    if lse or softcap is not None:
-        rows = max(1, min(_ROWS, _SCORES // (q.shape[1] * max(1, batch.longest_context))))
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    weight = torch.full(q.shape[:2], -math.inf, device=q.device) if lse else None
-    for request, chunks in enumerate(ranges.chunks(batch, rows)):
-        if not chunks:
-            continue
-        first, last = min(chunk.first for chunk in chunks), max(chunk.last for chunk in chunks)
-        table = batch.block_tables[request]
-        keys, values = (_gather(cache, table, first, last) for cache in (key_cache, value_cache))
-        for chunk in chunks:
-            own, seen = slice(chunk.begin, chunk.end), slice(chunk.first - first, chunk.last - first)
-            mask, blind = (None, None) if chunk.whole else _range_mask(chunk, ranges, q.dtype)
-            if weight is None:
-                found = attend(q[own], keys[seen], values[seen], mask, rule)
-                # torch versions differ in their values for rows without keys.
-                out[own] = found if blind is None else found.masked_fill(blind[:, None, None], 0)
-            else:
-                out[own], weight[own] = attend_with_weight(q[own], keys[seen], values[seen], mask, rule)
-    return out, weight
 
 
 def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
@@ -326,3 +235,72 @@ def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tenso
     if ranges.low is not None:
         hidden |= position < ranges.low[own, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf), hidden.all(1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
+    """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
+    new, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    if new == 1 and mask is None:
+        # Each head of a group is a query of its one KV head and sees all keys.
+        q = q.view(1, kv_heads, group, head_dim)
+        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
+        return found.reshape(1, heads, head_dim)
+    # A group shares its keys by a stride of 0. KV heads are the batch, so that no backend needs to support groups.
+    q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
+    found = _product(q, k, v, mask, rule, causal=causal)
+    return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
+    """(batch, heads, n, D). In float32 with a softcap, which torch's own function lacks."""
+    if rule.softcap is None:
+        if not q.is_cuda:
+            return _sdpa(q, k, v, mask, rule, causal)
+        with sdpa_kernel(_ON_GPU):
+            return _sdpa(q, k, v, None if mask is None else _aligned(mask), rule, causal)
+    scores = _scores(q.float(), k.float(), rule)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def _attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """As `_attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
+    new, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    queries = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).reshape(kv_heads, group * new, head_dim)
+    keys, values = (each.transpose(0, 1).float() for each in (k, v))
+    scores = _scores(queries.float(), keys, rule)
+    if mask is not None:
+        scores.view(kv_heads, group, *mask.shape).add_(mask)
+    top = scores.amax(-1, keepdim=True)
+    shares = scores.sub_(top.masked_fill(top == -math.inf, 0)).exp_()
+    total = shares.sum(-1, keepdim=True)
+    found = torch.matmul(shares, values).div_(total.masked_fill(total == 0, 1))
+    found = found.view(kv_heads, group, new, head_dim).permute(2, 0, 1, 3)
+    weight = top + total.log()
+    weight = weight.view(heads, new).T
+    return found.reshape(new, heads, head_dim).to(q.dtype), weight
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:
+    found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
+    return found
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Copy a mask, cut out of the step's mask, into aligned rows."""
+    width = mask.shape[-1]
+    padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
+    return padded[..., :width].copy_(mask)
+
+
+def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    if rule.softcap is None:
+        return scores.mul_(rule.scale)
+    return scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
