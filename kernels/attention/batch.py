@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -78,14 +78,6 @@ class PackedBatch:
         )
         spans = list(zip(starts, starts[1:], context_lengths, strict=False))
         batch._memo["spans"] = spans
-        return batch
-
-    def with_rows(self, counts: Sequence[int]) -> PackedBatch:
-        starts = list(accumulate(counts, initial=0))
-        query_starts = torch.tensor(starts, dtype=torch.int32).to(self.query_starts.device, non_blocking=True)
-        batch = replace(self, query_starts=query_starts, longest_query=max(counts, default=0))
-        ends = zip(starts, starts[1:], self.spans, strict=False)
-        batch._memo["spans"] = [(begin, end, context) for begin, end, (_, _, context) in ends]
         return batch
 
     @property

@@ -38,7 +38,6 @@ from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
@@ -126,12 +125,11 @@ class TieredEngine:
             settings.max_cached_documents,
             settings.fusion,
         )
-        layers = PagedLayers(self._cache.pool)
         fuser = None
         self._questions: KeptQuestions | None = None
         self._idle: IdleBuilder | None = None
         if rotation is not None:
-            scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
+            scorer = Scorer(model.forward, self._cache.pool, rotation, settings.max_batch_tokens)
             self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
         if rotation is not None and settings.build_idle:
@@ -145,7 +143,7 @@ class TieredEngine:
             self.profile,
             fuser,
         )
-        self._runner = ModelRunner(model.forward, layers, model.device)
+        self._runner = ModelRunner(model.forward, self._cache.pool)
         self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device

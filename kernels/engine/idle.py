@@ -22,7 +22,6 @@ from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.assemble import Assembler, Rows, as_blocks, moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.store.variants import variant_key
@@ -136,7 +135,6 @@ class IdleBuilder:
         self._cache = cache
         self._model = model
         self._rotation = rotation
-        self._layers = PagedLayers(cache.pool)
         self._assembler = Assembler(cache.pool, rotation)
         self._share = settings.build_idle
         self._step_tokens = self._most_step_tokens = settings.max_batch_tokens
@@ -198,8 +196,7 @@ class IdleBuilder:
             token_ids = [build.token_ids[position] for position in positions]
             table = np.asarray(build.lease.block_table, dtype=np.int32)
             piece = Piece(token_ids, int(positions[0]), table, False, positions)
-            packed = pack([piece], self._layers, self._model.device)
-            self._model.forward(packed.token_ids, packed.positions, packed.kept, packed.attention)
+            self._model.forward(*pack([piece], self._cache.pool))
             self._counters.idle_tokens += len(positions)
         if not len(build.todo):
             self._finish(build)

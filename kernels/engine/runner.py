@@ -11,8 +11,8 @@ import torch
 
 from ragorder.kernels.engine.request import Sampling, TokenLogprobs
 from ragorder.kernels.engine.scheduler import ScheduledChunk
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.batch import Forward, Piece, pack
+from ragorder.kernels.paging import BlockPool
 
 __all__ = ["ModelRunner", "SampledToken", "choose"]
 
@@ -80,10 +80,9 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
 
 
 class ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
+    def __init__(self, forward: Forward, pool: BlockPool) -> None:
         self.forward = forward
-        self._layers = layers
-        self._device = device
+        self._pool = pool
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
         """Return the next token, with logits, of each chunk that is its sequence's last."""
@@ -96,8 +95,8 @@ class ModelRunner:
         return found
 
     def _compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
-        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
+        step = pack([self._piece(chunk) for chunk in chunks], self._pool)
+        logits = self.forward(*step)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
         if not chosen:
             return logits, []
@@ -107,12 +106,12 @@ class ModelRunner:
 
     def recover(self) -> None:
         """Raise the device's error if it persists."""
-        if self._device.type == "cuda":
+        if self._pool.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._pool.device)
 
     def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
+        sequence, table = chunk.sequence, chunk.sequence.table(self._pool.shape.block_size)
         positions = sequence.positions(chunk.tokens)
         start, end = int(positions[0]), int(positions[-1]) + 1
         if np.array_equal(positions, np.arange(start, end)):

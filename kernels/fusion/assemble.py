@@ -55,9 +55,9 @@ class Assembler:
         shift: torch.Tensor,
     ) -> None:
         turn = self._rotation.turn(shift, origin)
+        views = self._pool.views
         with torch.inference_mode():
-            for layer in range(self._pool.shape.layers):
-                keys, values = self._pool.key_cache(layer), self._pool.value_cache(layer)
+            for layer, (keys, values) in enumerate(zip(views.key_caches, views.value_caches, strict=True)):
                 keys[into, into_offsets] = turn.apply(keys[blocks, offsets], layer)
                 values[into, into_offsets] = values[blocks, offsets]
 

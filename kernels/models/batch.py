@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ragorder.kernels.attention import PackedBatch
-from ragorder.kernels.models.attention import STEP, PagedLayers, PagedStep, ScatteredRows, StepAttention
+from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
+from ragorder.kernels.paging import BlockPool
 
 __all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack"]
 
@@ -40,8 +41,7 @@ class Piece:
         return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
+class PackedStep(NamedTuple):
     """Arguments of a forward. Logits are in the order of the pieces."""
 
     token_ids: torch.Tensor
@@ -50,7 +50,8 @@ class PackedStep:
     attention: PagedStep
 
 
-def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
+def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
+    shape, device = pool.shape, pool.device
     # Scattered rows come last, so that the attention of the other pieces ignores them.
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
     packed = [pieces[place] for place in order]
@@ -66,8 +67,8 @@ def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | st
         positions = np.arange(piece.start, piece.start + count) if piece.positions is None else piece.positions
         long[start : start + count] = piece.token_ids
         long[total + start : total + start + count] = positions
-        blocks, offsets = np.divmod(positions, layers.block_size)
-        long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(layers.block_rows) + offsets
+        blocks, offsets = np.divmod(positions, shape.block_size)
+        long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(shape.block_rows) + offsets
     long[3 * total :] = ends
 
     adjacent = sum(piece.positions is None for piece in packed)
@@ -79,11 +80,11 @@ def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | st
     if adjacent < len(packed):
         rows = _batch(counts[adjacent:], contexts[adjacent:], tables[adjacent:], device)
         scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int())
-    return PackedStep(token_ids, positions_, kept, PagedStep(layers, batch, slots, scattered))
+    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, slots, scattered))
 
 
 def _batch(
-    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device | str
+    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device
 ) -> PackedBatch:
     # Starts of the pieces, their contexts, and the tables.
     size = len(counts)
@@ -104,9 +105,9 @@ def _batch(
     )
 
 
-def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device | str) -> torch.Tensor:
+def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    if torch.device(device).type != "cuda":
+    if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -20,7 +20,6 @@ import transformers
 
 import ragorder
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.identity import ORIGIN, device_name
 from ragorder.kernels.models.model import PatchedModel
@@ -204,9 +203,8 @@ class _PrefillTimer:
     def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
         self._model = model
         self._most = max_batch_tokens
-        pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
-        self._layers = PagedLayers(pool)
-        self._table = pool.allocate(pool.blocks)
+        self._pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
+        self._table = self._pool.allocate(self._pool.blocks)
         drawn = torch.randint(0, model.vocabulary, (longest,), generator=torch.Generator().manual_seed(0))
         self._token_ids: list[int] = drawn.tolist()
 
@@ -216,8 +214,7 @@ class _PrefillTimer:
         for start in range(cached_tokens, end, self._most):
             stop = min(start + self._most, end)
             piece = Piece(self._token_ids[start:stop], start, self._table, stop == end)
-            step = pack([piece], self._layers, model.device)
-            logits = model.forward(step.token_ids, step.positions, step.kept, step.attention)
+            logits = model.forward(*pack([piece], self._pool))
         # Reading the choice waits for the device.
         logits.argmax().item()
         return time.perf_counter() - before

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ragorder.kernels.models.attention import IMPLEMENTATION, PagedLayers
+from ragorder.kernels.models.attention import IMPLEMENTATION, AttentionCall
 from ragorder.kernels.models.batch import Forward, Piece, pack
 from ragorder.kernels.models.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
@@ -38,17 +38,8 @@ class _Observer:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
         self.windows: dict[int, int | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, scale, window, _ = call
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends more than once in a forward")
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
@@ -116,18 +107,15 @@ def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: i
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
-    device = ids.device
     shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, block_size, observed.dtype)
     blocks = shape.blocks_for(length)
-    pool = BlockPool(shape, blocks, device)
-    layers = PagedLayers(pool)
+    pool = BlockPool(shape, blocks, ids.device)
     table = pool.allocate(blocks)
     numbers = ids.tolist()
     for start, end in ((0, first), (first, length)):
         if start == end:
             continue
-        step = pack([Piece(numbers[start:end], start, table, True)], layers, device)
-        ours = forward(step.token_ids, step.positions, step.kept, step.attention)
+        ours = forward(*pack([Piece(numbers[start:end], start, table, True)], pool))
     pool.release(table)
     model.set_attn_implementation("eager")
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ragorder.errors import RagorderError
 
-__all__ = ["BlockPool", "KVShape", "OutOfBlocksError"]
+__all__ = ["BlockPool", "KVShape", "OutOfBlocksError", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         return self.block_size * self.token_bytes
+
+    @property
+    def block_rows(self) -> int:
+        """Rows (kv_heads, head_dim) of a block: keys and values of all layers."""
+        return 2 * self.layers * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -123,14 +128,6 @@ class BlockPool:
             self._views = _LayerViews.of(self.kv, self.shape)
         return self._views
 
-    def key_cache(self, layer: int) -> torch.Tensor:
-        """(blocks, block_size, kv_heads, head_dim)"""
-        return self.kv[:, layer, 0]
-
-    def value_cache(self, layer: int) -> torch.Tensor:
-        """(blocks, block_size, kv_heads, head_dim)"""
-        return self.kv[:, layer, 1]
-
     def rows(self) -> Any:
         """A host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
@@ -189,7 +186,7 @@ class BlockPool:
             raise OutOfBlocksError(f"{len(used)} blocks are in use: the pool cannot shrink to {blocks}")
         moves = self._moves(used, blocks)
         kv = self._make(blocks) if used else self._replaced(blocks)
-        for first, into, count in _runs(used, moves):
+        for first, into, count in runs(used, [moves.get(block, block) for block in used]):
             kv[into : into + count].copy_(self.kv[first : first + count])
         references = [0] * blocks
         for block in used:
@@ -230,13 +227,20 @@ class BlockPool:
             ) from error
 
 
-def _runs(used: Sequence[int], moves: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks adjacent before and after a move, as (first before, first after, count)."""
+def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of blocks adjacent in both pools: (first source, first target, count).
+
+    Raises ValueError for lists of different lengths.
+    """
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
     begin = 0
-    for end in range(1, len(used) + 1):
-        count, first = end - begin, used[begin]
-        after = moves.get(first, first)
-        adjacent = end < len(used) and used[end] == first + count and moves.get(used[end], used[end]) == after + count
-        if not adjacent:
-            yield first, after, count
+    for end in range(1, len(source_blocks) + 1):
+        count = end - begin
+        if (
+            end == len(source_blocks)
+            or source_blocks[end] != source_blocks[begin] + count
+            or target_blocks[end] != target_blocks[begin] + count
+        ):
+            yield source_blocks[begin], target_blocks[begin], count
             begin = end

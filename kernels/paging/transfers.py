@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 
-from ragorder.kernels.paging.pool import BlockPool
+from ragorder.kernels.paging.pool import BlockPool, runs
 
-__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers", "runs"]
+__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers"]
 
 
 class Transfer(Protocol):
@@ -43,25 +43,6 @@ class Transfers(Protocol):
 
     def close(self) -> None:
         """Wait for running copies, and stop."""
-
-
-def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks adjacent in both pools, as (first source, first target, count).
-
-    Raises ValueError for lists of different lengths.
-    """
-    if len(source_blocks) != len(target_blocks):
-        raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
-    begin = 0
-    for end in range(1, len(source_blocks) + 1):
-        count = end - begin
-        if (
-            end == len(source_blocks)
-            or source_blocks[end] != source_blocks[begin] + count
-            or target_blocks[end] != target_blocks[begin] + count
-        ):
-            yield source_blocks[begin], target_blocks[begin], count
-            begin = end
 
 
 _logger = logging.getLogger("ragorder.kernels")

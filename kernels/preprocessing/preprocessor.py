@@ -10,7 +10,6 @@ import torch
 from ragorder.kernels.engine.fused import check_fusion
 from ragorder.kernels.fusion.assemble import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
@@ -54,7 +53,6 @@ class Preprocessor:
         self._rotation = Rotation.of(model.model)
         self._rotation.verify(model.model)
         self._pool = BlockPool(model.shape, blocks, model.device)
-        self._layers = PagedLayers(self._pool)
         self._max_batch_tokens = max_batch_tokens
         self.longest = min(blocks * model.shape.block_size, model.longest or blocks * model.shape.block_size)
         self.workspace_tokens = blocks * model.shape.block_size
@@ -77,8 +75,7 @@ class Preprocessor:
         with torch.inference_mode():
             placed = self._place(prefills)
             for pieces in self._steps(placed):
-                step = pack(pieces, self._layers, self._model.device)
-                self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
+                self._model.forward(*pack(pieces, self._pool))
             return [self._take(each) for each in placed]
 
     def _place(self, prefills: Sequence[Prefill]) -> list[_Placed]:

@@ -21,7 +21,6 @@ from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
-from ragorder.kernels.models.attention import PagedLayers
 from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
@@ -58,16 +57,15 @@ class Engine:
         self.plain.set_attn_implementation("eager")
         self.model = PatchedModel(model, EngineSettings(verify=False, block_size=BLOCK))
         self.pool = BlockPool(self.model.shape, 2 * BLOCKS)
-        self.layers = PagedLayers(self.pool)
         # In no order, with other blocks between them.
         self.table = self.pool.allocate(2 * BLOCKS)[::-2]
         self.blocks = torch.tensor(self.table)
 
     def question(self, ids: Sequence[int], start: int) -> Question:
-        return read_question(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu")
+        return read_question(self.model.forward, self.pool, Piece(ids, start, self.table, False))
 
     def deviation(self, ids: Sequence[int], start: int, most_tokens: int = 64) -> Tensor:
-        return kv_deviation(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu", most_tokens)
+        return kv_deviation(self.model.forward, self.pool, Piece(ids, start, self.table, False), most_tokens)
 
     def rows(self, begin: int, end: int) -> tuple[Tensor, slice, slice, Tensor]:
         """An index of the pool's memory: these positions, in all layers, keys and values."""
@@ -75,8 +73,7 @@ class Engine:
         return self.blocks[at // BLOCK], slice(None), slice(None), at % BLOCK
 
     def compute(self, ids: Sequence[int], start: int = 0) -> None:
-        step = pack([Piece(ids, start, self.table, False)], self.layers, "cpu")
-        self.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        self.model.forward(*pack([Piece(ids, start, self.table, False)], self.pool))
 
     def reuse(self, begin: int, end: int, seed: int = 0) -> None:
         """KV of other tokens, as it could come from any copies."""
@@ -139,7 +136,7 @@ class TestQuestion:
         engine.compute(tokens(SYSTEM, 1))
         engine.reuse(SYSTEM, END)
         asked = tokens(11, 2)
-        found = engine.question(asked, END).attention(engine.layers, engine.blocks)
+        found = engine.question(asked, END).attention(engine.pool, engine.blocks)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
 
@@ -186,7 +183,7 @@ class TestQuestionMoved:
             engine.reuse(SYSTEM, END)
             moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
             expected = self.by_projections(engine, system, asked)
-            torch.testing.assert_close(moved.attention(engine.layers, engine.blocks), expected, **CLOSE)
+            torch.testing.assert_close(moved.attention(engine.pool, engine.blocks), expected, **CLOSE)
 
     @staticmethod
     def by_projections(engine: Engine, system: list[int], asked: list[int]) -> Tensor:
@@ -296,7 +293,7 @@ class TestScorer:
 
     def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
         rotation = Rotation.of(engine.plain)
-        return Scorer(engine.model.forward, engine.pool, rotation, "cpu", most_tokens)
+        return Scorer(engine.model.forward, engine.pool, rotation, most_tokens)
 
     def test_the_question_is_measured_behind_documents_that_all_have_kv(self, engine: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -392,8 +389,7 @@ class TestScorer:
         assemble(engine, prompt)
         for needs in ("question", "two layers"):
             self.scorer(engine).measure(needs, self.inputs(engine, prompt, (SYSTEM, END)))
-        step = pack([Piece(prompt, 0, engine.table, True)], engine.layers, "cpu")
-        logits = engine.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        logits = engine.model.forward(*pack([Piece(prompt, 0, engine.table, True)], engine.pool))
         torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -417,7 +413,7 @@ class TestAttending:
         return ScoringInput(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
 
     def scorer(self, engine: Engine) -> Scorer:
-        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain), "cpu")
+        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain))
 
     @pytest.mark.parametrize(("most_tokens", "sizes"), [(1000, [7]), (3, [3, 3, 1])])
     def test_it_is_transformers_own_mean_over_heads_and_layers(
