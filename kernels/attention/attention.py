@@ -179,7 +179,7 @@ def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None
 
 
 def _check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
-    """Check dtypes and devices against `q`, and dimensions: 4 for names that end in "cache", else 3."""
+    """Check dtypes and devices against `q`, and dimensions: 4 for caches, else 3."""
     q = named["q"]
     if q.dtype not in _DTYPES:
         raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, _DTYPES))}")

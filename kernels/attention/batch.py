@@ -15,7 +15,7 @@ __all__ = ["PackedBatch", "Span"]
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""Begin and end of a request's new tokens, and its context's length."""
+"""Begin and end of a request's new tokens, and tokens of its context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,6 @@ class PackedBatch:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
-        """Raises ValueError for different counts."""
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
             raise ValueError("give one query length, one context length and one block table for each request")
         width = max(map(len, block_tables), default=0)
@@ -86,11 +85,11 @@ class PackedBatch:
 
     @property
     def spans(self) -> list[Span]:
-        # One per request. Waits for the device once, unless `pack` made the batch.
+        # Waits for the device once, unless `pack` made the batch.
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Make the value of `key`, or return the one that an earlier layer made."""
+        """Return the value of `key`, made once for all layers."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

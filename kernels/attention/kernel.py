@@ -16,15 +16,14 @@ import triton.language as tl
 
 __all__ = ["ANYWHERE", "CHANGING", "attend", "attend_at", "merge"]
 
-# Arguments that change between steps; specialising on them would recompile the kernel each time.
+# These change between steps: specialising on them would recompile the kernel each time.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
 ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
 
 
 @triton.jit
 def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r, enough for any
-    lengths of other requests; its last tile may be empty."""
+    """Return a tile's request. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -61,7 +60,7 @@ def _weigh(weights, values, sums, UPCAST: tl.constexpr):
 
 @triton.jit
 def _cap(scores, scale, cap):
-    """cap * tanh(scores * scale), with cap in base 2, by exp2 of negative numbers, which cannot overflow."""
+    """cap * tanh(scores * scale), with cap in base 2: exp2 of negative numbers cannot overflow."""
     rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
     bent = cap * (1.0 - rest) / (1.0 + rest)
     return tl.where(scores < 0, -bent, bent)
@@ -70,7 +69,6 @@ def _cap(scores, scale, cap):
 @triton.jit
 def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
           CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold a tile into the running softmax: each row's maximum, sum and weighted sum of values."""
     highest = tl.maximum(top, tl.max(scores, 1))
     if CAPPED:
         weights = tl.exp2(scores - highest[:, None])
@@ -88,8 +86,7 @@ def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
 @triton.jit
 def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
         CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys at `key_at` and their values, visible to every row. Return the running maximum, sum and weighted
-    sum of values."""
+    """Fold in the keys at `key_at`, which every row sees. Return the running maximum, sum and sum of values."""
     keys = tl.load(key_at[:, None] + dims[None, :])
     tail_keys = keys
     if TAIL:
@@ -108,8 +105,7 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, for the keys at `position` that exist (`is_key`): rows see keys before `row_high` and, if BOUNDED, from
-    `row_low`."""
+    """As `see`, for keys at `position` that exist (`is_key`), before `row_high` and, if BOUNDED, from `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:
@@ -141,7 +137,8 @@ def attend(
 ):  # fmt: skip
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
-    `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
+    Keys are numbered by position: 0 to context - 1 are in the cache, by the block table; the request's new tokens
+    follow. `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
     dimensions). With SPLIT each split processes a share of the tile's keys, and writes a float32 part to `out` (splits,
     tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (without dimensions).
     """
@@ -184,8 +181,7 @@ def attend(
         tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
         tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
 
-    # In whole tiles of keys: the tile sees keys from `low` to `high`, and all of its rows see those from `free` to
-    # `edge`.
+    # In whole tiles of keys: the tile sees keys from `low` to `high`, all its rows those from `free` to `edge`.
     low = 0
     free = 0
     if WINDOWED:
@@ -200,7 +196,7 @@ def attend(
         low = tl.minimum(low, high)
     free = tl.minimum(tl.maximum(free, low), high)
     edge = tl.minimum(tl.maximum(edge, free), high)
-    # The tile of keys that begins in the cache and ends after it, if there is one.
+    # The tile of keys, if any, that begins in the cache and ends after it.
     seam = context // BLOCK_N * BLOCK_N
     after_seam = tl.cdiv(context, BLOCK_N) * BLOCK_N
     slots = tl.arange(0, BLOCK_N)
@@ -287,7 +283,7 @@ def attend_at(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low`.
+    """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low` (FusionRAG 4.3).
 
     With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax.
     """
@@ -374,8 +370,7 @@ def attend_at(
             top, total, sums, tail_sums, scale, cap, BOUNDED, CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
-    # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check for
-    # such rows.
+    # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check this.
     is_weighed = (row_low < row_high) & (total > 0)
     total = tl.where(is_weighed, total, 1.0)
     shrink = tl.where(is_weighed, 1.0 / total, 0.0)

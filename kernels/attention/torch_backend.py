@@ -23,10 +23,10 @@ from ragorder.kernels.attention.ranges import Chunk, Ranges
 __all__ = ["Rule", "torch_attention", "torch_sparse_attention"]
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN: it reads a mask in words of 16 bytes from any address, a CUDA error that persists in the process."""
+"""Without cuDNN, which reads a mask in words of 16 bytes from any address: a lasting CUDA error."""
 
 _MASK_ALIGNMENT = 8
-"""Numbers. A mask's rows begin at multiples on a GPU, as some backends read words without checking."""
+"""Numbers. Some backends read a mask's rows in words without checking."""
 
 _CHUNK = 256
 """Rows per chunk; masked keys are computed too."""
@@ -94,22 +94,22 @@ def torch_sparse_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """R requests with one new token each, padded to L keys."""
+    """R requests with one new token each, padded to L keys.
+
+    - `tokens` int64 (R,): indices of their new tokens; `blocks` (R x blocks,).
+    - `places` int64 (R,): indices of the new keys in L.
+    - `mask` (R, 1, 1, L), additive; `hidden` int64: indices of hidden keys in R x L.
+    """
 
     tokens: Tensor
-    """int64 (R,): indices of their new tokens."""
 
     blocks: Tensor
-    """(R x blocks,)"""
 
     places: Tensor
-    """int64 (R,): indices of the new keys in L."""
 
     mask: Tensor
-    """(R, 1, 1, L), additive."""
 
     hidden: Tensor
-    """int64: indices of hidden keys in R x L."""
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, row: int, rule: Rule) -> Tensor:
@@ -227,7 +227,7 @@ def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
 
 
 def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the additive mask (rows, keys), and the rows that see no key."""
+    """Return the additive mask (rows, keys), and the rows without keys."""
     own = slice(chunk.begin, chunk.end)
     high = ranges.high[own, None]
     position = torch.arange(chunk.first, chunk.last, device=high.device)
@@ -255,7 +255,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *,
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """(batch, heads, n, D). In float32 with a softcap, which torch's own function lacks."""
+    """(batch, heads, n, D). In float32 with a softcap, which torch's function lacks."""
     if rule.softcap is None:
         if not q.is_cuda:
             return _sdpa(q, k, v, mask, rule, causal)
@@ -293,7 +293,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, caus
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Copy a mask, cut out of the step's mask, into aligned rows."""
+    """Copy a mask, cut out of the step's, into aligned rows."""
     width = mask.shape[-1]
     padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
     return padded[..., :width].copy_(mask)

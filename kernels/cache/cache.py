@@ -31,7 +31,7 @@ __all__ = ["KnowledgeCache", "prefetch", "purge"]
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
     """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""
     loaded: list[DeviceCopy] = []
-    # One by one: a document that appears twice is loaded once.
+    # One by one, so that a document that appears twice is loaded once.
     for node in nodes:
         absent = node.device is None
         try:
@@ -97,7 +97,7 @@ def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
 
 
 def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bool:
-    # Tokens of other nodes in the first and last block do not count.
+    # The first and last block may have tokens of other nodes.
     first = node.start % pool.shape.block_size
     rows = pool.kv[list(blocks)].movedim(3, 1).flatten(0, 1)
     return bool(rows[first : first + node.tokens].isfinite().all())
@@ -115,10 +115,8 @@ class KnowledgeCache:
     its leases first. The last block of a PENDING node cannot be copied, so other requests compute its tokens again.
 
     A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV between `extend` and
-    `give_back`.
-
-    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
-    ValueError for invalid settings, MemoryError for oversized pools.
+    `give_back`. `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host
+    early. Raises ValueError for invalid settings, MemoryError for oversized pools.
     """
 
     def __init__(
@@ -171,7 +169,7 @@ class KnowledgeCache:
         return tokens_by_tier(self._tiers.match(path))
 
     def find_copies(self, path: Sequence[Segment]) -> TierTokens:
-        """Return the tokens of documents after that prefix that have a copy, by tier."""
+        """Return the tokens of later documents that have a copy, by tier."""
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
@@ -223,7 +221,7 @@ class KnowledgeCache:
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """End the borrowing, once the KV is copied or its copy is queued on the device.
 
-        Returns the borrowed tokens by tier, without nodes `computed` for this request.
+        Return the borrowed tokens by tier, without nodes `computed` for this request.
         """
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
@@ -238,10 +236,7 @@ class KnowledgeCache:
         return found
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`.
-
-        Raises ValueError if the lease is shorter.
-        """
+        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
         self.mark_computed(lease)
         if tokens > lease.tokens:
             raise ValueError(
@@ -272,7 +267,6 @@ class KnowledgeCache:
         """End the lease after a failed step and remove its pending nodes."""
         if lease.closed:
             return
-        # Children before their parents.
         for copy in reversed(lease.pending):
             if copy.resident:
                 self._tiers.remove(copy)
@@ -283,7 +277,7 @@ class KnowledgeCache:
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
         """Remove suspect nodes, of `found` those with NaN or inf in memory, and all their descendants, from all tiers.
 
-        Waits for running transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
+        Waits for transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
         """
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
@@ -296,7 +290,7 @@ class KnowledgeCache:
 
         `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
         (`store.variants`), or `content` for KV computed directly after `copy.parent`. A cached key stays as it is.
-        Raises ValueError for blocks of another shape or number.
+        Raises ValueError for a wrong `kv`.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
@@ -316,15 +310,13 @@ class KnowledgeCache:
         return True
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
-        """Announce a waiting request: the host evicts its nodes last, up to half of the host. Return the argument of
-        `settle`."""
+        """Announce a waiting request, until `settle`: the host evicts its nodes last, up to half of the host."""
         nodes = [(segment.key, segment.tokens) for segment in path]
         if borrow:
             nodes += [(node.key, node.tokens) for _, node in self._index.nodes(path, len(self._tiers.match(path)))]
         return self._tiers.awaited.add(nodes)
 
     def settle(self, expected: Sequence[Key]) -> None:
-        """End one `expect`."""
         self._tiers.awaited.remove(expected)
 
     def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
@@ -353,10 +345,8 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, free the pool, then allocate the new one.
-
-        Raises ValueError if there are leases, and MemoryError.
-        """
+        """Move the device's KV down a tier, free the pool, then allocate the new one. Raises ValueError if there are
+        leases, and MemoryError."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
@@ -455,7 +445,7 @@ class KnowledgeCache:
         return copy
 
     def _withdraw(self, gone: DeviceCopy) -> None:
-        # Shorten the leases that have found a node whose load or step has failed.
+        # Shorten the leases that found a node whose load or step failed.
         for lease in self._leases.values():
             lease.borrowed = [borrowed for borrowed in lease.borrowed if borrowed.copy is not gone]
             if not lease.started and gone in lease.pinned:

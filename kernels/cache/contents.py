@@ -12,9 +12,9 @@ from ragorder.kernels.cache.segments import Segment
 
 __all__ = ["Contents", "CopyKind", "DocumentIndex"]
 
-# Minimum number of entries before dead ones are searched for.
+# Entries before dead ones are searched for.
 _FEWEST = 1024
-# Copies per document; all are read whenever a request waits.
+# Copies per document; all are read when a request waits.
 _MOST_COPIES = 32
 
 
@@ -22,11 +22,10 @@ class CopyKind(IntEnum):
     """How a copy was computed; better kinds first."""
 
     PREPROCESSED = 0
-    """Computed after similar documents (FusionRAG 3.1)."""
+    """After similar documents (FusionRAG 3.1)."""
     STANDALONE = 1
-    """Computed directly after the system prompt."""
+    """Directly after the system prompt."""
     AFTER_DOCUMENTS = 2
-    """Computed after other documents."""
 
 
 _Copy = tuple[CopyKind, CopyLocation]
@@ -35,7 +34,7 @@ _Copy = tuple[CopyKind, CopyLocation]
 class Contents:
     """Index of nodes by a document's content (`Segment.content`). Not thread-safe.
 
-    Entries are dropped once no tier has their node. Of the copies made after other documents only the latest are kept.
+    Entries are dropped once no tier has their node. Of the copies after other documents only the latest are kept.
     """
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
@@ -61,8 +60,8 @@ class Contents:
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
         """Return the copy to use, or None, for each of consecutive documents.
 
-        First choice is a preprocessed copy, then the copy that continues the last one, because such copies have
-        attended to each other, then the copy that begins the longest run; ties go to a stand-alone copy.
+        Preferred are preprocessed copies, then the copy that continues the last one (the two have attended to each
+        other), then the one that begins the longest run; ties go to a stand-alone copy.
         """
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
@@ -148,7 +147,7 @@ class DocumentIndex:
         return [self._contents.best(segment.content) for segment in path]
 
     def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
-        # Copies made directly after the prefix are found by their content alone, even after a restart.
+        # Copies made directly after the prefix are found by content alone, even after a restart.
         front = path[0] if path and not path[0].content else None
         parent, begin = (front.key, front.tokens) if front is not None else (None, 0)
         for content, tokens in ((segment.content, segment.tokens) for segment in later if segment.content):

@@ -13,8 +13,7 @@ __all__ = ["Copies", "Copy"]
 class Copy:
     """A transfer that retains its blocks.
 
-    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before the copy was
-    known to have ended.
+    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before it ended.
     """
 
     __slots__ = (
@@ -49,7 +48,7 @@ class Copy:
 
     @property
     def failed(self) -> bool:
-        """Whether the copy failed; its target may hold anything."""
+        """Whether it failed; its target may hold anything."""
         return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:

@@ -51,7 +51,7 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog and can be read from it.
+    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, where they can be read.
 
     A store that cannot be opened is logged and counted once; the tier stays empty.
     """

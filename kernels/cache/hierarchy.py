@@ -22,7 +22,7 @@ class Hierarchy:
     """The nodes in memory by key, and their tiers.
 
     Nodes evicted from the device are copied to the host; from the host they are written to the disk with their
-    ancestors. The host evicts nodes of waiting requests last. Blocks are reused after the copies from them.
+    ancestors. Nodes of waiting requests leave the host last. Blocks are reused after the copies from them.
     `on_load_failed` gets the GONE copy.
     """
 
@@ -45,7 +45,7 @@ class Hierarchy:
 
     def poll(self) -> None:
         if self.disk is not None:
-            # Before `copies.poll`, so that the copies of finished writes release their blocks in this call.
+            # First, so that `copies.poll` also frees the blocks of finished writes.
             self.disk.poll()
         self.copies.poll()
         if self.loads:
@@ -106,8 +106,7 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Evict until `blocks` blocks are free on the device. Raises OutOfBlocksError; blocks in use stay as they
-        are."""
+        """Evict until `blocks` device blocks are free. Raises OutOfBlocksError."""
         # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
@@ -174,7 +173,7 @@ class Hierarchy:
         if self.disk is not None:
             self.disk.discard_distrusted()
         self.drain()
-        # The failure may have interrupted an eviction: the node has left the tier, but not the tree.
+        # An interrupted eviction may have taken the node from the tier, but not from the tree.
         for node in list(self.nodes.values()):
             if node.device is not None:
                 self._detach(node.device)
@@ -209,14 +208,13 @@ class Hierarchy:
             self.drain()
 
     def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
-        # Free the parent's last block if only the parent uses it: the child's first block covers the same positions of
-        # the same path, so it has the parent's tokens too.
+        # Free the parent's last block if only the parent uses it: the child's first block has the parent's tokens too.
         pool = self.device.pool
         own, common = parent.blocks[-1], child.blocks[0]
         if own == common or not child.node.start % pool.shape.block_size or not child.ready:
             return
         if child.node.parent != parent.node.key:
-            # Nodes between them could not be loaded: these blocks cover other positions.
+            # Without the nodes between them, these blocks cover other positions.
             return
         enders = self._ending_in(own, parent)
         if pool.references(own) > len(enders) or not all(copy.ready for copy in enders):
@@ -269,7 +267,7 @@ class Hierarchy:
             reading = self.disk.read(node.key, len(blocks))
         self.nodes[node.key] = node
         self._enter(copy)
-        # One pin for the caller, one for the load: the caller may unpin before the load has ended.
+        # One pin for the caller, one for the load, which may end later.
         self.device.tier.pin(node.key)
         self.device.tier.pin(node.key)
         copy.load = DeviceLoad(copy, reading)
@@ -314,7 +312,6 @@ class Hierarchy:
         self._on_load_failed(copy)
 
     def _offload(self, node: CachedNode) -> None:
-        # Move a node evicted by the device's tier to the host, or else to the disk.
         copy = node.device
         assert copy is not None
         self._detach(copy)
@@ -336,8 +333,7 @@ class Hierarchy:
         return there.arrival
 
     def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
-        # Write a node and its ancestors: after a restart only the disk is left, and nodes are found through their
-        # parents.
+        # With its ancestors: after a restart, nodes are found through their parents.
         if self.disk is None:
             return None
         for above in reversed(self._not_on_disk(node.parent)):
@@ -384,7 +380,7 @@ class Hierarchy:
         try:
             evicted = self._evict_host(blocks)
         except OutOfBlocksError:
-            # Copies into the host are pinned until they have ended.
+            # Copies into the host are pinned until they end.
             self.copies.wait()
             try:
                 evicted = self._evict_host(blocks)

@@ -55,7 +55,6 @@ class MemoryTier:
             missing -= self._copies.leaving(self.pool)
         if missing <= 0:
             return []
-        # All keys are nodes'.
         evicted = cast("list[bytes] | None", self.tier.evict(missing, protected))
         if evicted is None:
             raise OutOfBlocksError(

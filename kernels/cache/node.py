@@ -26,16 +26,13 @@ class CopyState(Enum):
         load ────▶ LOADING ──copied────────────┘
                       └──failed──▶ GONE
 
-    A copy in the host is arriving (`arrival`) or ready. The disk tier keeps chunks by key, without these classes.
+    PENDING: the running step writes it, later steps may read it. GONE: out of the tree; leases may hold its blocks.
     """
 
     PENDING = auto()
-    """Committed: the running step writes it, and later steps may read it."""
     LOADING = auto()
-    """Being loaded from host or disk."""
     READY = auto()
     GONE = auto()
-    """Removed from the tree; leases may still hold its blocks."""
 
 
 class CopyLocation(NamedTuple):
@@ -122,7 +119,6 @@ class DeviceLoad:
         if self.reading is None:
             source = self.copy.node.host
             if source is None:
-                # The copy into the host has failed.
                 self.succeeded = False
             elif source.ready:
                 self._begin(copies, host.pool, source.blocks, device)

@@ -15,7 +15,7 @@ __all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
-    """Resizes a cache's pools. Smaller pools evict by the policy; kept blocks may get other numbers."""
+    """Resizes a cache's pools; see `KnowledgeCache.resize`."""
 
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
         self._tiers = tiers
@@ -23,10 +23,9 @@ class PoolSizes:
         self._leases = leases
 
     def resize_device(self, blocks: int) -> None:
-        """Resize the device. Raises OutOfBlocksError if leases use more, and MemoryError; both keep the size."""
         tiers = self._tiers
         pool = tiers.device.pool
-        # Loads and copies hold blocks by their numbers.
+        # Loads and copies hold blocks by number.
         tiers.drain()
         if blocks < pool.blocks:
             tiers.make_room(pool.blocks - blocks)
@@ -34,7 +33,6 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """See `KnowledgeCache.replace_device`."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.compact(())
@@ -42,7 +40,6 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def resize_host(self, blocks: int) -> None:
-        """Resize the host. Raises OutOfBlocksError if loads use more, and MemoryError; the pool then keeps its size."""
         tiers = self._tiers
         pool = tiers.host.pool
         tiers.drain()

@@ -37,8 +37,8 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """Return the nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
-    is in a node. An end out of order or range is ignored, with all later ones. Without ends, every `chunk_tokens`
+    `ends` are the documents' ends in tokens; one out of order or range is ignored, with all later ones. Neither the
+    question nor the prompt's last token (which must be computed) is in a node. Without ends, every `chunk_tokens`
     tokens are a node. Documents after `prefix_tokens` (0 or one of the ends) get their `content`.
 
     A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's

@@ -10,8 +10,6 @@ __all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
-    """Tokens by the tier that had them."""
-
     device: int = 0
     host: int = 0
     disk: int = 0

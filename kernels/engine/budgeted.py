@@ -43,9 +43,9 @@ __all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Steps are not made smaller than this while other memory can be given back.
+# Smallest step while other memory can be given back.
 _LEAST_STEP = 64
-# Steps without a memory shortage before a part of the memory is taken back.
+# Steps without a shortage before a part of the memory is taken back.
 _STEPS_TO_GROW = 256
 # Pinned buffers between disk and GPU.
 _STAGES = 2
@@ -53,7 +53,7 @@ _STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model whose decoder layers get their weights from `streamer`; `weights` has all sizes."""
+    """A model whose decoder layers get their weights from `streamer`."""
 
     model: Any
     streamer: LayerStreamer
@@ -63,10 +63,7 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """Plan a model (possibly on the meta device) within `device_bytes` and `host_bytes`.
-
-    `shape` of its KV and bytes of a `slot` are given once known. Raises BudgetError.
-    """
+    """Plan a model (possibly on the meta device). `shape` of its KV and bytes of a `slot` are given once known."""
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -91,7 +88,7 @@ def _plan_streamed(
 
 
 class StreamedMemory:
-    """The memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
+    """Memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
 
     def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
         self.streamer = streamer = streamed.streamer
@@ -107,7 +104,7 @@ class StreamedMemory:
         )
 
     def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        """Return `make(blocks, host bytes)` with as large a part of the planned pools as fits. Raises MemoryError."""
+        """Return `make(blocks, host bytes)` with the largest part of the planned pools that fits."""
         blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
         while True:
             try:
@@ -140,7 +137,7 @@ class StreamedMemory:
             streamer.room = self._room
 
     def _room(self, tokens: int) -> int:
-        # A small step's unused workspace is used for layers read ahead (RAGDoll 4.3).
+        # A small step's unused workspace holds layers read ahead (RAGDoll 4.3).
         most, rows = self.plan.step_tokens, self.settings.max_requests
         spare = self.weights.workspace(most, rows) - self.weights.workspace(min(tokens, most), rows)
         return self.plan.slots * self.streamer.store.slot_bytes + spare
@@ -148,9 +145,9 @@ class StreamedMemory:
 
 class MemoryPressure:
     """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a
-    tier, then layers.
+    tier, then layers. Without a streamer only steps shrink.
 
-    Without a streamer only steps shrink. After many steps without a shortage, pool and layers grow back.
+    After many steps without a shortage, pool and layers grow back.
     """
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
@@ -175,12 +172,11 @@ class MemoryPressure:
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
         given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
-        # Shrinking the pool may have found no memory for the new one: it gets the memory that was given back.
+        # The pool may have found no memory for its smaller size: it gets what was given back.
         return self.fit(_needed_tokens(unfinished)) and given
 
     def fit(self, tokens: int) -> bool:
-        """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False without the
-        memory."""
+        """Enlarge the pool for `tokens` tokens, up to the planned size. Return False without the memory."""
         blocks = self._cache.shape.blocks_for(tokens)
         while self._cache.pool.blocks < min(blocks, self._blocks):
             try:
@@ -191,10 +187,7 @@ class MemoryPressure:
         return True
 
     def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
-        """Enlarge a pool that a shortage left too small for an `unfinished` request. Return whether it changed.
-
-        Raises MemoryError.
-        """
+        """Enlarge a pool too small for an `unfinished` request. Return whether it changed. Raises MemoryError."""
         before = self._cache.pool.blocks
         if before >= self._blocks:
             return False
@@ -216,15 +209,12 @@ class MemoryPressure:
                 return self._streamer.regain(self._residency)
             self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
         except (MemoryError, RuntimeError, LayerReadError):
-            # Not needed now. A failed device also fails in the next step, which is computed again.
+            # Not needed now; a failed device also fails in the next step.
             return False
         return True
 
     def make_blocks(self) -> bool:
-        """Evict layers for a larger pool: the only running request has too few blocks.
-
-        Return False without layers to evict, or without memory.
-        """
+        """Evict layers for the only running request. Return False without layers to evict, or without memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes
@@ -248,7 +238,6 @@ class MemoryPressure:
             self._residency = self._streamer.residency
 
     def place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
-        """See `TieredEngine.place`."""
         streamer, shape = self._streamer, self._cache.shape
         if streamer is None:
             raise ValueError("all layers are on the device: load the engine with device_bytes to place them")
@@ -269,9 +258,7 @@ class MemoryPressure:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes (a device pool
-        that had lost all its blocks keeps the new ones). Raises ValueError for less than one block on the device, or a
-        negative size."""
+        """See `TieredEngine.resize`."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
             raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} (one block) or more")
@@ -287,8 +274,8 @@ class MemoryPressure:
             try:
                 self._cache.resize(host_blocks=host_bytes // shape.block_bytes)
             except (OutOfBlocksError, MemoryError):
-                # If there is no memory for this either, the device's pool grows for the next request that needs more. A
-                # pool that had lost all its blocks keeps the new ones.
+                # Without memory for this either, the pool grows for the next request that needs more. One that had lost
+                # all its blocks keeps the new ones.
                 if before:
                     with suppress(MemoryError):
                         self._cache.resize(device_blocks=before)
@@ -306,7 +293,7 @@ class MemoryPressure:
         try:
             self._cache.resize(device_blocks=blocks)
         except (OutOfBlocksError, MemoryError):
-            # Requests wait for their turn again, and find their cached KV on other tiers.
+            # Requests wait again, and find their KV on other tiers.
             self._scheduler.requeue()
             try:
                 self._cache.replace_device(blocks)
@@ -324,7 +311,7 @@ class MemoryPressure:
 
 
 def _needed_tokens(unfinished: Collection[Sequence]) -> int:
-    """Tokens of the longest request with its answer."""
+    """Return the tokens of the longest request with its answer."""
     return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)
 
 
@@ -373,7 +360,7 @@ def _load(
     found = CheckpointMap(empty, prefix, layers, checkpoint)
     weights = {each: checkpoint.tensor(each) for each in found.rest}
     for number, layer in enumerate(layers):
-        # These take no memory: the streamer gives layers their weights.
+        # Without memory: the streamer supplies the weights.
         weights |= {
             f"{prefix}.{number}.{each}": torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             for each, parameter in layer.named_parameters()
@@ -422,7 +409,7 @@ def _check_quantised(name: str | Path, config: Any) -> None:
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint, settings: EngineSettings) -> torch.dtype:
-    """As transformers chooses with dtype="auto"."""
+    """Return what transformers chooses for dtype="auto"."""
     named = settings.dtype or getattr(config, "dtype", None)
     if isinstance(named, str):
         return getattr(torch, named.removeprefix("torch."))

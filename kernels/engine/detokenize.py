@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# The tokenizers' text for bytes of an incomplete character.
+# The tokenizers' text for an incomplete character.
 _BROKEN = "\ufffd"
 # For spaces and joined characters tokenizers look back at most 6 tokens. The other lengths are for prompts of single
-# bytes, in which one of four consecutive bytes begins a character, and for prompts that end within a character.
+# bytes (one of four consecutive ones begins a character), and for prompts that end within a character.
 _CONTEXT_TOKENS = (6, 7, 8, 9, 24)
-# A character has at most four bytes: text that is still broken after this number of further tokens stays broken.
+# A character has at most four bytes: text still broken after three more tokens stays broken.
 _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
@@ -23,8 +23,7 @@ _PENDING_TOKENS = 8
 class TextStream:
     """Pieces of text that are never revised and add up to `text`; none without a tokenizer.
 
-    Decoded after the prompt's last tokens, for the first word's space. Possible beginnings of `stop` strings are held
-    back.
+    The prompt's last tokens give the first word its space. Possible beginnings of `stop` strings are held back.
     """
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -34,7 +33,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._tokens = self._tail(prompt)
-        # Tokens before `_read` are in the text; those from `_context` are decoded again with the next tokens.
+        # Tokens before `_read` are in the text; those from `_context` are decoded again.
         self._context = 0
         self._read = len(self._tokens)
         self._waiting = ""
@@ -66,7 +65,7 @@ class TextStream:
                 return ""
             end -= _CHARACTER_TOKENS
             after = self._text_of(self._tokens[self._context : end])
-        # All of it, unless the prompt, or text emitted as complete, ended within a character.
+        # All of it, unless the text so far ended within a character.
         known = _common(before, after)
         if len(after) == known:
             return ""

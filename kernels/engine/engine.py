@@ -47,7 +47,7 @@ from ragorder.pipelining.placement.base import Placement
 
 __all__ = ["TieredEngine"]
 
-# How long a step waits for loads if there is nothing to compute.
+# A step's wait for loads without anything to compute.
 _IDLE_S = 0.001
 _FORWARD_FAILED = "the model's forward failed"
 
@@ -58,18 +58,13 @@ class TieredEngine:
         with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    Answers equal those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. The tiers' policy uses the
-    prefill times of `profile`.
+    Answers equal those of the model without a cache. With `reuse="fused"` marked documents are also reused at other
+    positions, and answers approximate the model's (FusionRAG). A step that fails with the device is computed again from
+    host and disk, up to `max_retries` times per request (RAGCache section 6). With `device_bytes`, `load` streams the
+    decoder layers that do not fit (RAGDoll 4.2, 4.3).
 
-    With `reuse="fused"` a request with marked documents also reuses KV at other positions, and recomputes a share of
-    its tokens: its answer approximates the model's (FusionRAG). No other request uses such KV.
-
-    A step that fails with the device is computed again, from copies in host memory and on the disk, up to `max_retries`
-    times per request and until its deadline (RAGCache section 6).
-
-    With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
-    the model's files (RAGDoll 4.2, 4.3).
+    Any thread may call; one runs at a time. `generate` and `stream` call `step`. Until `close` the model has the
+    engine's attention, in evaluation mode.
 
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool. Each step and `add` raise
     DeviceLostError once only another process can use the device.
@@ -259,11 +254,7 @@ class TieredEngine:
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
 
     def relieve(self) -> bool:
-        """Give memory back between two steps: a smaller step, else a smaller pool with KV moved down a tier, else
-        evicted layers.
-
-        No request is lost; some may wait again. Return False if nothing is left to give back.
-        """
+        """Give memory back between two steps, see `MemoryPressure`. Return False if nothing is left to give."""
         with self._lock:
             self._failures.check_device()
             if self._closed:
@@ -274,8 +265,8 @@ class TieredEngine:
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
         """Resize the KV pools from the next step on; smaller pools evict by the policy.
 
-        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes. Raises ValueError
-        for less than one block on the device, or a negative size.
+        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes. Raises ValueError for less
+        than one block on the device, or a negative size.
         """
         with self._lock:
             self._failures.check_device()
@@ -362,7 +353,7 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            # Without memory it has only written into its own blocks, so the cache stays valid.
+            # A build without memory wrote only its own blocks: the cache stays valid.
             if fault_of(error) != "memory":
                 builder.give_up()
             self._failures.recover([], error, "a document could not be built", builder.shrink)
@@ -454,7 +445,7 @@ class TieredEngine:
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Enlarge the pool for a request. Raises ShortOfMemoryError if memory is still short."""
+        """Enlarge the pool for a request. Raises ShortOfMemoryError."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._memory.fit(needed):

@@ -20,10 +20,9 @@ Ended = list[tuple[Sequence, str, Fault]]
 
 
 class FailedSteps:
-    """Handles failures of an engine's steps.
+    """Handles failed steps. `lost` is why the device cannot be used any more, or None.
 
-    `forget_device` drops all KV on the device. A request is retried `max_retries` times; after unreadable weights with
-    all its cached KV. `lost` is why the device cannot be used any more, or None.
+    `forget_device` drops all KV on the device. Retries are limited; after unreadable weights they find all cached KV.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ __all__ = ["Fuser", "check_fusion"]
 
 
 def check_fusion(model: Any) -> None:
-    """Raises UnsupportedModelError for a model with layers that do not see all documents."""
+    """Raises UnsupportedModelError for a model with a sliding window."""
     config = text_config(model)
     types = getattr(config, "layer_types", None)
     if "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None:
@@ -28,7 +28,7 @@ def check_fusion(model: Any) -> None:
 
 
 class Fuser:
-    """Fills the blocks of requests whose leases have borrowed documents, before their first step."""
+    """Fills the blocks of requests with borrowed documents before their first step."""
 
     def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer, questions: KeptQuestions) -> None:
         self._cache = cache
@@ -37,8 +37,8 @@ class Fuser:
         self._questions = questions
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
-        """Return sequences that compute the documents without KV after the first borrowed one, each after the system
-        prompt alone.
+        """Return sequences that compute documents without KV after the first borrowed one, each after the system prompt
+        alone.
 
         Computed among approximate KV they would serve this request only.
         """

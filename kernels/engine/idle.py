@@ -30,10 +30,7 @@ __all__ = ["BuildQueue", "IdleBuilder"]
 
 
 class BuildQueue:
-    """Documents by content, most requested first; ties go to the one that has waited longest.
-
-    `put` and `remove` take constant time, `take` depends on the number of different counts.
-    """
+    """Documents by content, most requested first; ties go to the one that has waited longest."""
 
     def __init__(self) -> None:
         self._requests: dict[bytes, int] = {}
@@ -49,7 +46,6 @@ class BuildQueue:
         self._by_requests.setdefault(requests, OrderedDict())[content] = None
 
     def take(self) -> bytes | None:
-        """Remove and return the next document, or None."""
         if not self._requests:
             return None
         content = next(iter(self._by_requests[max(self._by_requests)]))
@@ -68,11 +64,11 @@ class BuildQueue:
 
 # As in `ragorder fuse build`.
 _NEIGHBOURS = 10
-# Limits: tokens of all known documents and system prompts, documents, and companions counted per document.
+# Tokens of all known documents and system prompts, documents, and companions counted per document.
 _MOST_TOKENS = 1 << 20
 _MOST_DOCUMENTS = 1 << 14
 _MOST_COMPANIONS = 64
-# Documents examined per step: possibly none of them needs work, and requests wait meanwhile.
+# Documents examined per step, while requests wait.
 _MOST_EXAMINED = 8
 
 
@@ -115,12 +111,12 @@ class _Build:
 
 
 class IdleBuilder:
-    """Computes documents of fused requests without preprocessed KV, most requested first.
+    """Computes documents of fused requests without preprocessed KV, most requested first. The caller serialises all
+    calls.
 
-    Each is computed after its system prompt and those documents with KV that most often share its requests. Its keys
-    are rotated to the position directly after the system prompt, and the cache adopts it. The total is at most
-    `build_idle` times the tokens that requests compute. A document without neighbours or room waits until it is
-    requested again. The caller serialises all calls.
+    Each is computed after its system prompt and the documents with KV that most often share its requests, and its keys
+    are rotated directly after the system prompt. The total is at most `build_idle` times the tokens that requests
+    compute. A document without neighbours or room waits until it is requested again.
     """
 
     def __init__(
@@ -162,7 +158,7 @@ class IdleBuilder:
         if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
             return
         self._exhausted = False
-        # Limited, because each document is counted with each other one.
+        # Limited: each document is counted with each other one.
         others = {segment.content for segment in documents[:_MOST_COMPANIONS]}
         start = front.tokens
         for segment in documents:
@@ -203,7 +199,7 @@ class IdleBuilder:
         return len(positions)
 
     def abort(self) -> None:
-        """Return the blocks for a request. The document is started again later."""
+        """Free the blocks for a request. The document is started again later."""
         if self._build is not None:
             self._counters.idle_aborted += 1
             self._put_back(self._build)
@@ -215,7 +211,7 @@ class IdleBuilder:
             self._end(self._build)
 
     def shrink(self) -> bool:
-        """Use smaller steps after one without memory, and drop a document that fails in the smallest. Return True."""
+        """Use smaller steps after a memory shortage; drop a document that fails in the smallest. Return True."""
         if self._step_tokens == 1:
             self.give_up()
         elif self._build is not None:
@@ -257,9 +253,9 @@ class IdleBuilder:
         for each in (*neighbours, document):
             token_ids += each.token_ids
             ends.append(len(token_ids))
-        # The last token of a prompt is in no node.
+        # A prompt's last token is in no node.
         path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.prompt.segment.tokens)
-        # It must be computed here, even if it has other copies.
+        # Without a content, other copies of it are not borrowed.
         path = (*path[:-1], path[-1]._replace(content=b""))
         try:
             lease = self._cache.acquire(path, borrow=True, background=True)
@@ -310,7 +306,7 @@ class IdleBuilder:
             self._counters.idle_documents += 1
             self._step_tokens = min(2 * self._step_tokens, self._most_step_tokens)
         else:
-            # There is no room, and the next attempt would find none either.
+            # The next attempt would find no room either.
             self._forget(document.segment.content)
 
     def _end(self, build: _Build) -> None:

@@ -43,7 +43,7 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequenc
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    # Inverse transform sampling in fp64 with one number in [0, 1) per row; int64 (rows,).
+    # Inverse transform sampling in fp64; int64 (rows,).
     device = logits.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
     # With the maximum at 0 no temperature is too small.
@@ -88,7 +88,7 @@ class ModelRunner:
         """Return the next token, with logits, of each chunk that is its sequence's last."""
         packed = [chunk for chunk in chunks if not chunk.selects]
         found = self._compute(packed) if packed else (torch.empty(0), [])
-        # After the other chunks: they may compute documents before a question.
+        # After the other chunks, which may compute documents of the prompt.
         for chunk in chunks:
             if chunk.selects and chunk.sequence.selecting is not None:
                 chunk.sequence.selecting.compute()

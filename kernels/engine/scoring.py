@@ -23,8 +23,8 @@ __all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "re
 
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
-    """Return fp32 (keys,): attention from the piece's rows at `positions` to each key in its context, summed over rows,
-    mean over heads and layers. Writes the rows' KV."""
+    """Return fp32 (keys,): attention from the piece's rows to each key in its context, summed over rows, mean over
+    heads and layers. Writes the rows' KV."""
     step = pack([piece], pool)
     attention = _AllLayers(step, pool, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
@@ -32,7 +32,7 @@ def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
 
 
 class _AllLayers:
-    """A step's attention that sums its rows' attention and ends in the last layer."""
+    """Sums the rows' attention and ends in the last layer."""
 
     def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
         self._step = step
@@ -53,8 +53,8 @@ class _AllLayers:
 def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
     """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1.
 
-    The `start` tokens before it have exact KV. Its own tokens may have no KV: theirs in layer 0 is written, and depends
-    on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
+    Its first `start` tokens have exact KV. KV of layer 0 is written: it depends on no other token, so reused KV is
+    exact there.
     """
     if pool.shape.layers < 2:
         return torch.zeros(len(piece.token_ids), device=pool.device)
@@ -69,7 +69,7 @@ def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: i
 
 
 class _SecondLayer:
-    """Layer 0's attention; ends in layer 1 with the distance of its KV from the pool's."""
+    """Ends in layer 1 with the distance of its KV from the pool's."""
 
     deviation: Tensor
 
@@ -106,7 +106,7 @@ class Question:
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """The same vectors, moved to another start."""
+        """Return the same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
@@ -115,8 +115,8 @@ class Question:
     def attention(self, pool: BlockPool, table: Tensor, held: Tensor | None = None) -> Tensor:
         """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
 
-        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over its tokens,
-        mean over heads.
+        Softmax over the `held` tokens (bool (start,), by default all) and the question, summed over its tokens, mean
+        over heads.
         """
         keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
@@ -134,7 +134,7 @@ def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
 
 
 class _LastLayer:
-    """Attention that writes nothing and ends with the arguments of the last layer."""
+    """Writes nothing and ends with the arguments of the last layer."""
 
     call: AttentionCall
 
@@ -161,7 +161,7 @@ class ScoringInput:
 
     - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
     - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents hold anything.
-    - `asked`: the question's vectors after the system prompt, if a warm-up has computed them.
+    - `asked`: the question's vectors after the system prompt, from a warm-up.
     """
 
     token_ids: Sequence[int]
@@ -177,7 +177,7 @@ class ScoringInput:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """bool: which tokens before the question have KV."""
+        """Return bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -185,8 +185,7 @@ class ScoringInput:
 
 
 class Scorer:
-    """Measures the input of selections in forwards of `most_tokens`; only the last tokens of a longer question
-    count."""
+    """Measures the input of selections in forwards of `most_tokens`; of a longer question the last tokens count."""
 
     def __init__(self, forward: Forward, pool: BlockPool, rotation: Rotation, most_tokens: int = 2048) -> None:
         self._forward = forward
@@ -196,8 +195,7 @@ class Scorer:
         self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
-        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix, which is
-        exact."""
+        """Measure what `needs` names."""
         steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
             try:
@@ -222,8 +220,8 @@ class Scorer:
         return replace(measurements, deviation=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """In steps, return fp32: attention of the `chosen` tokens to each token before the question, summed over them,
-        mean over heads and layers. Recomputes them and writes their KV."""
+        """Recompute the `chosen` tokens, in steps. Return their attention to each token before the question
+        (`attended`)."""
         found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
@@ -238,7 +236,7 @@ class Scorer:
         """Return fp32: the question's attention to each earlier token.
 
         Its vectors are computed after the documents or, with `alone` or if some have no KV, after the system prompt and
-        then moved. The latter needs no documents, so a warm-up may have computed it (`ScoringInput.asked`).
+        then moved.
         """
         held = inputs.held(self._device)
         if inputs.asked is not None:
@@ -257,7 +255,7 @@ class Scorer:
         return read_question(self._forward, self._pool, Piece(ids, start, inputs.table, False))
 
     def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32 for each token up to the last reused document; 0 in the exact prefix."""
+        """Return fp32 for each token up to the last reused document; 0 in the exact prefix."""
         parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
         for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(

@@ -28,7 +28,7 @@ class ScatteredPrefill:
     """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
 
     First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
-    the chosen tokens and the rest.
+    the chosen tokens and the rest. `exact_tokens` precede the first approximate one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ScatteredPrefill:
         self._todo, self._rest = places[first], places[~first]
 
     def __len__(self) -> int:
-        """Number of positions to compute, without those that wait for a choice."""
+        """Positions to compute, without those that wait for a choice."""
         return len(self._todo)
 
     def choose(self, chosen: Positions) -> None:
@@ -67,7 +67,7 @@ class ScatteredPrefill:
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
-        """Tokens with exact KV after the next `tokens`."""
+        """Return the tokens with exact KV after the next `tokens`."""
         return min(self.exact_tokens, int(self._todo[:tokens].max()) + 1)
 
     def advance(self, tokens: int) -> None:
@@ -75,11 +75,7 @@ class ScatteredPrefill:
 
 
 class Selecting(Protocol):
-    """A running selection; `pending` is the tokens of its next forward, 0 at the end.
-
-    Then `chosen` positions are recomputed, or the request `in_full`, because a failed selection may have overwritten
-    KV.
-    """
+    """See `TokenSelecting`."""
 
     pending: int
     chosen: Positions
@@ -89,8 +85,7 @@ class Selecting(Protocol):
 
 
 class Sequence:
-    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. Prefill, recomputation and
-    decoding work alike.
+    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`.
 
     A fused sequence also has copied KV of later documents until its other positions are computed. Its `helpers` compute
     documents alone before it starts.
@@ -109,10 +104,10 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         self.fusion = fusion
-        # A helper's owner waits for it; a helper ends without an answer.
+        # A helper's owner waits for it; a helper has no answer.
         self.owner = owner
         self.helpers: list[Sequence] = []
-        # Contents of the documents that helpers compute; None until that is decided.
+        # Contents of the documents that helpers compute; None until decided.
         self.standalone: frozenset[bytes] | None = None
         self.request = request
         self.path = path
@@ -216,7 +211,6 @@ class Sequence:
             self.recomputed = self.fused.total
 
     def take(self, room: int) -> int:
-        """Tokens that a step with this room computes."""
         return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:

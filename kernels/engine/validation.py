@@ -19,7 +19,7 @@ __all__ = ["RequestValidator"]
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Limits: vocabulary, context, size of the pool. `fusion` is the default, or None if the engine cannot fuse."""
+    """Limits of requests. `fusion` is the default, or None if the engine cannot fuse."""
 
     vocabulary: int
     max_model_len: int

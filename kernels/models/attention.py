@@ -1,7 +1,4 @@
-"""Paged attention for transformers' models, by AttentionInterface.
-
-No model is patched: the step is passed in keyword arguments and replaces the mask.
-"""
+"""Paged attention for transformers' models, by AttentionInterface."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ __all__ = ["IMPLEMENTATION", "STEP", "AttentionCall", "PagedStep", "ScatteredRow
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
 
-# Arguments of models to their attention that do not change its result: transformers' cache and masks are not used, and
-# keys already include positions.
+# Arguments without effect here: transformers' cache and masks are not used, and keys already include positions.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -54,8 +50,6 @@ class AttentionCall(NamedTuple):
 
 
 class StepAttention(Protocol):
-    """Attention of one step, layer by layer."""
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return (T, HQ, D)."""
 
@@ -69,8 +63,7 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. Rows after those of `batch` are
-    `scattered`."""
+    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. The last rows are `scattered`."""
 
     def __init__(
         self, pool: BlockPool, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
@@ -114,10 +107,7 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D).
-
-    Raises UnsupportedModelError for arguments that it would have to ignore.
-    """
+    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D)."""
     step: StepAttention | None = others.pop(STEP, None)
     if step is None:
         raise UnsupportedModelError(

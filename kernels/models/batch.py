@@ -26,7 +26,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 class Piece:
     """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
 
-    `positions` of tokens that are not adjacent begin with `start`; the positions between them have KV.
+    `positions` of scattered tokens begin with `start`; the positions between them have KV.
     """
 
     token_ids: Sequence[int]
@@ -61,7 +61,7 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     tables = [np.asarray(piece.table, dtype=np.int32) for piece in packed]
     last = dict(zip(order, starts[1:], strict=True))
     ends = [last[place] - 1 for place, piece in enumerate(pieces) if piece.wants_logits]
-    # Tokens, positions and slots, and the tokens with logits.
+    # Tokens, positions, slots, and tokens with logits.
     long = np.empty(3 * total + len(ends), dtype=np.int64)
     for piece, table, start, count in zip(packed, tables, starts, counts, strict=False):
         positions = np.arange(piece.start, piece.start + count) if piece.positions is None else piece.positions
@@ -86,7 +86,6 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
 def _batch(
     counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device
 ) -> PackedBatch:
-    # Starts of the pieces, their contexts, and the tables.
     size = len(counts)
     width = max(map(len, tables), default=0)
     short = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
@@ -117,10 +116,7 @@ class ForwardEnded(Exception):  # noqa: N818
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; scales and caps logits as its own forward does.
-
-    `streamer` supplies the layers' weights if they stream.
-    """
+    """Calls a causal language model with the step's attention; `streamer` supplies weights that stream."""
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model

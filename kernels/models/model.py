@@ -30,7 +30,7 @@ _CPU_SHARE = 0.25
 # For models without a maximum length.
 _CPU_TOKENS = 32768
 
-# Per model, the number of its engines, and its attention and mode before the first.
+# Per model: its engines, and its attention and mode before the first.
 _held: WeakKeyDictionary[Any, tuple[int, str, bool]] = WeakKeyDictionary()
 _lock = Lock()
 
@@ -38,8 +38,8 @@ _lock = Lock()
 class PatchedModel:
     """A model with the engine's attention until its last engine calls `restore`.
 
-    `longest` is in tokens, or None. `streamer` supplies the layers' weights if they stream; the model is then already
-    on its device. Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
+    `longest` is in tokens, or None. Streamed models are already on their device. Raises UnsupportedModelError, with the
+    model restored; ValueError for an invalid device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
@@ -101,7 +101,7 @@ class PatchedModel:
 
 
 def wanted_tokens(longest: int | None) -> int:
-    """Tokens of KV that can be useful on a CPU: four prompts of maximum length."""
+    """Return the tokens of KV that are useful on a CPU: four longest prompts."""
     return _CPU_PROMPTS * (longest or _CPU_TOKENS)
 
 
@@ -109,10 +109,7 @@ def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
     """Return the pool's blocks: `device_tokens`, else a share of a GPU's free memory, or on a CPU four longest prompts
-    within a quarter of the memory.
-
-    Raises ValueError if that is less than a block.
-    """
+    within a quarter of the memory."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -133,10 +130,7 @@ def device_blocks(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype.
-
-    A model already loaded in it may have other weights on purpose.
-    """
+    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype."""
     if model.dtype == dtype:
         return
     for tensor in model.state_dict(keep_vars=True).values():
@@ -148,7 +142,7 @@ def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
     """Return a maker of caches by device blocks and host bytes."""
-    # Reads all weights, so it is only done for KV that outlives the process.
+    # Reads all weights, so only for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape
 

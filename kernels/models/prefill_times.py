@@ -44,7 +44,7 @@ def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
 def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
     """Time loads of `blocks` blocks as in the cache, between separate pools.
 
-    Loads from disk use a temporary folder in `disk` or its parent, with pages dropped from memory. They raise OSError.
+    Loads from disk use a temporary folder in `disk` or its parent. They raise OSError.
     """
     pinned = device.type == "cuda"
     on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
@@ -81,7 +81,6 @@ class _StoredChunk:
         self._store = store
 
     def forget_pages(self) -> None:
-        """Drop the file's pages, as if it had been written long ago."""
         for path in self._folder.rglob("*"):
             if path.is_file() and hasattr(os, "posix_fadvise"):
                 with path.open("rb") as file:
@@ -111,15 +110,14 @@ def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[_StoredChunk]:
 
 _logger = logging.getLogger("ragorder.profile")
 
-# Share of the budget for prefills; loads have the rest.
+# Prefills' share of the budget.
 _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """Return the cached profile of this model on this machine, or measure one in a temporary pool of at most `blocks`
-    blocks.
+    """Return this model's profile on this machine, cached or measured; LINEAR, with a warning, if that fails.
 
-    Returns LINEAR, with a warning, if that fails.
+    It is measured in a temporary pool of at most `blocks` blocks.
     """
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
@@ -149,7 +147,7 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
             return _with_loads(profile, model, settings, begun_s + budget_s - time.monotonic())
         finally:
             if model.device.type == "cuda":
-                # The engine's own pool was sized before this pool took memory.
+                # The engine's own pool was sized before this one took memory.
                 torch.cuda.empty_cache()
 
     try:
@@ -171,7 +169,7 @@ def _with_loads(
 
 
 def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """What determines the times: shapes, dtypes, hardware, threads, versions, disk; not the weights' values."""
+    """Return what determines the times; not the weights' values."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():

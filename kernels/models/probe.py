@@ -18,14 +18,12 @@ __all__ = ["AttentionShape", "observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Relative difference of the logits' norms: far below that of wrong masks, biases or positions, far above rounding.
+# Relative difference of the logits' norms: far below that of wrong masks or positions, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Shapes and dtype of all layers' attention."""
-
     layers: int
     heads: int
     kv_heads: int
@@ -100,10 +98,7 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
 
 
 def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt split inside a block.
-
-    Raises UnsupportedModelError for differences beyond rounding.
-    """
+    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError."""
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)

@@ -18,7 +18,7 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
         # Threads outside inference mode fill it.
         with torch.inference_mode(False):
             if device.type == "cpu" and not pinned:
-                # Not from the heap, which does not return freed memory to the system.
+                # Not from the heap, which keeps freed memory.
                 pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
                 return torch.frombuffer(pages, dtype=torch.uint8)
             return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -27,10 +27,7 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
 
 
 class LayerBuffer:
-    """A buffer and its views as parameters of layers, one set per layout.
-
-    The device must have passed `fence` before a stream other than the current one writes.
-    """
+    """A buffer, and its views as parameters per layout. Other streams write after `fence`."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.bytes = allocate(nbytes, device)

@@ -39,7 +39,7 @@ class CheckpointError(RagorderError, ValueError):
 
 
 class LayerReadError(RagorderError, OSError):
-    """Weights could not be read while serving; the message names the file and the reason."""
+    """Weights could not be read while serving; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,7 @@ class Checkpoint:
     """The tensors of a folder's safetensors, in one file or several with an index.
 
     Files are read, not mapped: a truncated mapped file would kill the process, and its pages are in no budget. A file
-    that changes after it was opened is refused, as half of it would be another model's.
-
-    Raises CheckpointError for a folder without weights, or with invalid or truncated files.
+    that changes after it was opened is refused. Raises CheckpointError.
     """
 
     def __init__(self, folder: str | Path) -> None:

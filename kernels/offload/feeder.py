@@ -24,9 +24,9 @@ def _never() -> bool:
 
 
 class Feeder:
-    """Threads that read chunks of a layer in parallel and, for a GPU, a stream that copies it there.
+    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`.
 
-    `bytes` counts what was read from the checkpoint. One thread calls `fill`.
+    `bytes` counts what was read from the checkpoint.
     """
 
     def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
@@ -50,11 +50,11 @@ class Feeder:
             try:
                 reads = [self._readers.submit(read, chunk) for chunk in chunks]
             except RuntimeError:
-                # A thread could not be started. The other threads are stopped, so nothing else writes into the buffer.
+                # A thread could not be started; the others end, so that nothing else writes into the buffer.
                 self._readers.shutdown()
                 self._readers = None
             else:
-                # Wait for all of them: even after an error, nothing may write into the buffer later.
+                # Even after an error, nothing may write into the buffer later.
                 wait(reads)
                 self.bytes += sum(each.result() for each in reads)
                 return
@@ -70,7 +70,7 @@ class Feeder:
     ) -> Any:
         """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk.
 
-        Returns the fence after which the layer can be read. Raises LayerReadError.
+        Return the fence after which it can be read. Raises LayerReadError.
         """
         size = self._store.nbytes(layer)
         if not self._gpu:
@@ -91,7 +91,7 @@ class Feeder:
             into[:size].copy_(host[:size], non_blocking=True)
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
-        # If this buffer is freed meanwhile, its memory is only reused after the copy.
+        # Freed memory is only reused after the copy.
         into.record_stream(self._stream)
         if stage is not None:
             stage.copied = copied

@@ -45,7 +45,7 @@ class Footprint:
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the model of a configuration with all parameters on the meta device."""
+    """Return the model of a configuration, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
@@ -58,7 +58,7 @@ def decoder_layers(model: Any) -> tuple[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and any(True for _ in module.parameters())
     ]
-    # Only the outermost list: a list of experts may have the same length.
+    # A list of experts may have the same length.
     outermost = [each for each in found if not any(each[0].startswith(f"{name}.") for name, _ in found)]
     if len(outermost) != 1:
         raise UnsupportedModelError(

@@ -14,19 +14,17 @@ from ragorder.kernels.offload.layout import CheckpointMap, LayerLayout, Paramete
 
 __all__ = ["LayerStore", "Source", "StoredParameter"]
 
-# Size of a read: the unit of work for threads, and the delay before an abandoned layer is dropped.
+# Size of a read: the unit of work for threads.
 _CHUNK = 8 << 20
 
 
 class Source(Protocol):
-    """The bytes of a checkpoint's tensors."""
-
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
         """Read from byte `start` of the tensor. Any thread may call this. Raises LayerReadError."""
 
 
 class LayerStore:
-    """The layers of a model, each as one buffer of `nbytes(layer)` bytes. Read-only.
+    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
 
         store = LayerStore(checkpoint, layouts)
         buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
@@ -59,12 +57,12 @@ class LayerStore:
         return self.layouts[layer].nbytes
 
     def stored_bytes(self, layer: int) -> int:
-        """Bytes that one read of the layer takes from the checkpoint."""
+        """Return the bytes that one read of the layer takes from the checkpoint."""
         pieces = (piece for parameter in self.layouts[layer].parameters for piece in parameter.pieces)
         return sum(piece.entry.length for piece in pieces)
 
     def chunks(self, layer: int) -> list[_Chunk]:
-        """Reads that make up a layer, in the order of its buffer; threads may share them."""
+        """Return the reads of a layer, in the order of its buffer; threads may share them."""
         return [
             _Chunk(layer, parameter, piece, start, min(_CHUNK, piece.entry.length - start))
             for parameter in self.layouts[layer].parameters
@@ -87,11 +85,10 @@ class LayerStore:
         return chunk.length
 
     def read_layer(self, layer: int, buffer: torch.Tensor) -> int:
-        """Read a whole layer. Return the bytes read. Raises LayerReadError."""
         return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
 
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
-        """Parameters of all layers of the list `prefix`, by their names in the model."""
+        """Yield parameters of all layers of the list `prefix`, by their names in the model."""
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:
                 yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)

@@ -56,14 +56,13 @@ def placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[st
     return found
 
 
-# Consecutive small steps before slots are added, so that a prefill between decoding steps does not reallocate them.
+# Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were ready (`hits`) or waited for (`waits`, `waits_s` in total); `bytes` read from the
-    checkpoint; `slots` of the ring; layers by tier."""
+    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier."""
 
     hits: int
     waits: int
@@ -76,7 +75,8 @@ class StreamStats:
 
 
 class LayerStreamer:
-    """Supplies the decoder layers of a model with weights from a store, one forward at a time.
+    """Supplies the decoder layers of a model with weights from a store, one forward at a time. One thread makes all
+    calls.
 
         streamer = LayerStreamer(model.model.layers, store, torch.device("cuda"))
         streamer.resize(4)
@@ -85,13 +85,10 @@ class LayerStreamer:
             model(...)
         streamer.close()
 
-    Layers on the device keep their weights. The others use slots of a ring, which a thread fills with the next layers,
-    also those of the next step. n slots read n - 1 layers ahead: 1 slot is accelerate's way (read, then compute), 2 are
-    FlexGen's (read the next layer during computation). `room` maps a step's tokens to bytes for slots: the ring uses
-    them all, few in prefill and many in decoding, but at least those of `resize`.
-
-    On a CPU a layer in host memory is computed in place; `in_place=False` copies it as on a GPU. One thread makes all
-    calls. Raises MemoryError if not even one slot fits.
+    Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead, also those
+    of the next step (1: as accelerate, 2: as FlexGen). `room` maps a step's tokens to bytes for slots, few in prefill
+    and many in decoding; those of `resize` are the minimum. On a CPU a layer in host memory is computed in place;
+    `in_place=False` copies it as on a GPU. Raises MemoryError if not even one slot fits.
     """
 
     def __init__(
@@ -186,13 +183,12 @@ class LayerStreamer:
             self._set_slots(0)
         reached = list(self.residency.places)
         try:
-            # Evictions first, to make room.
+            # Evictions first.
             moves = [layer for layer in range(len(reached)) if residency[layer] is not reached[layer]]
             for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
                 reached[layer] = self._move(layer, reached[layer], residency[layer])
         finally:
             if not self.streamed or not len(self._ring):
-                # Without streamed layers there is no ring.
                 self._set_slots(self._least if self.streamed else 0)
             while self._resident and self.streamed and not len(self._ring):
                 # Evict one layer for the buffer that the others need.
@@ -205,11 +201,7 @@ class LayerStreamer:
         return self.residency
 
     def shed(self) -> bool:
-        """Give memory back: extra slots, else a quarter of the layers on the device or in the host, else half of the
-        slots.
-
-        Return False if only one slot is left.
-        """
+        """Give back extra slots, else a quarter of the layers, else half of the slots. Return False at one slot."""
         self._end()
         self._short = True
         before = len(self._ring)
@@ -229,7 +221,7 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back a part: slots, else a quarter of the layers on the disk that `residency` has elsewhere.
+        """Take back slots, else a quarter of the layers on the disk that `residency` has elsewhere.
 
         Return False if nothing changed.
         """

@@ -15,10 +15,7 @@ __all__ = ["BlockPool", "KVShape", "OutOfBlocksError", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block.
-
-    Raises ValueError for a number below 1.
-    """
+    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block."""
 
     layers: int
     kv_heads: int
@@ -41,7 +38,7 @@ class KVShape:
 
     @property
     def block_rows(self) -> int:
-        """Rows (kv_heads, head_dim) of a block: keys and values of all layers."""
+        """Rows (kv_heads, head_dim) of a block."""
         return 2 * self.layers * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
@@ -54,8 +51,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerViews:
-    """Views per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
-    from the layer's first. A token's row has the same index in all layers."""
+    """Per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim) from the
+    layer's first. A token's row has the same index in all layers."""
 
     key_rows: list[torch.Tensor]
     value_rows: list[torch.Tensor]
@@ -79,15 +76,14 @@ class OutOfBlocksError(RagorderError, RuntimeError):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, optionally `pinned` (page-locked). Only block contents are
-    thread-safe.
+    """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe.
 
     `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    Raises ValueError if `blocks` is negative, MemoryError if there is not enough memory.
+    Raises MemoryError.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class BlockPool:
         return self._views
 
     def rows(self) -> Any:
-        """A host pool as NumPy bytes (blocks, block_bytes)."""
+        """Return a host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
@@ -175,9 +171,8 @@ class BlockPool:
     def resize(self, blocks: int) -> dict[int, int]:
         """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
 
-        Unless no block is used, both memories exist for a moment. Raises ValueError if `blocks` is negative,
-        OutOfBlocksError if more blocks are used, and MemoryError, with the pool unchanged, or empty if its old memory
-        could not be allocated again.
+        Unless no block is used, both memories exist for a moment. Raises OutOfBlocksError if more blocks are used, and
+        MemoryError, with the pool unchanged, or empty if its old memory could not be allocated again.
         """
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
@@ -228,10 +223,7 @@ class BlockPool:
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of blocks adjacent in both pools: (first source, first target, count).
-
-    Raises ValueError for lists of different lengths.
-    """
+    """Yield runs of blocks adjacent in both lists: (first source, first target, count)."""
     if len(source_blocks) != len(target_blocks):
         raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
     begin = 0

@@ -19,15 +19,14 @@ class Transfer(Protocol):
     """A running copy. Do not write to its source, and reuse neither side."""
 
     @property
-    def done(self) -> bool:
-        """Ended: the target may be read."""
+    def done(self) -> bool: ...
 
     @property
     def failed(self) -> bool:
         """Ended in an error: the target may hold anything."""
 
     def wait(self) -> None:
-        """Block until the copy has ended. Any thread may call this."""
+        """Block until it has ended. Any thread may call this."""
 
     def fence(self) -> None:
         """Order later computations after the copy. Blocks only on a CPU."""
@@ -50,8 +49,8 @@ _logger = logging.getLogger("ragorder.kernels")
 
 class ThreadTransfers:
     def __init__(self) -> None:
-        # NumPy copies on this one thread and releases Python's lock. PyTorch would start more threads, which would
-        # compete with the threads that compute.
+        # NumPy releases Python's lock on this one thread. PyTorch would start threads that compete with the
+        # computation.
         self._waiting: SimpleQueue[_ThreadTransfer | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ragorder-kv-copies", daemon=True)
         self._thread.start()
@@ -157,7 +156,6 @@ class _StreamTransfer:
 
 
 def make_transfers(device: torch.device | str) -> Transfers:
-    """Raises ValueError for devices other than CUDA and CPU."""
     kind = torch.device(device).type
     if kind == "cuda":
         return StreamTransfers(device)

@@ -53,7 +53,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
             header = check(folder, name, bytes(head[:filled]), size)
             good.append(FoundChunk(name, header, size, status.st_mtime))
         except BadHeaderError as bad:
-            counters.refuse(bad.reason)
+            counters.refused[bad.reason] += 1
             if regular and bad.reason != "identity":
                 unwanted.append((name, size))
             else:

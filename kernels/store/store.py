@@ -282,9 +282,9 @@ class ChunkStore:
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):
-                self.counters.refuse(failed.reason)
+                self.counters.refused[failed.reason] += 1
             elif isinstance(failed, FileNotFoundError):
-                self.counters.refuse("missing")
+                self.counters.refused["missing"] += 1
             else:
                 self.counters.failed_read(failed)
             self._index.remove(key)
@@ -338,7 +338,7 @@ class ChunkStore:
             return None
         evicted = self._index.make_room(size, protected)
         if evicted is None:
-            self.counters.refused_room += 1
+            self.counters.refused["room"] += 1
             return None
         self.counters.evicted += len(evicted)
         self._writing.add(key)
