@@ -24,7 +24,7 @@ def read_width(config: Mapping[str, Any], where: str, *names: str, default: int 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """`inner` counts the numbers that a token's MLP computes between its matrices, over all experts of the token."""
+    """`inner` counts the numbers that a token's MLP computes between its matrices, over all its experts."""
 
     layers: int
     hidden: int
@@ -36,7 +36,7 @@ class DecoderShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Read a configuration as in its config.json; `where` begins the error's message. Raises ValueError."""
+        """Read a configuration as in its config.json; `where` begins the error's message."""
         layers = read_width(config, where, "num_hidden_layers", "n_layer", "num_layers")
         hidden = read_width(config, where, "hidden_size", "n_embd", "d_model")
         heads = read_width(config, where, "num_attention_heads", "n_head", "num_heads")
@@ -59,7 +59,7 @@ class DecoderShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Maximum bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
+        """Return the most bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
 
         A step holds its hidden states twice, and the larger of attention's queries, keys, values and output, and of the
         MLP's three inner products. Norms and logits are in fp32.

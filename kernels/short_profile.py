@@ -24,8 +24,7 @@ LoadTimes = Mapping[str, Callable[[], float]]
 _FIRST_NEW = 16
 _FACTOR = 4
 _ROUNDS = 5
-# Cost of a row after cached tokens, including the computation of the prefix, relative to the row without: mostly
-# attention.
+# Cost of a row after cached tokens, with the prefix, relative to the row without: mostly attention.
 _ROW = 4
 # A longer prefill may take one of these parts of the time left, because it recurs in every row and round.
 _PARTS = 8
@@ -43,8 +42,7 @@ def measure_short_profile(
     """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks.
 
     What exceeds `budget_s` is left out: long prompts, cached prefixes, repeats. A prefill of 16 tokens is always
-    measured, twice. Times are medians of up to five rounds; the first round only counts if there was no time for
-    another. Raises as `prefill_s` does.
+    measured, twice. Times are medians of up to five rounds.
     """
     start = clock()
 
@@ -101,8 +99,7 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Return the profile with load times: medians of up to five loads of `tokens` tokens per tier, after one warm-up
-    load.
+    """Return the profile with load times: medians of up to five loads of `tokens` tokens per tier, after a warm-up.
 
     A tier is left out if it raises OSError, or if its second load would exceed `budget_s`.
     """

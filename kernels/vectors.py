@@ -12,17 +12,15 @@ from numpy.typing import NDArray
 __all__ = ["TorchClusterScan"]
 
 _WORST = float(np.finfo(np.float32).max)
-# The product form of a distance loses digits: this number of further candidates is computed by differences.
+# The product form of a distance loses digits: further candidates are computed by differences.
 _SLACK = 8
 
 
 class TorchClusterScan:
-    """The `ClusterScan` of `IndexTiers` on a torch device.
+    """The `ClusterScan` of `IndexTiers` on a torch device, with float32 vectors.
 
-        tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
-        search = ContinuousIVF(index, tiers=tiers)
-
-    Vectors are float32. Distances differ from FAISS's by rounding. Raises ValueError for another metric.
+    tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
+    search = ContinuousIVF(index, tiers=tiers)
     """
 
     def __init__(self, metric: Literal["L2", "inner product"], device: str | torch.device = "cpu") -> None:

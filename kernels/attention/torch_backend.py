@@ -102,13 +102,9 @@ class _Decoding:
     """
 
     tokens: Tensor
-
     blocks: Tensor
-
     places: Tensor
-
     mask: Tensor
-
     hidden: Tensor
 
 

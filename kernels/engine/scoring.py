@@ -220,8 +220,7 @@ class Scorer:
         return replace(measurements, deviation=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """Recompute the `chosen` tokens, in steps. Return their attention to each token before the question
-        (`attended`)."""
+        """Recompute the `chosen` tokens, in steps. Return their attention to each token, as `attended`."""
         found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]

@@ -1,4 +1,7 @@
-"""Copies of KV rows to other positions, with rotated keys (FusionRAG appendix A.1)."""
+"""Copies of KV to other positions, with rotated keys (FusionRAG appendix A.1).
+
+Rows are (tokens, layers, 2, KV heads, head_dim).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,13 @@ from ragorder.kernels.paging import BlockPool, KVShape
 
 __all__ = ["Assembler", "Rows", "as_blocks", "moved_rows", "read_rows"]
 
-# Rows per chunk, so that the gathered rows of a layer stay small compared to the pool.
+# Rows per chunk: small compared to the pool.
 _CHUNK = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`tokens` tokens with KV computed at position `source`, in the `blocks` that cover it, to be used at position
-    `target`."""
+    """`tokens` tokens with KV at position `source`, in the `blocks` that cover it, to be used at position `target`."""
 
     blocks: Sequence[int]
     source: int
@@ -30,14 +32,12 @@ class Rows:
 
 
 class Assembler:
-    """Copies within a pool. Keys are rotated once, from the positions of their computation."""
-
     def __init__(self, pool: BlockPool, rotation: Rotation) -> None:
         self._pool = pool
         self._rotation = rotation
 
     def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        """Queue copies into the blocks of `table`, which begin at position 0."""
+        """Queue copies within the pool, into the blocks of `table`."""
         if not documents:
             return
         size, device = self._pool.shape.block_size, self._pool.device
@@ -82,7 +82,7 @@ def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Te
 
 
 def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
-    """Return rows of consecutive tokens moved from `old` to `new`, the first one's positions."""
+    """Return rows of consecutive tokens moved from position `old` to `new`."""
     if old == new:
         return rows
     turn = rotation.turn(new - old, torch.arange(old, old + len(rows), device=rows.device))
@@ -93,10 +93,7 @@ def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
 
 
 def as_blocks(rows: Tensor, start: int, preceding: Tensor, shape: KVShape) -> BlockPool:
-    """Return the blocks that cover rows from position `start`, in the rows' memory.
-
-    The end of `preceding`, up to `start`, fills the first block before them.
-    """
+    """Return the blocks that cover rows from position `start`; the end of `preceding` fills the first one."""
     size = shape.block_size
     covering = shape.covering(start, len(rows))
     lead = start - covering.start * size

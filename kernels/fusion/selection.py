@@ -1,4 +1,4 @@
-"""Selections of critical tokens: which reused tokens are recomputed. Needs no torch."""
+"""Selections of critical tokens to recompute, without torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,10 @@ Needs = Literal["nothing", "question", "two layers"]
 class Measurements:
     """A prompt's N reused tokens and their measurements.
 
-    - `reused` int64 (N,): their positions, ascending; `spans`: begin and end of their documents, ascending.
-    - `attention` fp32 (N,): the question's in the last layer, softmax over all KV, summed over its tokens, mean over
-      heads.
+    - `reused` int64 (N,): positions, ascending; `spans`: begin and end of their documents.
+    - `attention` fp32 (N,): the question's in the last layer, summed over its tokens, mean over heads.
     - `deviation` fp32 (N,): squared deviation of key and value from full attention's in the second layer.
     - `seed`: a digest of the prompt.
-
-    Raises ValueError for another number of measurements.
     """
 
     reused: Tensor
@@ -146,5 +143,4 @@ SELECTIONS = tuple(selections.names)
 
 
 def make_selection(name: str) -> Selection:
-    """Raises ValueError naming the choices."""
     return selections[selections.check(name)]()

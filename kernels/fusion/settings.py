@@ -11,8 +11,8 @@ __all__ = ["Fusion"]
 class Fusion:
     """How a request reuses documents outside its cached prefix.
 
-    `recompute` is the share of their tokens to recompute, 0 to 1; `select` chooses them (`kernels.fusion.selection`).
-    In further `rounds` the attention of the chosen tokens chooses more. Raises ValueError for invalid values.
+    `recompute` is the share of their tokens to recompute; `select` chooses them (`kernels.fusion.selection`). In
+    further `rounds` the attention of the chosen tokens chooses more.
     """
 
     recompute: float = 0.15

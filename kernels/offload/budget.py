@@ -28,8 +28,7 @@ class BudgetError(RagorderError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model needs; `workspace` by tokens of a step, `staging` in pinned host memory while layers
-    stream."""
+    """Bytes that a model needs; `workspace` by tokens of a step, `staging` in pinned host memory."""
 
     outside: int
     layers: Sequence[int]

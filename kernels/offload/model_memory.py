@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM
 from ragorder.kernels.decoder_shape import ROWS, DecoderShape
 from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = ["Footprint", "decoder_layers", "footprint", "skeleton"]
+__all__ = ["ModelMemory", "decoder_layers", "skeleton"]
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of weights: each decoder layer, embedding, head (0 if it is the embedding), and others outside the
-    layers."""
+class ModelMemory:
+    """Bytes of a model's weights (`head` is 0 if it is the embedding), KV and workspace."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -26,9 +25,41 @@ class Footprint:
     itemsize: int
     shape: DecoderShape
 
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype | str | None = None) -> Self:
+        """Measure a configuration (`transformers.AutoConfig`), in `dtype`, its own or float32.
+
+        Raises UnsupportedModelError for a model without exactly one list of decoder layers.
+        """
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        kind = named or getattr(config, "dtype", None) or torch.float32
+        model = skeleton(config, kind)
+        prefix, layers = decoder_layers(model)
+        sizes = tuple(sum(map(_bytes, layer.parameters())) for layer in layers)
+        embedding = model.get_input_embeddings().weight
+        output = model.get_output_embeddings()
+        head = output.weight if output is not None and output.weight is not embedding else None
+        counted = {id(embedding), id(head)}
+        rest = {
+            id(each): each
+            for name, each in model.named_parameters()
+            if not name.startswith(f"{prefix}.") and id(each) not in counted
+        }
+        text = config.get_text_config()
+        entries = text.to_dict()
+        # Some families use other names for these.
+        entries |= {name: entries[own] for name, own in text.attribute_map.items() if own in entries}
+        return cls(
+            layers=sizes,
+            embedding=_bytes(embedding),
+            head=0 if head is None else _bytes(head),
+            other=sum(map(_bytes, rest.values())),
+            itemsize=int(kind.itemsize),
+            shape=DecoderShape.read(entries, type(text).__name__),
+        )
+
     @property
     def outside(self) -> int:
-        """All weights outside the decoder layers; these stay on the device."""
         return self.embedding + self.head + self.other
 
     @property
@@ -37,7 +68,6 @@ class Footprint:
 
     @property
     def kv_token(self) -> int:
-        """Bytes of a token's KV in all layers."""
         return self.shape.kv_token(self.itemsize)
 
     def workspace(self, tokens: int, rows: int = ROWS) -> int:
@@ -66,40 +96,6 @@ def decoder_layers(model: Any) -> tuple[str, Any]:
             "needed; leave device_bytes out"
         )
     return outermost[0]
-
-
-def footprint(config: Any, dtype: torch.dtype | str | None = None) -> Footprint:
-    """Return the footprint of a configuration (`transformers.AutoConfig`).
-
-    `dtype` of the weights is the configuration's by default, or float32. Raises UnsupportedModelError for a model
-    without exactly one list of decoder layers.
-    """
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    kind = named or getattr(config, "dtype", None) or torch.float32
-    model = skeleton(config, kind)
-    prefix, layers = decoder_layers(model)
-    sizes = tuple(sum(map(_bytes, layer.parameters())) for layer in layers)
-    embedding = model.get_input_embeddings().weight
-    output = model.get_output_embeddings()
-    head = output.weight if output is not None and output.weight is not embedding else None
-    counted = {id(embedding), id(head)}
-    rest = {
-        id(each): each
-        for name, each in model.named_parameters()
-        if not name.startswith(f"{prefix}.") and id(each) not in counted
-    }
-    text = config.get_text_config()
-    entries = text.to_dict()
-    # Some families use other names for these.
-    entries |= {name: entries[own] for name, own in text.attribute_map.items() if own in entries}
-    return Footprint(
-        layers=sizes,
-        embedding=_bytes(embedding),
-        head=0 if head is None else _bytes(head),
-        other=sum(map(_bytes, rest.values())),
-        itemsize=int(kind.itemsize),
-        shape=DecoderShape.read(entries, type(text).__name__),
-    )
 
 
 def _bytes(tensor: Any) -> int:

@@ -23,8 +23,7 @@ class Residency:
 
     @classmethod
     def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """Put `device` and `host` layers at even distances, so that the stream has time while resident layers are
-        computed."""
+        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
         if device < 0 or host < 0 or device + host > layers:
             raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
         places = [Place.DISK] * layers

@@ -29,7 +29,7 @@ _WHOLE = (1, 1)
 
 
 class Built(NamedTuple):
-    """A document whose KV is now stored, and its bytes on disk."""
+    """A stored document, and its bytes on disk."""
 
     id: str
     tokens: int
@@ -55,13 +55,13 @@ class FusionBuilder:
                 print(built.id, built.bytes)
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
-    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the folder's
-    contents; `build` computes what is missing. After an interruption, even a kill -9, the next builder produces the
-    same bytes: groups of documents do not depend on what exists.
+    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
+    `build` computes what is missing. After an interruption the next builder produces the same bytes: groups of
+    documents do not depend on what exists.
 
     Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
-    tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a model whose
-    keys cannot be rotated, ManifestError, and ValueError for an empty system prompt.
+    tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError for keys that cannot be rotated, and
+    ValueError for an empty system prompt.
     """
 
     def __init__(
@@ -168,10 +168,7 @@ class FusionBuilder:
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 
     def add(self, documents: Sequence[SourceDocument]) -> int:
-        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number.
-
-        Raises as `plan`.
-        """
+        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number."""
         read = self._planner.read(documents)
         known = {each.id: each for each in self._manifest}
         changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
@@ -182,10 +179,8 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Documents computed after them stay (`stale`).
-
-        Raises BuildError for unknown ids, changing nothing.
-        """
+        """Remove documents and their KV. Documents computed after them stay (`stale`). Raises BuildError for unknown
+        ids."""
         remove_documents(self._manifest, self._copies.store, ids)
 
     def stale(self) -> list[str]:
@@ -217,8 +212,8 @@ class FusionBuilder:
         """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
 
         Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
-        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError if a
-        write fails. Finished documents stay.
+        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError.
+        Finished documents stay.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
@@ -250,7 +245,7 @@ class FusionBuilder:
         return kv
 
     def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
-        """Documents that are computed together, stored or not."""
+        """Return documents that are computed together, stored or not."""
         number, parts = shard
         if not 1 <= number <= parts:
             raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
@@ -269,7 +264,7 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Documents whose neighbours are all known, each content once.
+        """Return documents whose neighbours are all known, each content once.
 
         KV computed after removed neighbours stays; once lost, the document gets other neighbours.
         """

@@ -25,10 +25,9 @@ class WriteFailedError(RagorderError, OSError):
 
 
 class CopyStore:
-    """KV of documents directly after a tenant's system prompt, by their keys in the tree or variants of these.
+    """KV of documents directly after a tenant's system prompt, by keys in the tree or variants of these.
 
-    KV is (tokens, layers, 2, KV heads, head_dim), with keys as at the system prompt's end. Nothing is evicted. Raises
-    StoreRefusedError.
+    KV is (tokens, layers, 2, KV heads, head_dim). Nothing is evicted. Raises StoreRefusedError.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class CopyStore:
         return status.f_bavail * status.f_frsize
 
     def content(self, token_ids: Sequence[int]) -> bytes:
-        """The key of a document's node directly after the system prompt."""
+        """Return the key of a document's node directly after the system prompt."""
         return self._path(token_ids)[1]
 
     def bytes_on_disk(self, key: bytes, tokens: int) -> int:
@@ -89,7 +88,7 @@ class CopyStore:
         self.store.close()
 
     def _path(self, token_ids: Iterable[int]) -> list[bytes]:
-        # The last token of a prompt is in no node.
+        # A prompt's last token is in no node.
         prompt = [*self._prefix_ids, *token_ids, 0]
         return [each.key for each in segments_of(prompt, [len(self._prefix_ids), len(prompt) - 1], salt=self._salt)]
 

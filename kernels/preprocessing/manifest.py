@@ -43,7 +43,7 @@ _CONTENT_BYTES = 32
 _TOKEN_BYTES = 8
 _FLOAT_BYTES = 4
 _MOST_TOKENS = 1 << 31
-# Required facts of a begun build; "recipe" is optional.
+# Required facts of a begun build.
 _FACTS = {"format": int, "identity": str, "prefix_tokens": int, "token_bytes": int}
 
 
@@ -55,14 +55,12 @@ class ManifestError(BuildError):
     """A folder has no readable build."""
 
 
-class NoBuildError(ManifestError):
-    """A folder has no build."""
+class NoBuildError(ManifestError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocument:
-    """A document, its `content` (32 bytes), the contents of its `neighbours`, and the vector kept to choose neighbours
-    (float32)."""
+    """A document, its `content` (32 bytes), the contents of its `neighbours`, and its vector (float32)."""
 
     id: str
     content: bytes
@@ -82,8 +80,8 @@ class Manifest:
     """Documents in the order of computation, and `facts` (JSON) about the build.
 
     A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
-    secret as texts. The file may be damaged or another program's, so everything read is checked; tokens must be below
-    `vocabulary`. Raises ManifestError, which quotes nothing of the file.
+    secret as texts. It may be damaged or another program's, so everything read is checked. Raises ManifestError, which
+    quotes nothing of the file.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
@@ -100,7 +98,7 @@ class Manifest:
             raise ManifestError(f"{folder} has no readable build ({reason}): give the folder of a build") from None
         self._path = path
         with self._reading():
-            # A begun build has its tables: without them it is damaged, not empty.
+            # A begun build without its tables is damaged, not empty.
             if not read_only and not (self._has_facts() and self.facts):
                 self._db.executescript(_SCHEMA)
             made = self.facts.get("format", _FORMAT)
@@ -110,7 +108,7 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Open the manifest of an existing build to read. Raises ManifestError."""
+        """Open the manifest of an existing build to read."""
         if not (folder / _NAME).is_file():
             raise NoBuildError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
         manifest = cls(folder, read_only=True)
@@ -124,7 +122,6 @@ class Manifest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about the build; empty before `begin`."""
         with self._reading():
             rows = self._db.execute("SELECT name, value FROM facts").fetchall()
             if any(not isinstance(each, str) for row in rows for each in row):
@@ -153,7 +150,7 @@ class Manifest:
         return self._one("content", content)
 
     def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
-        """Contents of these documents that no other document has."""
+        """Return the contents of these documents that no other document has."""
         named = set(ids)
         contents: tuple[set[bytes], set[bytes]] = set(), set()
         for document in self:

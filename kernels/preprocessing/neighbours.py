@@ -1,4 +1,4 @@
-"""Base class and registry of choices of neighbours."""
+"""Choices of neighbours for documents (FusionRAG 3.1)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Neighbours(ABC):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """Make the choice for the argument after its name (`make_neighbours`). Raises ValueError for a wrong
-        argument."""
+        """Make the choice for the argument after its name. Raises ValueError for a wrong one."""
         if argument is not None:
             raise ValueError(f"takes no argument, got {argument!r}: leave it out")
         return cls()
@@ -65,7 +64,7 @@ neighbours: Registry[Neighbours] = Registry("neighbours")
 
 
 def make_neighbours(source: str) -> Neighbours:
-    """Raises ValueError for an unknown name or a wrong argument. `source` is NAME or NAME:ARGUMENT."""
+    """Make the choice of NAME or NAME:ARGUMENT. Raises ValueError for an unknown name or a wrong argument."""
     name, colon, argument = source.partition(":")
     choice = neighbours[neighbours.check(name)]
     try:
@@ -76,8 +75,7 @@ def make_neighbours(source: str) -> Neighbours:
 
 @neighbours.register("embedding", "by embeddings of sentence-transformers (embedding:MODEL for another than MiniLM)")
 class EmbeddingNeighbours(Neighbours):
-    """Documents with the highest cosine similarity, by exhaustive search (FAISS): n² / 2 products for n documents. Ties
-    go to the earlier document."""
+    """Documents with the highest cosine similarity, by exhaustive search (FAISS). Ties go to the earlier document."""
 
     def __init__(self, encoder: TextEncoder | None = None) -> None:
         self._encoder = encoder or TextEncoder()
@@ -89,7 +87,6 @@ class EmbeddingNeighbours(Neighbours):
         return cls(TextEncoder(argument))
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
-        """Raises ImportError without sentence-transformers, OSError for the model."""
         return self._encoder.encode(texts)
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
@@ -131,7 +128,6 @@ class GivenNeighbours(Neighbours):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """Raises JSONLinesError naming file and line."""
         if not argument:
             raise ValueError("give the file of the graph: graph:FILE")
         lines = JSONLines(argument, example=_EXAMPLE)
@@ -156,11 +152,7 @@ class GivenNeighbours(Neighbours):
 
 @neighbours.register("log", "most often in the same requests of a log (log:FILE, JSON lines as for `ragorder replay`)")
 class ServedTogether(Neighbours):
-    """Documents that share the most requests with one document. Ties go to the earlier document; documents without a
-    logged request have no neighbours.
-
-    `requests` has the ids of each request's documents.
-    """
+    """Documents that share the most requests; ties go to the earlier document."""
 
     def __init__(self, requests: Iterable[Iterable[str]]) -> None:
         self._together: dict[str, Counter[str]] = {}
@@ -170,7 +162,6 @@ class ServedTogether(Neighbours):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """Raises JSONLinesError naming file and line."""
         if not argument:
             raise ValueError("give the log of requests: log:FILE")
         lines = JSONLines(argument, example=EXAMPLE)
@@ -188,10 +179,7 @@ class ServedTogether(Neighbours):
 
 @neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document)")
 class VectorNeighbours(EmbeddingNeighbours):
-    """`given` has shape (documents, dimensions), one row per document, in their order.
-
-    Raises ValueError for another shape.
-    """
+    """`given` has shape (documents, dimensions), one row per document, in their order."""
 
     def __init__(self, given: NDArray[np.float32]) -> None:
         if given.ndim != 2:
@@ -212,7 +200,6 @@ class VectorNeighbours(EmbeddingNeighbours):
             raise ValueError(f"{argument} has no vectors ({error}): write them with numpy.save") from None
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
-        """Raises ValueError for another number of documents."""
         if len(texts) != len(self._given):
             raise ValueError(
                 f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in order"

@@ -33,10 +33,9 @@ class Prefill:
 class Preprocessor:
     """KV of documents as if directly after the system prompt (FusionRAG, Eq. 5 and 10).
 
-    KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed after the system prompt
-    and its neighbours, whose keys are rotated to their positions; then its own keys are rotated back.
-    `workspace_tokens` limit what is computed together, with system prompts and neighbours. Nothing else may use `model`
-    meanwhile.
+    A document is computed after the system prompt and its neighbours, whose keys are rotated to their positions; then
+    its own keys are rotated back. KV is (tokens, layers, 2, KV heads, head_dim). `workspace_tokens` limit what is
+    computed together. Nothing else may use `model` meanwhile.
 
     Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for a system prompt that is empty
     or leaves no room.
@@ -66,7 +65,7 @@ class Preprocessor:
         self._prefix_tokens = len(prefix)
 
     def room(self, prefill_tokens: int, context_tokens: int) -> int:
-        """Workspace tokens of a document after neighbours of `context_tokens`."""
+        """Return the workspace tokens of a document after neighbours of `context_tokens`."""
         size = self._model.shape.block_size
         return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
 

@@ -14,8 +14,7 @@ __all__ = ["has_fast_bfloat16", "make_model", "random_model", "standard_texts"]
 
 
 def random_model(texts: Iterable[str] | None = None) -> Path:
-    """Return the folder, in the user's cache, of a random model and its tokenizer, trained on `texts` (the standard
-    library's documentation by default).
+    """Return the folder, in the user's cache, of a random model and its tokenizer, trained on `texts`.
 
     Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install.
     """

@@ -38,8 +38,8 @@ def make_model(
 ) -> Path:
     """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`. Return `folder`.
 
-    Deterministic. An equal model in the folder is kept; another one made here is replaced. Raises ValueError for
-    impossible sizes, FileExistsError for foreign files in the folder, ImportError.
+    Deterministic. An equal model is kept; another one made here is replaced. Raises ValueError for impossible sizes,
+    FileExistsError for foreign files in the folder, ImportError.
     """
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:

@@ -46,7 +46,7 @@ class StoreRefusedError(RagorderError):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock: it ends with the process). A second opener is refused after `patience_s`.
+    """An open folder and its lock (flock: it ends with the process).
 
     Only the owner can read the files (0700, 0600). Access goes through the open folder: a later folder at its path is
     never written to. Raises StoreRefusedError; reads and writes raise OSError.
@@ -92,7 +92,7 @@ class ChunkFolder:
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
         """Fill the buffers. Return the number of bytes, and the file's status."""
-        # Non-blocking, so that a pipe at this path does not block.
+        # Non-blocking, for a pipe at this path.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
             filled = 0
@@ -106,9 +106,9 @@ class ChunkFolder:
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
         """Write by renaming a temporary file: final names are complete files."""
-        # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
-        # but must not be wrong: readers verify it. A killed process loses nothing, as the kernel has the bytes. A power
-        # cut may leave files with a final name and incomplete contents, which readers refuse.
+        # No fsync, which would cost more than most chunks are worth: a chunk may be lost, but must not be wrong. A
+        # killed process loses nothing, as the kernel has the bytes. After a power cut readers refuse incomplete
+        # contents.
         temporary = name.temporary.path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
         try:
@@ -161,7 +161,7 @@ class ChunkFolder:
                     f"no store in {self.path}: process {holder or '?'} uses it: use another folder",
                 )
             time.sleep(0.02)
-        # The file may have been replaced between opening and locking; the lock is then on another file.
+        # The file may have been replaced before it was locked.
         if not os.path.samestat(os.fstat(lock), os.stat(LOCK, dir_fd=root, follow_symlinks=False)):
             raise StoreRefusedError("locked", f"no store in {self.path}: its lock file was replaced just now")
         # The process id is only used in messages.
@@ -170,7 +170,7 @@ class ChunkFolder:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        # The note identifies the folder. Every chunk has the identity too, so that a lost note does no harm.
+        # Every chunk has the identity too, so that a lost note does no harm.
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:

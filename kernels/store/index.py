@@ -46,13 +46,13 @@ class ChunkIndex:
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
     def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        # Insert a chunk after `make_room` has reserved its room.
+        # `make_room` has reserved its room.
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
 
     def remove(self, key: bytes) -> StoredChunk:
-        # Drop the chunk; its file still counts in `other_bytes`.
+        # Its file still counts.
         chunk = self.chunks.pop(key)
         self.tier.remove(key)
         self.other_bytes += chunk.bytes_on_disk
@@ -102,5 +102,4 @@ class ChunkIndex:
         self.other_bytes = 0
 
     def _evict(self, bytes_on_disk: int, protected: Container[bytes]) -> list[bytes] | None:
-        # Every key in the tier is a chunk's.
         return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, protected, self._pins))

@@ -17,8 +17,6 @@ __all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "stored_bytes", "sur
 
 
 class FoundChunk(NamedTuple):
-    """A chunk's file, header, length and write time (epoch seconds)."""
-
     name: ChunkName
     header: Header
     bytes: int
@@ -34,7 +32,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers, no payloads. Remove unfinished and unusable files, keep other models'; count the latter two."""
+    """Read all headers. Remove unfinished and unusable files, keep other models'; count the latter two."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -119,7 +117,7 @@ def survey(folder: Path) -> Survey | None:
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
-    """Return bytes on disk of complete chunks, by `ChunkName.digest`, changing nothing. Raises OSError."""
+    """Return bytes on disk of complete chunks, by `ChunkName.digest`. Raises OSError."""
     return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
 
 

@@ -21,8 +21,7 @@ __all__ = ["ChunkStore", "CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Opens for `first_seconds` after `failures` consecutive failures, then twice as long after each further one, up to
-    `longest_seconds`. A success resets it. Not thread-safe."""
+    """Opens after `failures` consecutive failures, then twice as long after each further one. A success resets it."""
 
     def __init__(
         self,
@@ -80,14 +79,12 @@ class ChunkStore:
             store.read(b"key", buffer)  # True: the buffer has the data
 
     Under one `identity` equal keys mean equal bytes; chunks of others are refused. The store survives the process, even
-    a killed one: complete files are found by their headers, and count as used once. Reads verify header, key, identity
-    and payload. One process can open the folder; another waits up to `patience_s`.
+    a killed one; restored chunks count as used once. Reads verify header, key, identity and payload. One process can
+    open the folder; another waits up to `patience_s`.
 
-    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first.
-    If other programs fill the disk, older chunks are evicted; after failures writing pauses (`CircuitBreaker`).
-    Unreadable chunks are removed. `removed` gets evicted and removed keys, on any thread.
-
-    Raises StoreRefusedError, and ValueError for invalid settings.
+    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first; a
+    full disk evicts too, and after failures writing pauses (`CircuitBreaker`). `removed` gets evicted and removed keys,
+    on any thread. Raises StoreRefusedError, and ValueError for invalid settings.
     """
 
     def __init__(
@@ -278,7 +275,7 @@ class ChunkStore:
                 self.counters.hits += 1
                 return False
             if self._index.chunks.get(key) is not chunk:
-                # The chunk was evicted, and maybe rewritten, while this thread read it.
+                # Evicted, and maybe rewritten, while this thread read it.
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):
@@ -355,8 +352,7 @@ class ChunkStore:
             raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        # Write a file, evicting older chunks if the disk is full. Raises OSError; a partial file that cannot be removed
-        # counts.
+        # Evict older chunks if the disk is full. A partial file that cannot be removed counts.
         try:
             self._put_once(name, header, payload)
         except OSError as error:
@@ -374,8 +370,7 @@ class ChunkStore:
             raise
 
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
-        # Evict although the capacity is not reached. If this did not help last time, other programs take the freed
-        # space, so it is tried once after each pause.
+        # If this did not help last time, other programs take the freed space: try it once after each pause.
         with self._lock:
             evicted = self._index.evict(size, protected) if self._breaker.probing else {}
             self.counters.evicted += len(evicted)
