@@ -13,7 +13,6 @@ ROWS = 64
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
-    """Return a configuration's first of these numbers. Raises ValueError if it is missing or not a positive integer."""
     value = next((config[each] for each in names if config.get(each) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
@@ -36,7 +35,6 @@ class DecoderShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Read a configuration as in its config.json; `where` begins the error's message."""
         layers = read_width(config, where, "num_hidden_layers", "n_layer", "num_layers")
         hidden = read_width(config, where, "hidden_size", "n_embd", "d_model")
         heads = read_width(config, where, "num_attention_heads", "n_head", "num_heads")

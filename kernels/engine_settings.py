@@ -126,7 +126,6 @@ class EngineSettings(KVTierSettings):
 
     @property
     def fusion(self) -> Fusion | None:
-        """Default for requests without their own; None if the engine cannot fuse."""
         return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")

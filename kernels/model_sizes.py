@@ -27,11 +27,9 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Return the sizes of a folder with config.json and safetensors, from their headers, or of a config.json, from its
-    shapes.
+    """Return the sizes of a folder from its safetensors' headers, or of a config.json from its shapes.
 
-    `dtype` of weights and KV replaces the stored one. Raises OSError, and ValueError for folders without configuration
-    or weights, unreadable files, and other models than decoders.
+    `dtype` of weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders.
     """
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
@@ -64,8 +62,6 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
 
 
 class _Parameters:
-    """Numbers of parameters of a decoder, per `layer` and `outside` the layers."""
-
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.shape = shape = DecoderShape.read(config, where)
         hidden, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
@@ -129,7 +125,6 @@ def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], in
 
 
 def _header(file: Path) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each tensor, and of one of its numbers."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_BYTES), "little")
         try:

@@ -43,7 +43,6 @@ class ProfileCache:
         return self.folder / f"{key}.json"
 
     def file_of(self, profile: PrefillProfile) -> Path | None:
-        """Return the file of this profile, or None if it is not stored."""
         key = profile.facts.get("key")
         return self.path(key) if isinstance(key, str) and self.find(key) == profile else None
 
@@ -71,7 +70,6 @@ class ProfileCache:
             return self.find(key) or self.keep(key, measure())
 
     def keep(self, key: str, profile: PrefillProfile) -> PrefillProfile:
-        """Store the profile and return it with its key among the facts."""
         profile = replace(profile, facts={**profile.facts, "key": key})
         path = self.path(key)
         try:

@@ -41,8 +41,7 @@ def measure_short_profile(
 ) -> PrefillProfile:
     """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks.
 
-    What exceeds `budget_s` is left out: long prompts, cached prefixes, repeats. A prefill of 16 tokens is always
-    measured, twice. Times are medians of up to five rounds.
+    What exceeds `budget_s` is left out: long prompts, cached prefixes, repeats. Times are medians of up to five rounds.
     """
     start = clock()
 
@@ -99,7 +98,7 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Return the profile with load times: medians of up to five loads of `tokens` tokens per tier, after a warm-up.
+    """Return the profile with load times of `tokens` tokens per tier: medians of up to five, after a warm-up.
 
     A tier is left out if it raises OSError, or if its second load would exceed `budget_s`.
     """

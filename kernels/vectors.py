@@ -73,7 +73,6 @@ class TorchClusterScan:
 
 
 def _by_cluster(clusters: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
-    """Yield each cluster once, with its rows and columns."""
     rows, columns = np.nonzero(clusters >= 0)
     of = clusters[rows, columns]
     order = np.argsort(of, kind="stable")

@@ -44,9 +44,7 @@ def prefix_attention(
     - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
     - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes (logged once).
-
-    No gradients. Raises ValueError for unsupported arguments.
+    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes.
     """
     _check_tensors({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, batch)
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
@@ -90,17 +88,16 @@ def sparse_attention(
     lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the attention (T, query heads, D) of rows at any positions to ranges of their requests' keys.
+    """Return the attention of rows at any positions to ranges of their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
 
-    FusionRAG's Q-Sparse-Attn (section 4.3), without windows. As `prefix_attention`, but:
+    As `prefix_attention`, without windows, but:
 
     - The caches already have the rows' own keys, and `batch.context_lengths` count every key of a request.
-    - `positions` int32 (T,), fastest if ascending per request. Row t attends to keys from `low[t]` to before `high[t]`,
-      int32 (T,); by default from 0 to its own position. Keys before a request's greatest `high` must have been written.
+    - Row t attends to keys from `low[t]` to before `high[t]`, int32 (T,); by default from 0 to its own position.
     - `lse`: also return each row's log-sum-exp, float32 (T, query heads). A row without keys has 0 and -inf.
 
-    Pass the same `positions`, `low` and `high` objects to all layers of a step: `batch` caches values derived from
-    them.
+    `positions` are int32 (T,). All layers of a step must get the same `positions`, `low` and `high` objects, by which
+    `batch` caches derived values.
     """
     _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
@@ -127,10 +124,7 @@ def sparse_attention(
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Return the attention over the union of disjoint key ranges, from `sparse_attention`'s results per range.
-
-    `outs` (T, query heads, D), `lses` (T, query heads). A row without keys gets 0.
-    """
+    """Return the attention over disjoint key ranges, from `sparse_attention`'s results per range."""
     weights = torch.stack(tuple(lses))
     top = weights.amax(0)
     weights = (weights - top.masked_fill(top == -math.inf, 0)).exp()
@@ -179,7 +173,6 @@ def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None
 
 
 def _check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
-    """Check dtypes and devices against `q`, and dimensions: 4 for caches, else 3."""
     q = named["q"]
     if q.dtype not in _DTYPES:
         raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, _DTYPES))}")

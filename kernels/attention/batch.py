@@ -89,7 +89,6 @@ class PackedBatch:
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of `key`, made once for all layers."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

@@ -42,7 +42,6 @@ class Variant:
     softcap: bool = False
     split: bool = False
     sparse: bool = False
-    """Rows at any positions; without windows."""
 
 
 @dataclass(frozen=True, slots=True)

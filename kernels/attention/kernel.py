@@ -1,10 +1,8 @@
-"""Triton kernels: attention to a paged prefix and to new tokens, to cached keys alone, and the merge of splits.
+"""Triton kernels: attention to a paged prefix and new tokens, to cached keys alone, and the merge.
 
 A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are ordered by token, then by head in
-the group, so that a group's heads share loaded keys (GQA packing). A tile may begin inside a group. Tiles that all rows
-see fully are computed without masks, the others in a last loop.
-
-The softmax is online and in base 2. The running maximum starts finite: exp2(-inf - -inf) is NaN for rows without keys.
+the group, which shares loaded keys (GQA packing). Tiles that all rows see are computed without masks, the others in a
+last loop. The softmax is online, in base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
@@ -60,7 +58,6 @@ def _weigh(weights, values, sums, UPCAST: tl.constexpr):
 
 @triton.jit
 def _cap(scores, scale, cap):
-    """cap * tanh(scores * scale), with cap in base 2: exp2 of negative numbers cannot overflow."""
     rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
     bent = cap * (1.0 - rest) / (1.0 + rest)
     return tl.where(scores < 0, -bent, bent)
@@ -137,10 +134,10 @@ def attend(
 ):  # fmt: skip
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
-    Keys are numbered by position: 0 to context - 1 are in the cache, by the block table; the request's new tokens
-    follow. `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
-    dimensions). With SPLIT each split processes a share of the tile's keys, and writes a float32 part to `out` (splits,
-    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (without dimensions).
+    Positions 0 to context - 1 are in the cache, by the block table; the request's new tokens follow. `scale` is in base
+    2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads, dimensions). With SPLIT each
+    split writes a float32 part of its share of keys to `out` (splits, tokens, query heads, dimensions) and the base-2
+    logarithm of its weight to `lse`.
     """
     # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -408,7 +405,7 @@ def merge(
     """Program (token, query head): the weighted mean of its parts.
 
     WEIGHED also writes the natural logarithm of their total weight to `weight` (tokens, query heads). WIDTH and MOST
-    are HEAD_DIM and `splits`, rounded up to powers of two.
+    are powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -92,7 +92,6 @@ def triton_sparse_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `triton_attention`; also return the rows' log-sum-exp, or None."""
     _check_alignment(key_cache, value_cache)
     q = _aligned(q)
     tokens, heads, head_dim = q.shape
@@ -131,7 +130,6 @@ def triton_sparse_attention(
 
 
 def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return buffers for splits' weights and parts. Without splits nothing is written to the first."""
     if splits == 1:
         return out, out
     return (

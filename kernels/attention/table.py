@@ -100,7 +100,6 @@ def halves(head_dim: int) -> tuple[int, int]:
 
 
 def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads: int) -> int:
-    """Return a lower bound of the programs with work."""
     return max(-(-tokens * group // tile.rows), requests) * kv_heads
 
 

@@ -1,8 +1,7 @@
 """Attention in torch: reference, and backend on CPUs.
 
-Without cached keys torch's causal attention is used, with no mask or copy. Otherwise a request's keys, cached and new,
-are gathered, and its queries are processed in chunks. One mask per step, cut to size, serves all chunks, requests and
-layers. Decoding requests of similar length are batched.
+A request's cached and new keys are gathered, and its queries are processed in chunks. One mask per step, cut to size,
+serves all chunks, requests and layers. Decoding requests of similar length are batched.
 """
 
 from __future__ import annotations
@@ -214,7 +213,6 @@ def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
 
 
 def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-    """(last - first, KV heads, D)"""
     block_size = cache.shape[1]
     skipped = first // block_size
     blocks = table[skipped : -(-last // block_size)]
@@ -223,7 +221,6 @@ def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
 
 
 def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the additive mask (rows, keys), and the rows without keys."""
     own = slice(chunk.begin, chunk.end)
     high = ranges.high[own, None]
     position = torch.arange(chunk.first, chunk.last, device=high.device)
@@ -289,7 +286,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, caus
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Copy a mask, cut out of the step's, into aligned rows."""
     width = mask.shape[-1]
     padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
     return padded[..., :width].copy_(mask)

@@ -52,14 +52,12 @@ class Keys:
         return self.tokens + (0 if self.own is None else len(self.own))
 
     def chunks(self, most: int) -> list[tuple[int, int]]:
-        """Return begins and ends of chunks in whole blocks, of `most` tokens or one block."""
         size = self.cache.shape[1]
         step = max(size, most - most % size)
         borders = [*range(0, self.tokens, step), *range(self.tokens, len(self), step), len(self)]
         return list(pairwise(borders))
 
     def read(self, begin: int, end: int) -> Tensor:
-        """fp32 (HKV, D, end - begin)"""
         if self.own is not None and begin >= self.tokens:
             rows = self.own[begin - self.tokens : end - self.tokens]
         else:
@@ -68,7 +66,6 @@ class Keys:
         return rows.float().permute(1, 2, 0)
 
     def hidden(self, begin: int, end: int, queries: Queries, rows: slice) -> Tensor:
-        """bool (n, end - begin)"""
         at = torch.arange(begin, end, device=self.cache.device)
         positions = queries.positions[rows, None]
         hidden = at > positions
@@ -89,7 +86,6 @@ def attention_received(queries: Queries, keys: Keys) -> Tensor:
 
 
 def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield chunks of keys with the weights (HQ, n, chunk) of some queries."""
     # Scores are computed twice: their sum over all keys is needed first.
     count, heads = queries.rows.shape[:2]
     for first in range(0, count, _ROWS):

@@ -88,7 +88,6 @@ def _with_descendants(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes
 
 
 def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
-    """Return whether a node's KV in memory contains NaN or inf."""
     node = tiers.nodes.get(key)
     if node is None:
         return False
@@ -112,11 +111,9 @@ class KnowledgeCache:
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. The last block of a PENDING node cannot be copied, so other requests compute its tokens again.
-
-    A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV between `extend` and
-    `give_back`. `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host
-    early. Raises ValueError for invalid settings, MemoryError for oversized pools.
+    its leases first. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV
+    between `extend` and `give_back`. `identity` names the model for the disk. The `replicate_nodes` most used nodes are
+    copied to the host early.
     """
 
     def __init__(
@@ -165,15 +162,12 @@ class KnowledgeCache:
         self._closed = False
 
     def find(self, path: Sequence[Segment]) -> TierTokens:
-        """Return the tokens of the longest cached prefix, by tier."""
         return tokens_by_tier(self._tiers.match(path))
 
     def find_copies(self, path: Sequence[Segment]) -> TierTokens:
-        """Return the tokens of later documents that have a copy, by tier."""
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        """Return each document's best kind of copy, or None."""
         return self._index.kinds(path)
 
     def acquire(
@@ -181,9 +175,8 @@ class KnowledgeCache:
     ) -> KVLease:
         """Pin the longest cached prefix and begin to load it.
 
-        `borrow` also pins copies of later documents, if they fit beside the path or the request's `tokens`. A
-        `background` lease does not count as a use and never evicts everything. Raises OutOfBlocksError, changing
-        nothing; ValueError for empty segments or a path longer than the pool.
+        `borrow` also pins copies of later documents that fit beside the request's `tokens`. A `background` lease does
+        not count as a use and never evicts everything. Raises OutOfBlocksError, changing nothing.
         """
         lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
@@ -201,10 +194,8 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow the block table to `tokens` tokens. Implies `mark_computed`.
-
-        Raises OutOfBlocksError, changing nothing; ValueError if the pool is too small.
-        """
+        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError, changing
+        nothing."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
@@ -219,10 +210,8 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """End the borrowing, once the KV is copied or its copy is queued on the device.
-
-        Return the borrowed tokens by tier, without nodes `computed` for this request.
-        """
+        """End the borrowing, once the KV's copy is queued on the device. Return the borrowed tokens without `computed`
+        nodes."""
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -275,9 +264,9 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove suspect nodes, of `found` those with NaN or inf in memory, and all their descendants, from all tiers.
+        """Remove suspect nodes, of `found` those with NaN or inf, and all their descendants, from all tiers.
 
-        Waits for transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
+        Leases keep their blocks; a lease with such a node commits nothing after it.
         """
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
@@ -289,8 +278,7 @@ class KnowledgeCache:
         """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
 
         `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
-        (`store.variants`), or `content` for KV computed directly after `copy.parent`. A cached key stays as it is.
-        Raises ValueError for a wrong `kv`.
+        (`store.variants`), or `content` for KV computed directly after `copy.parent`.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
@@ -331,11 +319,10 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Change the pools' numbers of blocks, between two steps.
+        """Change the pools' numbers of blocks, between two steps. Blocks of leases may get other numbers.
 
-        A smaller pool evicts by the policy. Leases keep their blocks, which may get other numbers. Raises
-        OutOfBlocksError if the used blocks do not fit, MemoryError without room for old and new pool together (both
-        change nothing), and ValueError for a device pool without blocks.
+        Raises OutOfBlocksError if the used blocks do not fit, and MemoryError without room for both pools together;
+        both change nothing.
         """
         if device_blocks is not None:
             if device_blocks < 1:
@@ -345,12 +332,10 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, free the pool, then allocate the new one. Raises ValueError if there are
-        leases, and MemoryError."""
+        """Move the device's KV down a tier, free the pool, then allocate the new one. Raises MemoryError."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
-        """Drop all nodes from an untrusted device. Raises ValueError if there are leases."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.forget_device()
@@ -364,7 +349,6 @@ class KnowledgeCache:
         self.contents.clear()
 
     def close(self) -> None:
-        """Finish copies and writes, and release the disk's folder."""
         if not self._closed:
             self._closed = True
             self._tiers.close()

@@ -60,8 +60,8 @@ class Contents:
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
         """Return the copy to use, or None, for each of consecutive documents.
 
-        Preferred are preprocessed copies, then the copy that continues the last one (the two have attended to each
-        other), then the one that begins the longest run; ties go to a stand-alone copy.
+        First come preprocessed copies, then the one that continues the last copy, then the one that begins the longest
+        run.
         """
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
@@ -115,8 +115,6 @@ def _preferred(copies: Iterable[_Copy], lengths: dict[bytes, int], last: bytes |
 
 
 class DocumentIndex:
-    """Finds documents' copies by `contents`, which it keeps up to date."""
-
     def __init__(self, contents: Contents, tiers: Hierarchy, disk: StoreTier | None) -> None:
         self._contents = contents
         self._tiers = tiers

@@ -48,7 +48,6 @@ class Copy:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed; its target may hold anything."""
         return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:
@@ -118,7 +117,6 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def distrust(self, pool: BlockPool) -> None:
-        """Let running copies from a failed device end as failed."""
         for copy in self._running:
             copy.distrusted |= copy.source is pool
 

@@ -93,7 +93,6 @@ class StoreTier:
         return key if key is not None and key in self else None
 
     def pin(self, key: bytes) -> bool:
-        """Keep the node until `unpin`. Return False if it is absent."""
         if self._store is None:
             return False
         self._store.pin((key,))
@@ -164,12 +163,10 @@ class StoreTier:
         return {} if self._store is None else self._store.parents()
 
     def remove(self, key: bytes) -> None:
-        """Remove a node that is not being written; see `wait`."""
         if self._store is not None:
             self._store.remove(key)
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """Return the node's blocks in a separate pool, or None if unreadable."""
         waiting = self._backlog.get(key)
         try:
             return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)

@@ -21,9 +21,8 @@ __all__ = ["Hierarchy"]
 class Hierarchy:
     """The nodes in memory by key, and their tiers.
 
-    Nodes evicted from the device are copied to the host; from the host they are written to the disk with their
-    ancestors. Nodes of waiting requests leave the host last. Blocks are reused after the copies from them.
-    `on_load_failed` gets the GONE copy.
+    Evicted nodes move from the device to the host, and from there to the disk with their ancestors. Nodes of waiting
+    requests leave the host last. `on_load_failed` gets the GONE copy.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Hierarchy:
             self.poll()
 
     def match(self, path: Sequence[Segment]) -> list[CachedNode]:
-        """Return the longest prefix of the path in any tier."""
         found: list[CachedNode] = []
         start, parent = 0, None
         for segment in path:
@@ -88,7 +86,7 @@ class Hierarchy:
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
         """Pin nodes on the device and load absent ones, up to the first one that the disk has lost.
 
-        Raises OutOfBlocksError, changing nothing, if they do not fit beside pinned and `protected` nodes.
+        Raises OutOfBlocksError, changing nothing.
         """
         pinned: list[CachedNode] = []
         for node in nodes:
@@ -106,7 +104,6 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Evict until `blocks` device blocks are free. Raises OutOfBlocksError."""
         # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
@@ -162,7 +159,6 @@ class Hierarchy:
         return copy
 
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
-        """Return a device node's host copy, made if absent, or None if it does not fit."""
         if node.host is None and node.device is not None:
             self._to_host(node, node.device)
         return node.host
@@ -371,7 +367,6 @@ class Hierarchy:
             self._forget(node)
 
     def make_host_room(self, blocks: int) -> bool:
-        """Evict until `blocks` blocks are free in the host. Return False if that is impossible."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:

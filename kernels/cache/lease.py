@@ -15,8 +15,6 @@ __all__ = ["BlockTables", "Borrowed", "KVLease"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Borrowed:
-    """A copy of a document at position `start` of the request."""
-
     start: int
     copy: DeviceCopy
 
@@ -29,10 +27,9 @@ class Borrowed:
 class KVLease:
     """Blocks of one request: cached ones and its own. Written by the cache only.
 
-    - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls before `extend` if a load fails.
-    - `block_table`: the pool's blocks of the first `tokens` tokens, writable from index `writable_from`.
-    - `pinned`: nodes of the path kept on the device, root first, up to token `committed`; the step writes the
-      `pending`.
+    - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls if a load fails.
+    - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
+    - `pinned`: nodes of the path, root first, up to token `committed`; the running step writes the `pending` ones.
     - `borrowed`: copies of documents after the cached prefix, to be copied into own blocks.
     - `background`: belongs to no request and does not count as a use.
     """
@@ -100,12 +97,10 @@ class BlockTables:
         return pinned[len(kept) :]
 
     def needed(self, lease: KVLease, tokens: int) -> int:
-        """Return the free blocks needed to grow to `tokens` tokens."""
         missing = self._pool.shape.blocks_for(tokens) - len(lease.block_table)
         return max(0, missing) + self._must_copy(lease)
 
     def grow(self, lease: KVLease, tokens: int) -> None:
-        """Allocate writable blocks for up to `tokens` tokens."""
         place = lease.tokens // self._size
         if self._must_copy(lease):
             [block] = self._pool.allocate(1)

@@ -14,8 +14,6 @@ __all__ = ["MemoryTier"]
 
 
 class MemoryTier:
-    """A pool, its replacement tier (sizes in blocks) and its counters."""
-
     def __init__(self, pool: BlockPool, copies: Copies, policy: str, history: int) -> None:
         self.pool = pool
         self.tier = Tier(make_policy(policy), History(history) if history else None)
@@ -64,7 +62,6 @@ class MemoryTier:
         return evicted
 
     def evict_unpinned(self) -> list[bytes]:
-        """Evict every node that is neither pinned nor an ancestor of a pinned node."""
         evicted = cast("list[bytes]", list(self.tier.victims()))
         for key in evicted:
             self.tier.remove(key)

@@ -46,8 +46,6 @@ class CopyLocation(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class CachedNode:
-    """`tokens` tokens at position `start` of every prompt that contains them."""
-
     key: bytes
     parent: bytes | None
     start: int
@@ -64,8 +62,8 @@ class CachedNode:
 class DeviceCopy:
     """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens.
 
-    `shares_first`: the first block is counted for an ancestor. `load` is set while LOADING, `origin` is its tier.
-    `prefetched`: not used yet. `entry` is the policy's record.
+    `shares_first`: the first block is counted for an ancestor. `origin` is the tier of its `load`. `prefetched`: not
+    used yet.
     """
 
     node: CachedNode
@@ -79,7 +77,6 @@ class DeviceCopy:
 
     @property
     def size(self) -> int:
-        """Blocks that eviction of this copy frees."""
         return len(self.blocks) - self.shares_first
 
     @property

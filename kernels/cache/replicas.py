@@ -68,7 +68,6 @@ class Replicas:
         return True
 
     def _weaker(self, blocks: int, frequency: int) -> list[_Replica] | None:
-        """Return the replicas to replace, or None if too few are used less."""
         missing_nodes = len(self._nodes) + 1 - self._count
         missing_blocks = self._blocks + blocks - self._most_blocks
         by_use = sorted(self._nodes.values(), key=lambda each: -each.frequency)

@@ -15,8 +15,6 @@ __all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
-    """Resizes a cache's pools; see `KnowledgeCache.resize`."""
-
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
         self._tiers = tiers
         self._replicas = replicas
@@ -90,7 +88,6 @@ def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> li
 
 
 def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
-    """Free enough blocks for a lease to grow to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
     try:
         tiers.make_room(tables.needed(lease, tokens))
     except OutOfBlocksError:

@@ -53,8 +53,6 @@ _STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model whose decoder layers get their weights from `streamer`."""
-
     model: Any
     streamer: LayerStreamer
     weights: ModelMemory
@@ -63,7 +61,7 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """Plan a model (possibly on the meta device). `shape` of its KV and bytes of a `slot` are given once known."""
+    """`shape` of the KV and bytes of a `slot` are given once known."""
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -121,7 +119,6 @@ class StreamedMemory:
                     blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
 
     def place_layers(self) -> None:
-        """Place the layers as planned, if they fit. Raises LayerReadError."""
         plan, streamer = self.plan, self.streamer
         layers = len(streamer.store)
         if plan.streams:
@@ -144,8 +141,8 @@ class StreamedMemory:
 
 
 class MemoryPressure:
-    """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a
-    tier, then layers. Without a streamer only steps shrink.
+    """Gives memory back between steps (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a tier, then
+    layers.
 
     After many steps without a shortage, pool and layers grow back.
     """
@@ -160,7 +157,7 @@ class MemoryPressure:
         self._calm = 0
 
     def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """Give memory back after a step of `tokens` tokens; the pool still fits each `unfinished` request.
+        """Give memory back after a step of `tokens` tokens, so that the pool still fits each `unfinished` request.
 
         After a `failed` step its blocks are useless. Return False if nothing is left to give back.
         """
@@ -176,7 +173,6 @@ class MemoryPressure:
         return self.fit(_needed_tokens(unfinished)) and given
 
     def fit(self, tokens: int) -> bool:
-        """Enlarge the pool for `tokens` tokens, up to the planned size. Return False without the memory."""
         blocks = self._cache.shape.blocks_for(tokens)
         while self._cache.pool.blocks < min(blocks, self._blocks):
             try:
@@ -187,7 +183,6 @@ class MemoryPressure:
         return True
 
     def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
-        """Enlarge a pool too small for an `unfinished` request. Return whether it changed. Raises MemoryError."""
         before = self._cache.pool.blocks
         if before >= self._blocks:
             return False
@@ -196,7 +191,6 @@ class MemoryPressure:
         return self._cache.pool.blocks != before
 
     def step_succeeded(self) -> bool:
-        """Return whether a part of pool or layers has grown back."""
         if self._streamer is None or self._residency is None:
             return False
         self._calm += 1
@@ -258,7 +252,6 @@ class MemoryPressure:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """See `TieredEngine.resize`."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
             raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} (one block) or more")
@@ -311,7 +304,6 @@ class MemoryPressure:
 
 
 def _needed_tokens(unfinished: Collection[Sequence]) -> int:
-    """Return the tokens of the longest request with its answer."""
     return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)
 
 
@@ -324,7 +316,7 @@ def load_streamed(
     """Load a causal language model with only the weights outside the decoder layers in memory.
 
     `source` replaces the checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError,
-    UnsupportedModelError for weights that cannot be streamed, MemoryError, and ValueError for an absent device.
+    UnsupportedModelError.
     """
     device = pick_device(settings.device)
     config = load_config(name)
@@ -409,7 +401,6 @@ def _check_quantised(name: str | Path, config: Any) -> None:
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint, settings: EngineSettings) -> torch.dtype:
-    """Return what transformers chooses for dtype="auto"."""
     named = settings.dtype or getattr(config, "dtype", None)
     if isinstance(named, str):
         return getattr(torch, named.removeprefix("torch."))

@@ -46,7 +46,6 @@ class TextStream:
         return self._emit(self._decode())
 
     def finish(self) -> str:
-        """Return the text held back, including incomplete characters."""
         if self._tokenizer is None or self.stopped:
             return ""
         new = self._emit(self._decode(to_the_end=True))

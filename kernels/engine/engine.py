@@ -59,15 +59,12 @@ class TieredEngine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
     Answers equal those of the model without a cache. With `reuse="fused"` marked documents are also reused at other
-    positions, and answers approximate the model's (FusionRAG). A step that fails with the device is computed again from
-    host and disk, up to `max_retries` times per request (RAGCache section 6). With `device_bytes`, `load` streams the
-    decoder layers that do not fit (RAGDoll 4.2, 4.3).
+    positions, and answers approximate the model's (FusionRAG). A step that fails with the device is computed again
+    (RAGCache section 6). With `device_bytes`, `load` streams the decoder layers that do not fit (RAGDoll 4.2, 4.3).
 
     Any thread may call; one runs at a time. `generate` and `stream` call `step`. Until `close` the model has the
-    engine's attention, in evaluation mode.
-
-    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool. Each step and `add` raise
-    DeviceLostError once only another process can use the device.
+    engine's attention. Raises UnsupportedModelError; `step` and `add` raise DeviceLostError once only another process
+    can use the device.
     """
 
     def __init__(
@@ -153,10 +150,7 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """Load model and tokenizer from a folder or the Hub.
-
-        Also raises ModelLoadError, and BudgetError if `device_bytes` do not fit a layer and a request.
-        """
+        """Load model and tokenizer from a folder or the Hub. Also raises ModelLoadError, BudgetError."""
         settings = settings or EngineSettings()
         if settings.device_bytes is None:
             return cls(load_model(name, settings), load_tokenizer(name), settings)
@@ -174,7 +168,6 @@ class TieredEngine:
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether a step without requests would compute documents (`build_idle`)."""
         with self._lock:
             return self._idle is not None and self._idle.has_work
 
@@ -265,8 +258,7 @@ class TieredEngine:
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
         """Resize the KV pools from the next step on; smaller pools evict by the policy.
 
-        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes. Raises ValueError for less
-        than one block on the device, or a negative size.
+        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes.
         """
         with self._lock:
             self._failures.check_device()
@@ -279,7 +271,7 @@ class TieredEngine:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on, reductions first. The largest step and batch stay.
+        """Place layers and KV from the next step on, reductions first.
 
         Raises ValueError for a model that does not stream or has another number of layers, and, after partial changes,
         the errors of `resize` and `move_layers`.
@@ -294,10 +286,7 @@ class TieredEngine:
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Place the decoder layers from the next step on. Return the reached residency.
-
-        Raises ValueError for a model that does not stream, LayerReadError.
-        """
+        """Place the decoder layers from the next step on. Return the reached residency. Raises LayerReadError."""
         with self._lock:
             return self._memory.move(residency)
 
@@ -316,7 +305,6 @@ class TieredEngine:
             self._cache.clear()
 
     def close(self) -> None:
-        """Abort all requests, release the disk's folder, and restore the model."""
         with self._lock:
             if self._closed:
                 return
@@ -359,7 +347,6 @@ class TieredEngine:
             self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
-        """Drop work outside requests that reads the cache."""
         if self._idle is not None:
             self._idle.abort()
         if self._questions is not None:
@@ -445,7 +432,6 @@ class TieredEngine:
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Enlarge the pool for a request. Raises ShortOfMemoryError."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._memory.fit(needed):

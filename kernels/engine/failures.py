@@ -20,10 +20,7 @@ Ended = list[tuple[Sequence, str, Fault]]
 
 
 class FailedSteps:
-    """Handles failed steps. `lost` is why the device cannot be used any more, or None.
-
-    `forget_device` drops all KV on the device. Retries are limited; after unreadable weights they find all cached KV.
-    """
+    """Handles failed steps. `lost` is why the device cannot be used any more, or None."""
 
     def __init__(
         self,
@@ -41,7 +38,6 @@ class FailedSteps:
         self._forget_device = forget_device
 
     def check_device(self) -> None:
-        """Raises DeviceLostError."""
         if self.lost is not None:
             raise DeviceLostError(self.lost)
 

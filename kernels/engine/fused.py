@@ -28,8 +28,6 @@ def check_fusion(model: Any) -> None:
 
 
 class Fuser:
-    """Fills the blocks of requests with borrowed documents before their first step."""
-
     def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer, questions: KeptQuestions) -> None:
         self._cache = cache
         self._assembler = Assembler(cache.pool, rotation)
@@ -78,7 +76,6 @@ class Fuser:
         self.advance(sequence)
 
     def advance(self, sequence: Sequence) -> None:
-        """Schedule the chosen tokens once the selection has ended."""
         if sequence.selecting is not None and not sequence.selecting.pending:
             sequence.choose(sequence.selecting.chosen, in_full=sequence.selecting.in_full)
             sequence.selecting = None

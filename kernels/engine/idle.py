@@ -97,8 +97,6 @@ class _Document:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """The document after its neighbours, and the positions to compute once these are copied."""
-
     document: _Document
     neighbours: tuple[bytes, ...]
     token_ids: list[int]
@@ -114,9 +112,9 @@ class IdleBuilder:
     """Computes documents of fused requests without preprocessed KV, most requested first. The caller serialises all
     calls.
 
-    Each is computed after its system prompt and the documents with KV that most often share its requests, and its keys
-    are rotated directly after the system prompt. The total is at most `build_idle` times the tokens that requests
-    compute. A document without neighbours or room waits until it is requested again.
+    Each is computed after its system prompt and the documents with KV that most often share its requests, within
+    `build_idle` times the tokens that requests compute. One without neighbours or room waits until it is requested
+    again.
     """
 
     def __init__(
@@ -199,13 +197,11 @@ class IdleBuilder:
         return len(positions)
 
     def abort(self) -> None:
-        """Free the blocks for a request. The document is started again later."""
         if self._build is not None:
             self._counters.idle_aborted += 1
             self._put_back(self._build)
 
     def give_up(self) -> None:
-        """Drop a document that failed or does not fit."""
         if self._build is not None:
             self._forget(self._build.document.segment.content)
             self._end(self._build)
@@ -275,7 +271,6 @@ class IdleBuilder:
         return chosen
 
     def _put_neighbours(self, build: _Build) -> Positions:
-        """Copy the borrowed KV into the build's blocks. Return the positions to compute."""
         lease, missing = build.lease, np.ones(len(build.token_ids), dtype=np.bool_)
         self._cache.extend(lease, len(build.token_ids))
         missing[: lease.cached_tokens] = False

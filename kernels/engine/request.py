@@ -43,17 +43,13 @@ class RequestRefusedError(RagorderError, ValueError):
     """The request can never be served. The message quotes nothing of the prompt."""
 
 
-class ShortOfMemoryError(RequestRefusedError):
-    """The request can be served once memory is available again."""
+class ShortOfMemoryError(RequestRefusedError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Choice of tokens, and the end of an answer.
-
-    `temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text excludes
-    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs`: alternatives per token.
-    """
+    """`temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text
+    excludes `stop` strings; `stop` tokens add to the end-of-text ones. `logprobs`: alternatives per token."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -89,13 +85,12 @@ class Sampling:
 class Request:
     """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
 
-    - `prefix_tokens`: first tokens that are a node of their own; by default the first document's node includes them.
+    - `prefix_tokens`: first tokens that are a node of their own, such as the system prompt.
     - `salt`: requests with the same one share the cache.
     - `expected_uses`: for each end, a forecast of requests with all documents up to it.
-    - `fusion`: reuse of later documents with `reuse="fused"`; None means the engine's settings. The first
-      `exact_documents` are computed exactly despite copies.
+    - `fusion`: reuse with `reuse="fused"`; None means the engine's settings. The first `exact_documents` are exact.
     - `keep_question`: warms up a system prompt (its only document) and a question before its fused request.
-    - `keep_logits`: keeps the first token's logits. `deadline_s` runs from `add`, then the reason is "timeout".
+    - `keep_logits`: keeps the first token's logits. `deadline_s` runs from `add`.
     """
 
     token_ids: Sequence[int]
@@ -122,8 +117,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,) are fp32 on the
-    CPU. `tbt_s` is the mean time between tokens (RAGCache 5.4).
+    """`token_ids` include a stop token, `text` does not. Times run from `add`; `tbt_s` is the mean time between tokens.
+    `logits` (vocabulary,) are fp32 on the CPU.
 
     Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions, and `recomputed` of
     these were recomputed. `fault` is the cause of an `error`, or None if the request caused it.
@@ -161,7 +156,7 @@ _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't
 
 
 class DeviceLostError(RagorderError, RuntimeError):
-    """The device does not answer this process any more, as after most CUDA errors: start another process."""
+    """The device does not answer this process any more: start another process."""
 
 
 def fault_of(error: Exception) -> Fault:
@@ -184,8 +179,6 @@ def describe(error: BaseException, what: str) -> str:
 
 
 class UpdateQueues:
-    """A queue of updates per subscribed request, and one for the others."""
-
     def __init__(self) -> None:
         self._others: list[Update] = []
         self._subscribed: dict[int, list[Update]] = {}

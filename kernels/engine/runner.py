@@ -19,8 +19,6 @@ __all__ = ["ModelRunner", "SampledToken", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of a sequence, or None if the logits are not finite."""
-
     token_id: int | None
     logprobs: TokenLogprobs | None = None
 
@@ -105,7 +103,6 @@ class ModelRunner:
             return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
 
     def recover(self) -> None:
-        """Raise the device's error if it persists."""
         if self._pool.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.synchronize(self._pool.device)

@@ -46,8 +46,7 @@ class Scheduler:
 
     The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
     more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
-    blocks; later ones overtake it while it loads. If blocks run out, the latest turns are preempted. A sequence keeps
-    its turn.
+    blocks. If blocks run out, the latest turns are preempted. A sequence keeps its turn.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """Plan at most `max_batch_tokens`, besides selections and critical tokens. Empty while all wait for prefixes.
+        """Return chunks of at most `max_batch_tokens`; none while all wait for prefixes.
 
         Raises OutOfBlocksError if the first sequence never fits.
         """
@@ -139,7 +138,7 @@ class Scheduler:
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence with suspect KV, the nodes that it has computed, and found ones with NaN or inf."""
+        """Remove a sequence with suspect KV, its nodes, and found ones with NaN or inf."""
         self.drop(sequence)
         self._cache.purge(sequence.nodes, found=sequence.found)
 
@@ -151,7 +150,7 @@ class Scheduler:
             self.drop(sequence)
 
     def requeue(self) -> None:
-        """Release all blocks after a failed step; none of its nodes stay cached. Turns and tokens are kept."""
+        """Release all blocks after a failed step. Turns and tokens are kept."""
         turns = self.with_turns
         self._admitted = sorted((sequence for sequence in turns if sequence.owner is None), key=_by_turn)
         self.running.clear()
@@ -162,11 +161,9 @@ class Scheduler:
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens of the next step."""
         return self._step_tokens
 
     def shrink(self, tokens: int) -> bool:
-        """Halve the next steps after a shortage at `tokens`. Return False if they cannot shrink."""
         smaller = min(tokens, self._step_tokens) // 2
         if not smaller:
             return False

@@ -32,8 +32,6 @@ def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
 
 
 class _AllLayers:
-    """Sums the rows' attention and ends in the last layer."""
-
     def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
         self._step = step
         self._pool = pool
@@ -53,8 +51,7 @@ class _AllLayers:
 def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
     """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1.
 
-    Its first `start` tokens have exact KV. KV of layer 0 is written: it depends on no other token, so reused KV is
-    exact there.
+    KV of layer 0 is written: it depends on no other token, so reused KV is exact there.
     """
     if pool.shape.layers < 2:
         return torch.zeros(len(piece.token_ids), device=pool.device)
@@ -106,7 +103,6 @@ class Question:
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """Return the same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
@@ -115,8 +111,7 @@ class Question:
     def attention(self, pool: BlockPool, table: Tensor, held: Tensor | None = None) -> Tensor:
         """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
 
-        Softmax over the `held` tokens (bool (start,), by default all) and the question, summed over its tokens, mean
-        over heads.
+        Softmax over the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads.
         """
         keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
@@ -159,9 +154,8 @@ Span = tuple[int, int]
 class ScoringInput:
     """A prompt before its first step, and its blocks.
 
-    - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
-    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents hold anything.
-    - `asked`: the question's vectors after the system prompt, from a warm-up.
+    `exact_tokens` are its exact prefix, `spans` its reused documents; rows of others hold anything. `asked`: the
+    question's vectors after the system prompt, from a warm-up.
     """
 
     token_ids: Sequence[int]
@@ -177,7 +171,6 @@ class ScoringInput:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """Return bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -195,7 +188,6 @@ class Scorer:
         self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
-        """Measure what `needs` names."""
         steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
             try:
@@ -234,8 +226,8 @@ class Scorer:
     def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
         """Return fp32: the question's attention to each earlier token.
 
-        Its vectors are computed after the documents or, with `alone` or if some have no KV, after the system prompt and
-        then moved.
+        Its vectors are computed after the documents or, with `alone` or without all KV, after the system prompt and
+        moved.
         """
         held = inputs.held(self._device)
         if inputs.asked is not None:
@@ -254,7 +246,6 @@ class Scorer:
         return read_question(self._forward, self._pool, Piece(ids, start, inputs.table, False))
 
     def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
-        """Return fp32 for each token up to the last reused document; 0 in the exact prefix."""
         parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
         for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(

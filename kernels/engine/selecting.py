@@ -47,7 +47,6 @@ class KeptQuestions:
         return len(self._entries)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep the question of a warm-up, whose prompt is a system prompt and the question."""
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
@@ -130,7 +129,6 @@ class TokenSelecting:
         self.compute()
 
     def compute(self) -> None:
-        """Compute the pending forward. Raises the errors of a failing device."""
         try:
             self.pending = next(self._steps, 0)
         except Exception as error:

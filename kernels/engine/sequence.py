@@ -28,7 +28,7 @@ class ScatteredPrefill:
     """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
 
     First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
-    the chosen tokens and the rest. `exact_tokens` precede the first approximate one.
+    the chosen tokens and the rest.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class ScatteredPrefill:
         self._todo = np.concatenate((self._todo, later))
 
     def choose_all(self) -> None:
-        """Compute everything with full attention, including positions that a selection has overwritten."""
         first = self._todo[self._todo < self.exact_tokens]
         begin = int(first[0]) if len(first) else self.exact_tokens
         self._todo = np.arange(begin, self._tokens)
@@ -67,7 +66,6 @@ class ScatteredPrefill:
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
-        """Return the tokens with exact KV after the next `tokens`."""
         return min(self.exact_tokens, int(self._todo[:tokens].max()) + 1)
 
     def advance(self, tokens: int) -> None:
@@ -75,8 +73,6 @@ class ScatteredPrefill:
 
 
 class Selecting(Protocol):
-    """See `TokenSelecting`."""
-
     pending: int
     chosen: Positions
     in_full: bool
@@ -198,7 +194,6 @@ class Sequence:
         self._found, self._by_tier = found, by_tier
 
     def choose(self, chosen: Positions, *, in_full: bool = False) -> None:
-        """Recompute these positions, or everything."""
         assert self.scattered is not None
         if in_full:
             self.scattered.choose_all()
@@ -230,7 +225,6 @@ class Sequence:
             self.scattered, self.computed = None, len(self.tokens)
 
     def forget_cached(self) -> None:
-        """Drop the counts of found KV that was lost unused."""
         if self._first is None:
             self.cached = self.fused = None
             self.recomputed = 0
@@ -247,7 +241,6 @@ class Sequence:
         self._table = np.empty(0, dtype=np.int32)
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
-        """Append the next token; the last update has a completion."""
         if self._first is None:
             self._first = perf_counter()
         self._draw = self._random.random()

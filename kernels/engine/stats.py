@@ -20,12 +20,9 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Counters since the engine's start.
-
-    Prompt, cached, fused and recomputed tokens are of requests with a first token. `retries` follow failed steps.
-    `tbt_counts` counts times between tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept
-    `questions_kept`, fused requests used `questions_used`; `idle_aborted` builds ended for due requests.
-    """
+    """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts` counts times between
+    tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
+    `questions_used`; `idle_aborted` builds ended for due requests."""
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0

@@ -33,7 +33,6 @@ class RequestValidator:
     fusion: Fusion | None = None
 
     def admit(self, request_id: int, request: Request) -> Sequence:
-        """Raises RequestRefusedError if the request can never be served."""
         tokens = self._checked(request.token_ids)
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:

@@ -37,7 +37,6 @@ class Assembler:
         self._rotation = rotation
 
     def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        """Queue copies within the pool, into the blocks of `table`."""
         if not documents:
             return
         size, device = self._pool.shape.block_size, self._pool.device
@@ -73,7 +72,6 @@ def _columns(rows: Rows, table: Sequence[int], block_size: int) -> np.ndarray[tu
 
 
 def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Tensor:
-    """Copy the rows at positions `begin` to `end` of a sequence in the blocks `table`."""
     size = pool.shape.block_size
     first = begin // size
     blocks = torch.as_tensor(table[first : -(-end // size)], dtype=torch.int64, device=pool.device)
@@ -82,7 +80,6 @@ def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Te
 
 
 def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
-    """Return rows of consecutive tokens moved from position `old` to `new`."""
     if old == new:
         return rows
     turn = rotation.turn(new - old, torch.arange(old, old + len(rows), device=rows.device))

@@ -32,7 +32,6 @@ class Rope:
     adjacent: bool
 
     def angles(self, by: Tensor, origin: Tensor | None) -> Tensor:
-        """Return float64 (T, n) for int64 (T,)."""
         frequencies = self.frequencies.to(by.device)
         if origin is None:
             return by[:, None] * frequencies.double()
@@ -42,8 +41,6 @@ class Rope:
 
 
 class Turn:
-    """A rotation of T tokens, for the keys or queries of all layers."""
-
     def __init__(self, ropes: Sequence[Rope | None], by: Tensor, origin: Tensor | None) -> None:
         self._ropes = ropes
         self._by = by
@@ -51,7 +48,6 @@ class Turn:
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     def apply(self, vectors: Tensor, layer: int) -> Tensor:
-        """Rotate (T, heads, D), in float32, keeping the dtype."""
         rope = self._ropes[layer]
         if rope is None:
             return vectors
@@ -73,8 +69,7 @@ class Turn:
 class Rotation:
     """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
 
-    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key at the new
-    position.
+    A key rotated by a difference of positions is the key at the new position (FusionRAG, appendix A.1).
 
         rotation = Rotation.of(model)
         moved = rotation.shift(keys, new - old, layer, origin=old)
@@ -89,11 +84,7 @@ class Rotation:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Find the rotation of each layer's keys among the model's frequencies.
-
-        Raises UnsupportedModelError for dynamic and longrope frequencies, and for keys that depend on positions
-        otherwise.
-        """
+        """Find the rotation of each layer's keys among the model's frequencies. Raises UnsupportedModelError."""
         candidates = list(_candidates(model))
         # Of a sequence of one token, only the position changes its keys.
         positions = (3 ** torch.arange(_PROBES)).clamp(max=_last_position(model))
@@ -109,15 +100,14 @@ class Rotation:
         return cls(ropes)
 
     def turn(self, by: Tensor | int, origin: Tensor | int | None = None) -> Turn:
-        """Return the rotation that `shift` applies, for all layers."""
         moved = torch.as_tensor(by).reshape(-1)
         start = None if origin is None else torch.as_tensor(origin, device=moved.device).reshape(-1)
         return Turn(self._ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all; keep the dtype.
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all.
 
-        With their position `origin` the result has the model's own rounding at the new positions, else that at 0.
+        With their position `origin` the result has the model's own rounding at the new positions.
         """
         return self.turn(by, origin).apply(keys, layer)
 

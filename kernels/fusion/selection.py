@@ -38,8 +38,7 @@ class Measurements:
 
     - `reused` int64 (N,): positions, ascending; `spans`: begin and end of their documents.
     - `attention` fp32 (N,): the question's in the last layer, summed over its tokens, mean over heads.
-    - `deviation` fp32 (N,): squared deviation of key and value from full attention's in the second layer.
-    - `seed`: a digest of the prompt.
+    - `deviation` fp32 (N,): squared, of key and value from full attention's in the second layer.
     """
 
     reused: Tensor
@@ -55,7 +54,6 @@ class Measurements:
                 raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one per token")
 
     def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
-        """Return a measurement. Raises ValueError if it is missing."""
         found: Tensor | None = getattr(self, name)
         if found is None:
             raise ValueError(f"{name} was not measured: measure it as the selection's `needs` says")

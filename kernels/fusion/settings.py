@@ -11,8 +11,7 @@ __all__ = ["Fusion"]
 class Fusion:
     """How a request reuses documents outside its cached prefix.
 
-    `recompute` is the share of their tokens to recompute; `select` chooses them (`kernels.fusion.selection`). In
-    further `rounds` the attention of the chosen tokens chooses more.
+    `select` chooses the share of tokens to `recompute`; in further `rounds` the attention of these chooses more.
     """
 
     recompute: float = 0.15

@@ -37,7 +37,6 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Tokens attended to; for scattered rows with their own."""
         return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
@@ -138,6 +137,5 @@ class Forward:
         return logits if self._selects else logits[kept]
 
     def until_ended(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> None:
-        """Run without logits until `attention` raises ForwardEnded."""
         with suppress(ForwardEnded):
             self(token_ids, positions, token_ids[:0], attention)

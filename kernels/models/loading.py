@@ -61,7 +61,6 @@ def pick_device(name: str | None) -> torch.device:
 
 @contextmanager
 def progress_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars only on a terminal."""
     if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
         yield
         return
@@ -113,7 +112,6 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError if transformers' `report` has missing or mismatched weights."""
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -125,7 +123,6 @@ def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """Return the model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)

@@ -36,11 +36,7 @@ _lock = Lock()
 
 
 class PatchedModel:
-    """A model with the engine's attention until its last engine calls `restore`.
-
-    `longest` is in tokens, or None. Streamed models are already on their device. Raises UnsupportedModelError, with the
-    model restored; ValueError for an invalid device or length.
-    """
+    """A model with the engine's attention until its last engine calls `restore`. Raises UnsupportedModelError."""
 
     def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
         check_model(model)
@@ -74,7 +70,6 @@ class PatchedModel:
         return frozenset(ends)
 
     def restore(self) -> None:
-        """Restore attention and mode, unless another engine uses the model."""
         with _lock:
             engines, implementation, training = _held.pop(self.model)
             if engines > 1:
@@ -108,8 +103,7 @@ def wanted_tokens(longest: int | None) -> int:
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Return the pool's blocks: `device_tokens`, else a share of a GPU's free memory, or on a CPU four longest prompts
-    within a quarter of the memory."""
+    """Return `device_tokens`' blocks, else a share of a GPU's free memory, or on a CPU four longest prompts."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -141,7 +135,6 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
-    """Return a maker of caches by device blocks and host bytes."""
     # Reads all weights, so only for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape

@@ -42,10 +42,7 @@ def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
 
 @contextmanager
 def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
-    """Time loads of `blocks` blocks as in the cache, between separate pools.
-
-    Loads from disk use a temporary folder in `disk` or its parent. They raise OSError.
-    """
+    """Time loads of `blocks` blocks as in the cache. Those from disk use a temporary folder, and raise OSError."""
     pinned = device.type == "cuda"
     on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
     # Pages that were never written take no time to read.
@@ -115,10 +112,7 @@ _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """Return this model's profile on this machine, cached or measured; LINEAR, with a warning, if that fails.
-
-    It is measured in a temporary pool of at most `blocks` blocks.
-    """
+    """Return this model's profile on this machine, cached or measured; LINEAR, with a warning, if that fails."""
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
     def measure(identity: Mapping[str, Any]) -> PrefillProfile:
@@ -169,7 +163,6 @@ def _with_loads(
 
 
 def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Return what determines the times; not the weights' values."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():

@@ -36,7 +36,6 @@ def text_config(model: Any) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Raises UnsupportedModelError if the configuration has a feature that the engine lacks."""
     reasons = list(dict.fromkeys(_reasons(model)))
     if reasons:
         raise UnsupportedModelError(f"{_name(model)} cannot be served exactly: it has {'; '.join(reasons)}")

@@ -122,7 +122,6 @@ def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | No
 
 
 def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
-    """Return the layers in the host, and bytes for KV there."""
     if nbytes <= 0:
         return 0, 0
     if streamed * needs.slot <= nbytes:
@@ -132,7 +131,6 @@ def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format bytes, rounded up: 6GiB, 850MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 4 * size:
             return f"{-(-nbytes // size)}{unit}"

@@ -24,10 +24,7 @@ def _never() -> bool:
 
 
 class Feeder:
-    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`.
-
-    `bytes` counts what was read from the checkpoint.
-    """
+    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`."""
 
     def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
         self.bytes = 0
@@ -40,8 +37,6 @@ class Feeder:
         self._stages = cycle(stages)
 
     def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = _never) -> None:
-        """Read a layer into host memory; stop early once `stale()`. Raises LayerReadError."""
-
         def read(chunk: Any) -> int:
             return 0 if stale() else self._store.read(chunk, into)
 

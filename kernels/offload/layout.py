@@ -21,16 +21,12 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint that fills a parameter from number `begin`."""
-
     entry: TensorEntry
     begin: int
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter by its name in the layer, from byte `offset` of the buffer."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,8 +64,8 @@ class LayerLayout:
 class CheckpointMap:
     """A checkpoint's tensors by a model's parameters, renamed and merged as in transformers.
 
-    `layers` has the pieces by parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError
-    for missing weights or other shapes, UnsupportedModelError if weights of a layer are shared or converted.
+    `layers` has the pieces by parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError,
+    and UnsupportedModelError if weights of a layer are shared or converted.
     """
 
     def __init__(self, model: Any, prefix: str, layers: Any, checkpoint: Checkpoint) -> None:

@@ -75,7 +75,6 @@ class ModelMemory:
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the model of a configuration, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 

@@ -27,10 +27,10 @@ class Slot:
 
 
 class LayerRing:
-    """Layers read ahead in the order of use, one per slot. One thread makes all calls.
+    """Layers read ahead in the order of use, which is endless, one per slot. One thread makes all calls.
 
-    The order is endless: the first layer of the next step follows the last. Taking a layer out of turn drops those read
-    ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and may stop once `stale()`.
+    Taking a layer out of turn drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and
+    may stop once `stale()`.
 
         ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
         ring.order(range(24))
@@ -63,12 +63,10 @@ class LayerRing:
 
     @property
     def ahead(self) -> list[int]:
-        """Layers read or being read ahead, in the order of use."""
         with self._changed:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
-        """Read these layers repeatedly from now on; drop layers read ahead."""
         with self._changed:
             self._drop_all()
             while any(slot.abandoned for slot in self._jobs):
@@ -92,7 +90,6 @@ class LayerRing:
             return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Let the slot be filled again, after its `fence`."""
         with self._changed:
             if self._queue and self._queue[0] is slot:
                 self._release(self._queue.popleft())

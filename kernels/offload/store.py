@@ -24,14 +24,12 @@ class Source(Protocol):
 
 
 class LayerStore:
-    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
+    """The layers of a model, each as one buffer of `nbytes(layer)` bytes. `source` replaces the checkpoint as reader.
 
-        store = LayerStore(checkpoint, layouts)
-        buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
-        for chunk in store.chunks(3):
-            store.read(chunk, buffer)
-
-    `source` is another reader of the same checkpoint, such as a throttled one.
+    store = LayerStore(checkpoint, layouts)
+    buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
+    for chunk in store.chunks(3):
+        store.read(chunk, buffer)
     """
 
     def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
@@ -41,7 +39,6 @@ class LayerStore:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None) -> LayerStore:
-        """Make the store for a model whose parameters have their final dtypes."""
         layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
         return cls(checkpoint, layouts, source)
 
@@ -50,14 +47,12 @@ class LayerStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Buffer size for any layer."""
         return max(layout.nbytes for layout in self.layouts)
 
     def nbytes(self, layer: int) -> int:
         return self.layouts[layer].nbytes
 
     def stored_bytes(self, layer: int) -> int:
-        """Return the bytes that one read of the layer takes from the checkpoint."""
         pieces = (piece for parameter in self.layouts[layer].parameters for piece in parameter.pieces)
         return sum(piece.entry.length for piece in pieces)
 
@@ -88,7 +83,6 @@ class LayerStore:
         return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
 
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
-        """Yield parameters of all layers of the list `prefix`, by their names in the model."""
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:
                 yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)
@@ -107,8 +101,6 @@ class LayerStore:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Bytes of a piece from `start`."""
-
     layer: int
     parameter: Parameter
     piece: Piece
@@ -118,8 +110,6 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A parameter that is not in memory."""
-
     store: LayerStore
     layer: int
     parameter: Parameter
@@ -133,7 +123,6 @@ class StoredParameter:
         return self.parameter.dtype
 
     def read(self) -> torch.Tensor:
-        """Return the parameter in its own memory. Raises LayerReadError."""
         parameter = self.parameter
         alone = Parameter(parameter.name, parameter.dtype, parameter.shape, 0, parameter.pieces)
         buffer = torch.empty(prod(parameter.shape) * int(parameter.dtype.itemsize), dtype=torch.uint8)

@@ -39,7 +39,6 @@ class After(_Hook):
 
 
 def targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
-    """Return the dictionary and the key of each parameter in its module."""
     found = {}
     for parameter in store.layouts[number].parameters:
         module, _, attribute = parameter.name.rpartition(".")
@@ -48,7 +47,6 @@ def targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, 
 
 
 def placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """Return parameters of the right shape and dtype that take no memory."""
     found = {}
     for each in store.layouts[layer].parameters:
         number = torch.zeros((), dtype=each.dtype, device=device)
@@ -86,9 +84,9 @@ class LayerStreamer:
         streamer.close()
 
     Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead, also those
-    of the next step (1: as accelerate, 2: as FlexGen). `room` maps a step's tokens to bytes for slots, few in prefill
-    and many in decoding; those of `resize` are the minimum. On a CPU a layer in host memory is computed in place;
-    `in_place=False` copies it as on a GPU. Raises MemoryError if not even one slot fits.
+    of the next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a CPU a
+    layer in host memory is computed in place; `in_place=False` copies it as on a GPU. Raises MemoryError without a
+    slot.
     """
 
     def __init__(
@@ -134,12 +132,10 @@ class LayerStreamer:
 
     @property
     def streamed(self) -> list[int]:
-        """Layers that keep no weights on the device."""
         return [layer for layer in range(len(self.store)) if layer not in self._resident]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of layers and slots on the device."""
         return sum(map(self.store.nbytes, self._resident)) + len(self._ring) * self.store.slot_bytes
 
     @property
@@ -170,10 +166,8 @@ class LayerStreamer:
         return self._keep_slots(slots)
 
     def move(self, residency: Residency) -> Residency:
-        """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
-
-        Raises LayerReadError if a layer cannot be read; it stays, too.
-        """
+        """Move layers between two steps. Return the reached residency: layers that do not fit or cannot be read
+        (LayerReadError) stay or go to the disk."""
         if len(residency) != len(self.store):
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self._end()
@@ -240,7 +234,6 @@ class LayerStreamer:
         return self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
-        """Stop the threads, and release all weights and the checkpoint's files."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -38,7 +38,6 @@ class KVShape:
 
     @property
     def block_rows(self) -> int:
-        """Rows (kv_heads, head_dim) of a block."""
         return 2 * self.layers * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
@@ -82,8 +81,6 @@ class BlockPool:
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
-
-    Raises MemoryError.
     """
 
     def __init__(
@@ -125,7 +122,6 @@ class BlockPool:
         return self._views
 
     def rows(self) -> Any:
-        """Return a host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
@@ -160,7 +156,6 @@ class BlockPool:
                 free.append(block)
 
     def clear(self) -> None:
-        """Free all blocks and fill them with zeros."""
         self._references = [0] * self.blocks
         self._free = list(range(self.blocks - 1, -1, -1))
         self.kv.zero_()
@@ -171,8 +166,8 @@ class BlockPool:
     def resize(self, blocks: int) -> dict[int, int]:
         """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
 
-        Unless no block is used, both memories exist for a moment. Raises OutOfBlocksError if more blocks are used, and
-        MemoryError, with the pool unchanged, or empty if its old memory could not be allocated again.
+        Unless no block is used, both memories exist for a moment. Raises OutOfBlocksError, and MemoryError, with the
+        pool unchanged, or empty if its old memory could not be allocated again.
         """
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")

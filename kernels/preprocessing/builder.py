@@ -29,8 +29,6 @@ _WHOLE = (1, 1)
 
 
 class Built(NamedTuple):
-    """A stored document, and its bytes on disk."""
-
     id: str
     tokens: int
     bytes: int
@@ -38,8 +36,6 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Documents and tokens still to compute, and their bytes on disk."""
-
     documents: int
     tokens: int
     bytes: int
@@ -56,12 +52,10 @@ class FusionBuilder:
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
     alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
-    `build` computes what is missing. After an interruption the next builder produces the same bytes: groups of
-    documents do not depend on what exists.
+    `build` computes what is missing. After an interruption the next builder produces the same bytes.
 
     Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
-    tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError for keys that cannot be rotated, and
-    ValueError for an empty system prompt.
+    tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError.
     """
 
     def __init__(
@@ -113,7 +107,6 @@ class FusionBuilder:
         *,
         salt: str | None = None,
     ) -> Self:
-        """Load the model from a folder or the Hub. Also raises ModelLoadError."""
         engine = engine or EngineSettings()
         model = PatchedModel(load_model(name, engine), engine)
         try:
@@ -143,7 +136,6 @@ class FusionBuilder:
 
     @property
     def size(self) -> int:
-        """Bytes on disk of the folder's chunks."""
         return self._copies.store.used_bytes
 
     def close(self) -> None:
@@ -154,7 +146,7 @@ class FusionBuilder:
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
         """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept.
 
-        Raises BuildError for a duplicate id, an empty or too long document, and errors of the choice of neighbours.
+        Raises BuildError for a duplicate id, and an empty or too long document.
         """
         made = {
             "identity": self._copies.identity,
@@ -179,8 +171,7 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Documents computed after them stay (`stale`). Raises BuildError for unknown
-        ids."""
+        """Remove documents and their KV. Documents computed after them stay (`stale`). Raises BuildError."""
         remove_documents(self._manifest, self._copies.store, ids)
 
     def stale(self) -> list[str]:
@@ -201,7 +192,6 @@ class FusionBuilder:
         return sum(key in self._copies and not self._copies.intact(key, tokens) for key, tokens in chunks.items())
 
     def estimate(self, shard: tuple[int, int] = _WHOLE) -> Estimate:
-        """Return the work of `build`. Raises BuildError for a wrong shard."""
         missing = [each for group in self._groups(shard) for each in group if each.key not in self._copies]
         size = sum(self._bytes_on_disk(each) for each in missing)
         if self._copies.prefix_key not in self._copies:
@@ -212,8 +202,7 @@ class FusionBuilder:
         """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
 
         Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
-        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError.
-        Finished documents stay.
+        wrong shard, KV with NaN or inf, and a disk that is too small; WriteFailedError. Finished documents stay.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
@@ -245,7 +234,6 @@ class FusionBuilder:
         return kv
 
     def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
-        """Return documents that are computed together, stored or not."""
         number, parts = shard
         if not 1 <= number <= parts:
             raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
@@ -264,10 +252,8 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Return documents whose neighbours are all known, each content once.
-
-        KV computed after removed neighbours stays; once lost, the document gets other neighbours.
-        """
+        """Return documents with known neighbours, each content once. KV lost after a neighbour's removal gets other
+        neighbours."""
         documents = list(self._manifest)
         known = {each.content for each in documents}
         lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}

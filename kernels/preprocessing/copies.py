@@ -20,15 +20,11 @@ from ragorder.trie.profile import PrefillProfile
 __all__ = ["CopyStore", "WriteFailedError"]
 
 
-class WriteFailedError(RagorderError, OSError):
-    """The folder cannot be written."""
+class WriteFailedError(RagorderError, OSError): ...
 
 
 class CopyStore:
-    """KV of documents directly after a tenant's system prompt, by keys in the tree or variants of these.
-
-    KV is (tokens, layers, 2, KV heads, head_dim). Nothing is evicted. Raises StoreRefusedError.
-    """
+    """KV (tokens, layers, 2, KV heads, head_dim) directly after a tenant's system prompt. Nothing is evicted."""
 
     def __init__(
         self,
@@ -62,7 +58,6 @@ class CopyStore:
         return status.f_bavail * status.f_frsize
 
     def content(self, token_ids: Sequence[int]) -> bytes:
-        """Return the key of a document's node directly after the system prompt."""
         return self._path(token_ids)[1]
 
     def bytes_on_disk(self, key: bytes, tokens: int) -> int:
@@ -71,7 +66,6 @@ class CopyStore:
         return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
 
     def intact(self, key: bytes, tokens: int) -> bool:
-        """Return whether a chunk is intact; a damaged one is removed."""
         start, _ = self._place(key)
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 

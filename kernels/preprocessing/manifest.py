@@ -51,8 +51,7 @@ class BuildError(RagorderError, ValueError):
     """A build cannot begin or continue; the message says what to change."""
 
 
-class ManifestError(BuildError):
-    """A folder has no readable build."""
+class ManifestError(BuildError): ...
 
 
 class NoBuildError(ManifestError): ...
@@ -70,7 +69,6 @@ class PlannedDocument:
 
     @property
     def key(self) -> bytes:
-        """Key of its KV, computed after the neighbours."""
         if not self.neighbours:
             return self.content
         return variant_key(self.content, b"neighbours:" + b"".join(self.neighbours))
@@ -80,8 +78,7 @@ class Manifest:
     """Documents in the order of computation, and `facts` (JSON) about the build.
 
     A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
-    secret as texts. It may be damaged or another program's, so everything read is checked. Raises ManifestError, which
-    quotes nothing of the file.
+    secret as texts. Everything read is checked. Raises ManifestError, which quotes nothing of the file.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
@@ -108,7 +105,6 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Open the manifest of an existing build to read."""
         if not (folder / _NAME).is_file():
             raise NoBuildError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
         manifest = cls(folder, read_only=True)
@@ -146,11 +142,9 @@ class Manifest:
         return self._one("id", id)
 
     def with_content(self, content: bytes) -> PlannedDocument | None:
-        """Return the first document of this content, or None."""
         return self._one("content", content)
 
     def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
-        """Return the contents of these documents that no other document has."""
         named = set(ids)
         contents: tuple[set[bytes], set[bytes]] = set(), set()
         for document in self:
@@ -166,7 +160,6 @@ class Manifest:
             self._put(documents)
 
     def put(self, documents: Iterable[PlannedDocument]) -> None:
-        """Replace documents with these ids and append the others."""
         with self._writing():
             self._put(documents)
 
@@ -240,10 +233,7 @@ def _reason(error: Exception) -> str:
 
 
 def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:
-    """Remove documents, and their KV unless others with the same tokens need it.
-
-    Raises BuildError for unknown ids, changing nothing, and for files that cannot be removed.
-    """
+    """Remove documents, and their KV unless others with the same tokens need it. Raises BuildError."""
     names = list(dict.fromkeys(ids))
     for name in names:
         if manifest.find(name) is None:
@@ -253,7 +243,7 @@ def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) 
 
 
 def drop_copies(store: ChunkStore, contents: Container[bytes]) -> None:
-    """Remove all KV of these contents. Raises BuildError for files that cannot be removed."""
+    """Remove all KV of these contents. Raises BuildError."""
     for key in store:
         if variant_content(key) in contents and not store.remove(key):
             raise BuildError("a file of the build cannot be removed: make its folder writable, and try again")

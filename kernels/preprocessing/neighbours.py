@@ -139,7 +139,6 @@ class GivenNeighbours(Neighbours):
         return cls(graph)
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """Raises ValueError if the graph has none of the ids, which suggests another corpus."""
         places = {id: place for place, id in enumerate(ids)}
         if ids and not places.keys() & self._graph.keys():
             raise ValueError(f"the graph has none of the {len(ids)} documents: give the graph of this corpus")
@@ -179,8 +178,6 @@ class ServedTogether(Neighbours):
 
 @neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document)")
 class VectorNeighbours(EmbeddingNeighbours):
-    """`given` has shape (documents, dimensions), one row per document, in their order."""
-
     def __init__(self, given: NDArray[np.float32]) -> None:
         if given.ndim != 2:
             raise ValueError(f"vectors must have the shape (documents, dimensions), got {given.shape}")

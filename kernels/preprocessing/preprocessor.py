@@ -20,8 +20,6 @@ __all__ = ["Prefill", "Preprocessor", "check_numbers"]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A document, and its neighbours' KV, most similar first."""
-
     token_ids: Sequence[int]
     neighbours: Sequence[torch.Tensor] = ()
 
@@ -36,9 +34,6 @@ class Preprocessor:
     A document is computed after the system prompt and its neighbours, whose keys are rotated to their positions; then
     its own keys are rotated back. KV is (tokens, layers, 2, KV heads, head_dim). `workspace_tokens` limit what is
     computed together. Nothing else may use `model` meanwhile.
-
-    Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for a system prompt that is empty
-    or leaves no room.
     """
 
     def __init__(
@@ -65,12 +60,10 @@ class Preprocessor:
         self._prefix_tokens = len(prefix)
 
     def room(self, prefill_tokens: int, context_tokens: int) -> int:
-        """Return the workspace tokens of a document after neighbours of `context_tokens`."""
         size = self._model.shape.block_size
         return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
 
     def compute(self, prefills: Sequence[Prefill]) -> list[torch.Tensor]:
-        """Return the documents' KV. Raises ValueError if they do not fit together."""
         with torch.inference_mode():
             placed = self._place(prefills)
             for pieces in self._steps(placed):

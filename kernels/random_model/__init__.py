@@ -26,7 +26,6 @@ def random_model(texts: Iterable[str] | None = None) -> Path:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether there is a GPU, or a CPU with bfloat16 instructions. Needs torch."""
     import torch
 
     cpu = torch.cpu

@@ -46,7 +46,6 @@ class Chunk(NamedTuple):
 
 
 def library_modules() -> dict[str, Path]:
-    """Return source paths by module name; empty without the library's .py files."""
     return dict(_modules(Path(sysconfig.get_path("stdlib")), ""))
 
 

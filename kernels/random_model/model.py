@@ -103,7 +103,6 @@ def _fingerprint_of(folder: Path) -> object:
 
 
 def _put_in_place(made: Path, folder: Path, fingerprint: object) -> None:
-    """Rename `made` to `folder`, unless another process was faster."""
     if folder.exists():
         old = made.with_name(made.name + ".old")
         os.replace(folder, old)

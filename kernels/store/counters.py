@@ -13,10 +13,9 @@ __all__ = ["StoreCounters"]
 class StoreCounters:
     """Chunks since the store was opened with `restored` chunks.
 
-    A chunk `refused` for one of these reasons leaves the store: "identity" (another model's; the file stays),
-    "checksum", "truncated", "format" (another version), "foreign" (another chunk), "missing" (no file) or "size"
-    (unlike the buffer's); "room" counts writes that did not fit. `skipped_writes` came during `pauses`. Failures are
-    counted by the system error's name (ENOSPC…).
+    `refused` chunks leave the store, except another model's ("identity"); "foreign": another chunk, "size": unlike the
+    buffer's. "room" counts writes that did not fit, `skipped_writes` those during `pauses`. Failures are counted by the
+    system error's name (ENOSPC…).
     """
 
     restored: int = 0
@@ -37,7 +36,6 @@ class StoreCounters:
         self.failed_writes[_name(error)] += 1
 
     def refusals(self) -> dict[str, int]:
-        """Return counts of chunks not stored or returned, by reason. Other threads may count meanwhile."""
         found = dict(self.refused)
         if self.skipped_writes:
             found["paused"] = self.skipped_writes

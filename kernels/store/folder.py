@@ -48,8 +48,8 @@ class StoreRefusedError(RagorderError):
 class ChunkFolder:
     """An open folder and its lock (flock: it ends with the process).
 
-    Only the owner can read the files (0700, 0600). Access goes through the open folder: a later folder at its path is
-    never written to. Raises StoreRefusedError; reads and writes raise OSError.
+    Only the owner can read the files. Access goes through the open folder: a later folder at its path is never written
+    to. Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -91,7 +91,6 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers. Return the number of bytes, and the file's status."""
         # Non-blocking, for a pipe at this path.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
@@ -126,7 +125,6 @@ class ChunkFolder:
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Return whether the file is gone."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:

@@ -12,8 +12,6 @@ __all__ = ["ChunkIndex", "StoredChunk"]
 
 
 class StoredChunk:
-    """A readable chunk: its file, sizes and write time (epoch seconds)."""
-
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")
 
     def __init__(self, name: ChunkName, header: Header, bytes_on_disk: int, written: float) -> None:

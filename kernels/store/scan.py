@@ -93,7 +93,6 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """Survey names and sizes, changing nothing. Return None for other folders. Raises OSError."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)
@@ -117,7 +116,6 @@ def survey(folder: Path) -> Survey | None:
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
-    """Return bytes on disk of complete chunks, by `ChunkName.digest`. Raises OSError."""
     return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
 
 

@@ -59,7 +59,6 @@ class CircuitBreaker:
         return seconds
 
     def succeeded(self) -> bool:
-        """Return whether the breaker had opened."""
         reset = self._in_a_row >= self._failures
         self._in_a_row = 0
         self._next_seconds = self._first_seconds
@@ -78,13 +77,12 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Under one `identity` equal keys mean equal bytes; chunks of others are refused. The store survives the process, even
-    a killed one; restored chunks count as used once. Reads verify header, key, identity and payload. One process can
-    open the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes. The store survives the process, even a killed one; restored chunks
+    count as used once. Reads verify header, key, identity and payload. One process can open the folder; another waits
+    up to `patience_s`.
 
-    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first; a
-    full disk evicts too, and after failures writing pauses (`CircuitBreaker`). `removed` gets evicted and removed keys,
-    on any thread. Raises StoreRefusedError, and ValueError for invalid settings.
+    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
+    after failures writing pauses. `removed` gets evicted and removed keys, on any thread. Raises StoreRefusedError.
     """
 
     def __init__(
@@ -123,7 +121,6 @@ class ChunkStore:
         return len(self._index.chunks)
 
     def __iter__(self) -> Iterator[bytes]:
-        """The keys, oldest write first."""
         with self._lock:
             return iter(list(self._index.chunks))
 
@@ -141,7 +138,6 @@ class ChunkStore:
 
     @property
     def oldest_written(self) -> float | None:
-        """Epoch seconds, or None if the store is empty."""
         with self._lock:
             return next((chunk.written for chunk in self._index.chunks.values()), None)
 
@@ -208,12 +204,10 @@ class ChunkStore:
                 self._index.tier.use(path, cost=cost, computed=computed, expected=expected)
 
     def bytes_on_disk(self, key: bytes, payload_bytes: int, parent: bytes | None = None) -> int:
-        """Return a chunk's share of the capacity."""
         header = Header(key, parent, payload_bytes, 0.0, self._folder.identity, b"")
         return self._folder.size_on_disk(header.file_bytes)
 
     def remove(self, key: bytes) -> bool:
-        """Return whether the chunk is gone, with its file."""
         with self._lock:
             if key not in self._index.chunks:
                 return True

@@ -20,5 +20,4 @@ def is_variant(key: bytes) -> bool:
 
 
 def variant_content(key: bytes) -> bytes:
-    """Return a variant's content; other keys are their own."""
     return key[:_CONTENT_BYTES]
