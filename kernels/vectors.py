@@ -17,10 +17,12 @@ _SLACK = 8
 
 
 class TorchClusterScan:
-    """The `ClusterScan` of `IndexTiers` on a torch device, with float32 vectors.
+    """The `ClusterScan` of `IndexTiers` on a torch device.
 
-    tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
-    search = ContinuousIVF(index, tiers=tiers)
+        tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
+        search = ContinuousIVF(index, tiers=tiers)
+
+    Vectors are float32.
     """
 
     def __init__(self, metric: Literal["L2", "inner product"], device: str | torch.device = "cpu") -> None:

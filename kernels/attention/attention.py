@@ -17,7 +17,7 @@ from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 from ragorder.kernels.attention.torch_backend import Rule, torch_attention, torch_sparse_attention
 
-__all__ = ["Backend", "choose_backend", "merge_attention", "prefix_attention", "sparse_attention"]
+__all__ = ["Backend", "merge_attention", "prefix_attention", "sparse_attention"]
 
 Backend = Literal["auto", "triton", "torch"]
 

@@ -281,9 +281,7 @@ def attend_at(
     BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low` (FusionRAG 4.3).
-
-    With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax.
-    """
+    With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
@@ -402,11 +400,8 @@ def merge(
     parts_ptr, lse_ptr, out_ptr, weight_ptr, tokens, splits, out_token, out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the weighted mean of its parts.
-
-    WEIGHED also writes the natural logarithm of their total weight to `weight` (tokens, query heads). WIDTH and MOST
-    are powers of two.
-    """
+    """Program (token, query head): the weighted mean of its parts. WEIGHED also writes the natural logarithm of their
+    total weight to `weight` (tokens, query heads). WIDTH and MOST are powers of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)

@@ -29,10 +29,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Row t attends to keys from `low[t]` (0 without `low`) to before `high[t]`; int32 (T,).
-
-    `given` tensors are kept so that their `id`s stay unique.
-    """
+    """Row t attends to keys from `low[t]` (0 without `low`) to before `high[t]`; int32 (T,). `given` tensors are kept
+    so that their `id`s stay unique."""
 
     low: Tensor | None
     high: Tensor

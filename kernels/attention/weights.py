@@ -36,11 +36,8 @@ class Queries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D).
-
-    `cache` (blocks, block size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV, by
-    default all.
-    """
+    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D). `cache` (blocks, block
+    size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV, by default all."""
 
     cache: Tensor
     table: Tensor

@@ -25,7 +25,7 @@ from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transf
 from ragorder.trie.policies import Key
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["KnowledgeCache", "prefetch", "purge"]
+__all__ = ["KnowledgeCache"]
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
@@ -173,11 +173,9 @@ class KnowledgeCache:
     def acquire(
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
     ) -> KVLease:
-        """Pin the longest cached prefix and begin to load it.
-
-        `borrow` also pins copies of later documents that fit beside the request's `tokens`. A `background` lease does
-        not count as a use and never evicts everything. Raises OutOfBlocksError, changing nothing.
-        """
+        """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit
+        beside the request's `tokens`. A `background` lease does not count as a use and never evicts everything. Raises
+        OutOfBlocksError, changing nothing."""
         lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
@@ -194,8 +192,8 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError, changing
-        nothing."""
+        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError, as
+        `acquire`."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
@@ -210,8 +208,7 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """End the borrowing, once the KV's copy is queued on the device. Return the borrowed tokens without `computed`
-        nodes."""
+        """End the borrowing, once the KV's copy is queued. Return the borrowed tokens without `computed` nodes."""
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -239,7 +236,8 @@ class KnowledgeCache:
 
     def mark_computed(self, lease: KVLease) -> None:
         """Mark pending nodes as READY: their step has run or is queued on the device."""
-        self._check_open(lease)
+        if lease.closed:
+            raise ValueError("the lease was released: acquire another one")
         for copy in lease.pending:
             if copy.state is CopyState.PENDING:
                 copy.state = CopyState.READY
@@ -264,10 +262,8 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove suspect nodes, of `found` those with NaN or inf, and all their descendants, from all tiers.
-
-        Leases keep their blocks; a lease with such a node commits nothing after it.
-        """
+        """Remove suspect nodes, of `found` those with NaN or inf, and all their descendants, from all tiers. Leases
+        keep their blocks; a lease with such a node commits nothing after it."""
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
             for lease in self._leases.values():
@@ -276,10 +272,8 @@ class KnowledgeCache:
 
     def adopt(self, content: bytes, copy: CopyLocation, kv: BlockPool) -> bool:
         """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
-
         `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
-        (`store.variants`), or `content` for KV computed directly after `copy.parent`.
-        """
+        (`store.variants`), or `content` for KV computed directly after `copy.parent`."""
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
         self.poll()
@@ -319,11 +313,8 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Change the pools' numbers of blocks, between two steps. Blocks of leases may get other numbers.
-
-        Raises OutOfBlocksError if the used blocks do not fit, and MemoryError without room for both pools together;
-        both change nothing.
-        """
+        """Change the pools' numbers of blocks, between two steps. Blocks of leases may get other numbers. Raises
+        OutOfBlocksError if the used blocks do not fit, MemoryError without room for both pools; both change nothing."""
         if device_blocks is not None:
             if device_blocks < 1:
                 raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
@@ -450,10 +441,6 @@ class KnowledgeCache:
         self.pool.release(lease.block_table)
         lease.pinned, lease.block_table = [], []
         del self._leases[id(lease)]
-
-    def _check_open(self, lease: KVLease) -> None:
-        if lease.closed:
-            raise ValueError("the lease was released: acquire another one")
 
     def _check_fits(self, tokens: int) -> None:
         if self.shape.blocks_for(tokens) > self.pool.blocks:

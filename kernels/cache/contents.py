@@ -32,10 +32,8 @@ _Copy = tuple[CopyKind, CopyLocation]
 
 
 class Contents:
-    """Index of nodes by a document's content (`Segment.content`). Not thread-safe.
-
-    Entries are dropped once no tier has their node. Of the copies after other documents only the latest are kept.
-    """
+    """Index of nodes by a document's content (`Segment.content`). Not thread-safe. Entries are dropped once no tier has
+    their node. Of the copies after other documents only the latest are kept."""
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -58,11 +56,8 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """Return the copy to use, or None, for each of consecutive documents.
-
-        First come preprocessed copies, then the one that continues the last copy, then the one that begins the longest
-        run.
-        """
+        """Return the copy to use, or None, for each of consecutive documents. First come preprocessed copies, then the
+        one that continues the last copy, then the one that begins the longest run."""
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
         following: dict[bytes, int] = {}

@@ -11,10 +11,8 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer that retains its blocks.
-
-    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before it ended.
-    """
+    """A transfer that retains its blocks. `leaving`: only this copy holds the source's blocks. `distrusted`: the
+    source's device failed before it ended."""
 
     __slots__ = (
         "distrusted",

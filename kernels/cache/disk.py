@@ -28,10 +28,8 @@ def store_identity(identity: str, shape: KVShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """`bytes` in the folder `path`, for one process at a time.
-
-    Nodes to write take up to `backlog_bytes` of memory; more are dropped. Raises ValueError for invalid numbers.
-    """
+    """`bytes` in the folder `path`, for one process at a time. Nodes to write take up to `backlog_bytes` of memory;
+    more are dropped. Raises ValueError for invalid numbers."""
 
     path: Path
     bytes: int
@@ -51,10 +49,8 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, where they can be read.
-
-    A store that cannot be opened is logged and counted once; the tier stays empty.
-    """
+    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, where they can be read. A store that
+    cannot be opened is logged and counted once; the tier stays empty."""
 
     def __init__(
         self,

@@ -13,16 +13,14 @@ from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
-from ragorder.trie.policies import AwaitedNodes
+from ragorder.trie.policies import AwaitedNodes, Tier
 
 __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """The nodes in memory by key, and their tiers.
-
-    Evicted nodes move from the device to the host, and from there to the disk with their ancestors. Nodes of waiting
-    requests leave the host last. `on_load_failed` gets the GONE copy.
+    """The nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there to
+    the disk with their ancestors. Nodes of waiting requests leave the host last. `on_load_failed` gets the GONE copy.
     """
 
     def __init__(
@@ -84,24 +82,23 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost.
-
-        Raises OutOfBlocksError, changing nothing.
-        """
-        pinned: list[CachedNode] = []
+        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost. Raises
+        OutOfBlocksError, changing nothing."""
+        pinned: list[tuple[Tier | StoreTier, CachedNode]] = []
         for node in nodes:
-            if not self._pin_source(node):
+            source = self._source(node)
+            if source is None or source.pin(node.key) is False:
                 break
-            pinned.append(node)
-        missing = sum(len(self._covering(node)) for node in pinned if node.device is None)
+            pinned.append((source, node))
+        missing = sum(len(self._covering(node)) for _, node in pinned if node.device is None)
         try:
             self.make_room(missing, protected)
             blocks = iter(self.device.pool.allocate(missing))
         except OutOfBlocksError:
-            for node in pinned:
-                self._unpin_source(node)
+            for source, node in pinned:
+                source.unpin(node.key)
             raise
-        return [node.device or self._begin_load(node, blocks) for node in pinned]
+        return [node.device or self._begin_load(node, blocks) for _, node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
         # Repeat if a node without its parent holds a block of an evicted node.
@@ -235,22 +232,10 @@ class Hierarchy:
     def _covering(self, node: CachedNode) -> range:
         return self.device.pool.shape.covering(node.start, node.tokens)
 
-    def _pin_source(self, node: CachedNode) -> bool:
+    def _source(self, node: CachedNode) -> Tier | StoreTier | None:
         if node.device is not None:
-            self.device.tier.pin(node.key)
-        elif node.host is not None:
-            self.host.tier.pin(node.key)
-        else:
-            return self.disk is not None and self.disk.pin(node.key)
-        return True
-
-    def _unpin_source(self, node: CachedNode) -> None:
-        if node.device is not None:
-            self.device.tier.unpin(node.key)
-        elif node.host is not None:
-            self.host.tier.unpin(node.key)
-        elif self.disk is not None:
-            self.disk.unpin(node.key)
+            return self.device.tier
+        return self.disk if node.host is None else self.host.tier
 
     def _begin_load(self, node: CachedNode, free: Iterator[int]) -> DeviceCopy:
         blocks = list(islice(free, len(self._covering(node))))
@@ -370,7 +355,7 @@ class Hierarchy:
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:
-                host.refuse("size")
+                host.refused["size"] += 1
             return False
         try:
             evicted = self._evict_host(blocks)
@@ -380,7 +365,7 @@ class Hierarchy:
             try:
                 evicted = self._evict_host(blocks)
             except OutOfBlocksError:
-                host.refuse("room")
+                host.refused["room"] += 1
                 return False
         for key in evicted:
             self._leave_host(self.nodes[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from typing import cast
 
@@ -18,7 +19,7 @@ class MemoryTier:
         self.pool = pool
         self.tier = Tier(make_policy(policy), History(history) if history else None)
         self.tokens = self.received = self.evicted = self.failed = self.hit_tokens = 0
-        self.refused: dict[str, int] = {}
+        self.refused: Counter[str] = Counter()
         self._copies = copies
 
     def insert(
@@ -44,10 +45,8 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free after copies. Return the keys, children first.
-
-        Raises OutOfBlocksError, evicting nothing.
-        """
+        """Evict until `blocks` blocks are free after copies. Return the keys, children first. Raises OutOfBlocksError,
+        evicting nothing."""
         missing = blocks - self.pool.free_blocks
         if missing > 0:
             missing -= self._copies.leaving(self.pool)
@@ -68,9 +67,6 @@ class MemoryTier:
         self.evicted += len(evicted)
         return evicted
 
-    def refuse(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
-
     def stats(self) -> CacheTierStats:
         return CacheTierStats(
             nodes=len(self.tier),
@@ -82,5 +78,5 @@ class MemoryTier:
             received=self.received,
             evicted=self.evicted,
             failed=self.failed,
-            refused=self.refused.copy(),
+            refused=dict(self.refused),
         )

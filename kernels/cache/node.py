@@ -60,11 +60,8 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens.
-
-    `shares_first`: the first block is counted for an ancestor. `origin` is the tier of its `load`. `prefetched`: not
-    used yet.
-    """
+    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens. `shares_first`: the first
+    block is counted for an ancestor. `origin` is the tier of its `load`. `prefetched`: not used yet."""
 
     node: CachedNode
     blocks: list[int]

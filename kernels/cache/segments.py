@@ -14,10 +14,8 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant.
-
-    `content` is a document's key directly after the system prompt. `exact`: never reuse a copy.
-    """
+    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant. `content` is a
+    document's key directly after the system prompt. `exact`: never reuse a copy."""
 
     key: bytes
     tokens: int

@@ -142,10 +142,7 @@ class StreamedMemory:
 
 class MemoryPressure:
     """Gives memory back between steps (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a tier, then
-    layers.
-
-    After many steps without a shortage, pool and layers grow back.
-    """
+    layers. After many steps without a shortage, pool and layers grow back."""
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
         self._scheduler = scheduler
@@ -158,9 +155,7 @@ class MemoryPressure:
 
     def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
         """Give memory back after a step of `tokens` tokens, so that the pool still fits each `unfinished` request.
-
-        After a `failed` step its blocks are useless. Return False if nothing is left to give back.
-        """
+        After a `failed` step its blocks are useless. Return False if nothing is left to give back."""
         self._calm = 0
         if failed:
             self._scheduler.requeue()
@@ -313,10 +308,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def load_streamed(
     name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
 ) -> StreamedModel:
-    """Load a causal language model with only the weights outside the decoder layers in memory.
-
-    `source` replaces the checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError,
-    UnsupportedModelError.
+    """Load a causal language model with only the weights outside the decoder layers in memory. `source` replaces the
+    checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError, UnsupportedModelError.
     """
     device = pick_device(settings.device)
     config = load_config(name)

@@ -105,17 +105,9 @@ class TieredEngine:
         self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
         self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
+        ends = model.end_tokens(self.tokenizer)
         self._validator = RequestValidator(
-            model.vocabulary,
-            self.max_model_len,
-            self.device_tokens,
-            shape.block_size,
-            settings.chunk_tokens,
-            self.tokenizer,
-            model.end_tokens(self.tokenizer),
-            settings.deadline_s,
-            settings.max_cached_documents,
-            settings.fusion,
+            model.vocabulary, self.max_model_len, self.device_tokens, self.tokenizer, ends, settings
         )
         fuser = None
         self._questions: KeptQuestions | None = None
@@ -222,10 +214,8 @@ class TieredEngine:
         return [completions[request_id] for request_id in ids]
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """Yield a request's updates, the last with its completion. Closing the iterator aborts it.
-
-        The first update raises RequestRefusedError.
-        """
+        """Yield a request's updates, the last with its completion. Closing the iterator aborts it. The first update
+        raises RequestRefusedError."""
         with self._lock:
             request_id = self.add(request)
             self._updates.subscribe(request_id)
@@ -256,10 +246,8 @@ class TieredEngine:
             return self._relieve(self._scheduler.step_tokens)
 
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
-        """Resize the KV pools from the next step on; smaller pools evict by the policy.
-
-        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes.
-        """
+        """Resize the KV pools from the next step on; smaller pools evict by the policy. Raises OutOfBlocksError if
+        requests need more, and MemoryError; both keep the sizes."""
         with self._lock:
             self._failures.check_device()
             self._forget_work()
@@ -271,11 +259,8 @@ class TieredEngine:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on, reductions first.
-
-        Raises ValueError for a model that does not stream or has another number of layers, and, after partial changes,
-        the errors of `resize` and `move_layers`.
-        """
+        """Place layers and KV from the next step on, reductions first. Raises ValueError for a model that does not
+        stream or has another number of layers, and, after partial changes, the errors of `resize` and `move_layers`."""
         with self._lock:
             self._failures.check_device()
             self._forget_work()

@@ -44,10 +44,8 @@ class FailedSteps:
     def recover(
         self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool] = lambda: False
     ) -> Ended:
-        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`.
-
-        Return the requests without retries left. Raises DeviceLostError.
-        """
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`. Return the requests without
+        retries left. Raises DeviceLostError."""
         fault, why = fault_of(error), describe(error, what)
         if fault == "other":
             return self.fail(sequences, error, what)

@@ -36,10 +36,7 @@ class Fuser:
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
         """Return sequences that compute documents without KV after the first borrowed one, each after the system prompt
-        alone.
-
-        Computed among approximate KV they would serve this request only.
-        """
+        alone. Computed among approximate KV they would serve this request only."""
         lease, path = sequence.lease, sequence.path
         assert lease is not None
         if not lease.borrowed:

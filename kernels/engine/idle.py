@@ -110,12 +110,8 @@ class _Build:
 
 class IdleBuilder:
     """Computes documents of fused requests without preprocessed KV, most requested first. The caller serialises all
-    calls.
-
-    Each is computed after its system prompt and the documents with KV that most often share its requests, within
-    `build_idle` times the tokens that requests compute. One without neighbours or room waits until it is requested
-    again.
-    """
+    calls. Each is computed after its system prompt and the documents with KV that most often share its requests, within
+    `build_idle` times the tokens that requests compute."""
 
     def __init__(
         self,

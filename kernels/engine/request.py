@@ -43,7 +43,8 @@ class RequestRefusedError(RagorderError, ValueError):
     """The request can never be served. The message quotes nothing of the prompt."""
 
 
-class ShortOfMemoryError(RequestRefusedError): ...
+class ShortOfMemoryError(RequestRefusedError):
+    """The request can be served once memory is available again."""
 
 
 @dataclass(frozen=True, slots=True)

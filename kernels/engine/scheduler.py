@@ -42,12 +42,9 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences.
-
-    The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
-    more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
-    blocks. If blocks run out, the latest turns are preempted. A sequence keeps its turn.
-    """
+    """Waiting and running sequences. The next turn goes to the waiting sequence with the largest cached / computation
+    length, but none is overtaken by more than `window` later ones (0: in order of arrival). It runs once its prefix is
+    loaded and all tokens have blocks. If blocks run out, the latest turns are preempted. A sequence keeps its turn."""
 
     def __init__(
         self,
@@ -101,10 +98,8 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """Return chunks of at most `max_batch_tokens`; none while all wait for prefixes.
-
-        Raises OutOfBlocksError if the first sequence never fits.
-        """
+        """Return chunks of at most `max_batch_tokens`; none while all wait for prefixes. Raises OutOfBlocksError if the
+        first sequence never fits."""
         chunks: list[ScheduledChunk] = []
         self._awaits_loads = False
         self._plan_suspect(chunks)
@@ -212,7 +207,7 @@ class Scheduler:
         if selecting is not None and not sequence.pending:
             chunks.append(ScheduledChunk(sequence, selecting.pending, last=False, selects=True))
             return selecting.pending
-        tokens = sequence.take(left)
+        tokens = min(left, sequence.pending)
         # The first commit also counts the use of found nodes.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.exact_after(tokens))

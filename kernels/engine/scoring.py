@@ -19,7 +19,7 @@ from ragorder.kernels.models.attention import AttentionCall
 from ragorder.kernels.models.batch import Forward, ForwardEnded, PackedStep, Piece, pack
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "read_question"]
+__all__ = ["Question", "Scorer", "ScoringInput", "kv_deviation", "read_question"]
 
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
@@ -49,10 +49,8 @@ class _AllLayers:
 
 
 def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
-    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1.
-
-    KV of layer 0 is written: it depends on no other token, so reused KV is exact there.
-    """
+    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1. KV of
+    layer 0 is written: it depends on no other token, so reused KV is exact there."""
     if pool.shape.layers < 2:
         return torch.zeros(len(piece.token_ids), device=pool.device)
     parts = []
@@ -109,10 +107,8 @@ class Question:
         return Question(queries, turn.apply(self.keys, last), start)
 
     def attention(self, pool: BlockPool, table: Tensor, held: Tensor | None = None) -> Tensor:
-        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
-
-        Softmax over the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads.
-        """
+        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64). Softmax over
+        the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads."""
         keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
 
@@ -152,11 +148,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A prompt before its first step, and its blocks.
-
-    `exact_tokens` are its exact prefix, `spans` its reused documents; rows of others hold anything. `asked`: the
-    question's vectors after the system prompt, from a warm-up.
-    """
+    """A prompt before its first step, and its blocks. `exact_tokens` are its exact prefix, `spans` its reused
+    documents; rows of others hold anything. `asked`: the question's vectors after the system prompt, from a warm-up."""
 
     token_ids: Sequence[int]
     table: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -224,11 +217,8 @@ class Scorer:
         return found
 
     def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
-        """Return fp32: the question's attention to each earlier token.
-
-        Its vectors are computed after the documents or, with `alone` or without all KV, after the system prompt and
-        moved.
-        """
+        """Return fp32: the question's attention to each earlier token. Its vectors are computed after the documents or,
+        with `alone` or without all KV, after the system prompt and moved."""
         held = inputs.held(self._device)
         if inputs.asked is not None:
             question = inputs.asked.moved(inputs.question[0], self._rotation)

@@ -98,11 +98,8 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 
 class TokenSelecting:
-    """The selection among a sequence's reused tokens in `spans`.
-
-    `pending` is the tokens of the next forward, 0 at the end. Then `chosen` has the positions to recompute, ascending;
-    after a failure the request is computed `in_full`.
-    """
+    """The selection among a sequence's reused tokens in `spans`. `pending` is the tokens of the next forward, 0 at the
+    end. Then `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`."""
 
     def __init__(
         self,

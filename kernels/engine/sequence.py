@@ -17,7 +17,7 @@ from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Req
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.trie.policies import Key
 
-__all__ = ["Positions", "ScatteredPrefill", "Selecting", "Sequence", "Spans"]
+__all__ = ["Positions", "ScatteredPrefill", "Sequence", "Spans"]
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 Spans = abc.Sequence[tuple[int, int]]
@@ -25,11 +25,9 @@ Spans = abc.Sequence[tuple[int, int]]
 
 
 class ScatteredPrefill:
-    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
-
-    First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
-    the chosen tokens and the rest.
-    """
+    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV. First
+    the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then the
+    chosen tokens and the rest."""
 
     def __init__(
         self, tokens: int, computed: int, reused: Spans, path_tokens: int, *, documents_first: bool = False
@@ -81,11 +79,8 @@ class Selecting(Protocol):
 
 
 class Sequence:
-    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`.
-
-    A fused sequence also has copied KV of later documents until its other positions are computed. Its `helpers` compute
-    documents alone before it starts.
-    """
+    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. A fused sequence also has
+    copied KV of later documents until its other positions are computed. `helpers` compute documents alone before it."""
 
     def __init__(
         self,
@@ -132,7 +127,8 @@ class Sequence:
         self._found: Spans = ()
         self._by_tier = TierTokens()
         self._random = Random(request.sampling.seed)
-        self._draw = self._random.random()
+        # The next token's random number, the same for each retry of its step.
+        self.draw = self._random.random()
         self.logits: torch.Tensor | None = None
         self._text = TextStream(tokenizer, self.tokens, request.sampling.stop_strings)
         self._stops = request.sampling.stop_tokens | (frozenset() if request.sampling.ignore_eos else stops)
@@ -148,11 +144,6 @@ class Sequence:
     def pending(self) -> int:
         """Tokens to compute before the next token is chosen or more are selected; 1 when decoding."""
         return len(self.tokens) - self.computed if self.scattered is None else len(self.scattered)
-
-    @property
-    def draw(self) -> float:
-        """The next token's random number, the same for each retry of its step."""
-        return self._draw
 
     @property
     def overdue(self) -> bool:
@@ -205,9 +196,6 @@ class Sequence:
         if in_full:
             self.recomputed = self.fused.total
 
-    def take(self, room: int) -> int:
-        return min(room, self.pending)
-
     def positions(self, tokens: int) -> Positions:
         if self.scattered is not None:
             return self.scattered.positions(tokens)
@@ -241,11 +229,13 @@ class Sequence:
         self._table = np.empty(0, dtype=np.int32)
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
-        if self._first is None:
-            self._first = perf_counter()
-        self._draw = self._random.random()
+        self.draw = self._random.random()
         self.tokens.append(token_id)
-        self._time_token()
+        self._latest, before = perf_counter(), self._latest
+        if before is None:
+            self._first = self._latest
+        else:
+            self.gap_s = self._latest - before
         new_logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
@@ -264,13 +254,6 @@ class Sequence:
             return Update(self.request_id, (token_id,), text, None, new_logprobs)
         text += self._text.finish()
         return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
-
-    def _time_token(self) -> None:
-        before, self._latest = self._latest, perf_counter()
-        if before is None:
-            self._latest = self._first
-        else:
-            self.gap_s = self._latest - before
 
     def end(self, reason: FinishReason, error: str | None = None, fault: Fault | None = None) -> Update:
         text = "" if reason == "error" else self._text.finish()

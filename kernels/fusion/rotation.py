@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = ["Rope", "Rotation", "Turn"]
+__all__ = ["Rotation"]
 
 # Relative difference of two keys' norms: far below that of other frequencies, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -69,10 +69,10 @@ class Turn:
 class Rotation:
     """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
 
-    A key rotated by a difference of positions is the key at the new position (FusionRAG, appendix A.1).
-
         rotation = Rotation.of(model)
         moved = rotation.shift(keys, new - old, layer, origin=old)
+
+    A key rotated by a difference of positions is the key at the new position (FusionRAG, appendix A.1).
     """
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
@@ -105,10 +105,8 @@ class Rotation:
         return Turn(self._ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all.
-
-        With their position `origin` the result has the model's own rounding at the new positions.
-        """
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their position `origin`
+        the result has the model's own rounding at the new positions."""
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:

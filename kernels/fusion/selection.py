@@ -12,21 +12,7 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SELECTIONS",
-    "AllTokens",
-    "DocumentHeads",
-    "KVDeviation",
-    "Measurements",
-    "Needs",
-    "NoTokens",
-    "QueryGuided",
-    "RandomTokens",
-    "Selection",
-    "make_selection",
-    "selections",
-    "top",
-]
+__all__ = ["SELECTIONS", "Measurements", "Needs", "make_selection", "selections", "top"]
 
 Needs = Literal["nothing", "question", "two layers"]
 """Measured before the choice: nothing, `attention` or `deviation`."""

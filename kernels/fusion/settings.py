@@ -9,10 +9,8 @@ __all__ = ["Fusion"]
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents outside its cached prefix.
-
-    `select` chooses the share of tokens to `recompute`; in further `rounds` the attention of these chooses more.
-    """
+    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`; in
+    further `rounds` the attention of these chooses more."""
 
     recompute: float = 0.15
     select: str = "query"

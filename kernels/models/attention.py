@@ -128,8 +128,8 @@ def _attention(
         )
     if query.shape[0] != 1:
         raise UnsupportedModelError(f"{type(module).__name__} splits a packed step into {query.shape[0]} rows")
-    vectors = (each[0].transpose(0, 1) for each in (query, key, value))
-    out = step.attend(AttentionCall(module.layer_idx, *vectors, scaling, sliding_window, softcap))
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = step.attend(AttentionCall(module.layer_idx, q, k, v, scaling, sliding_window, softcap))
     return out[None], None
 
 

@@ -25,9 +25,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
-
-    `positions` of scattered tokens begin with `start`; the positions between them have KV.
-    """
+    `positions` of scattered tokens begin with `start`; the positions between them have KV."""
 
     token_ids: Sequence[int]
     start: int

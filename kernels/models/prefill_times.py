@@ -31,78 +31,10 @@ from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["engine_profile"]
 
+# Largest measured load.
 _TOKENS = 1_024
 _BYTES = 64 << 20
 _KEY = b"load"
-
-
-def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
-    return max(1, min(shape.blocks_for(min(longest_tokens, _TOKENS)), _BYTES // shape.block_bytes))
-
-
-@contextmanager
-def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
-    """Time loads of `blocks` blocks as in the cache. Those from disk use a temporary folder, and raise OSError."""
-    pinned = device.type == "cuda"
-    on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
-    # Pages that were never written take no time to read.
-    host.kv.fill_(1)
-    places = range(blocks)
-    with ExitStack() as stack:
-        transfers = make_transfers(device)
-        stack.callback(transfers.close)
-        stored: list[_StoredChunk] = []
-
-        def from_host() -> float:
-            before_s = time.perf_counter()
-            transfers.start(host, places, on_device, places).wait()
-            return time.perf_counter() - before_s
-
-        def from_disk() -> float:
-            assert disk is not None
-            if not stored:
-                stored.append(stack.enter_context(_stored_chunk(disk, host)))
-            stored[0].forget_pages()
-            before_s = time.perf_counter()
-            staged = BlockPool(shape, blocks, pinned=pinned)
-            stored[0].read(staged)
-            transfers.start(staged, places, on_device, places).wait()
-            return time.perf_counter() - before_s
-
-        yield {"host": from_host} if disk is None else {"host": from_host, "disk": from_disk}
-
-
-class _StoredChunk:
-    def __init__(self, folder: Path, store: ChunkStore) -> None:
-        self._folder = folder
-        self._store = store
-
-    def forget_pages(self) -> None:
-        for path in self._folder.rglob("*"):
-            if path.is_file() and hasattr(os, "posix_fadvise"):
-                with path.open("rb") as file:
-                    # Only clean pages are dropped.
-                    os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def read(self, into: BlockPool) -> None:
-        if not self._store.read(_KEY, memoryview(into.rows())):
-            raise OSError("the written chunk cannot be read")
-
-
-@contextmanager
-def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[_StoredChunk]:
-    beside = next(folder for folder in (disk, *disk.parents) if folder.is_dir())
-    with TemporaryDirectory(prefix=".ragorder-", dir=beside) as name:
-        folder = Path(name)
-        try:
-            store = ChunkStore(folder, 2 * content.capacity_bytes + (1 << 20), "load times")
-        except StoreRefusedError as refused:
-            raise OSError(str(refused)) from refused
-        with closing(store):
-            if not store.write(_KEY, memoryview(content.rows())):
-                raise OSError("a chunk cannot be written to the disk")
-            yield _StoredChunk(folder, store)
 
 
 _logger = logging.getLogger("ragorder.profile")
@@ -157,7 +89,8 @@ def _with_loads(
     profile: PrefillProfile, model: PatchedModel, settings: EngineSettings, budget_s: float
 ) -> PrefillProfile:
     shape = model.shape
-    blocks = _blocks_of_a_load(shape, profile.facts["longest_tokens"])
+    tokens = min(profile.facts["longest_tokens"], _TOKENS)
+    blocks = max(1, min(shape.blocks_for(tokens), _BYTES // shape.block_bytes))
     with _tier_loads(shape, blocks, model.device, settings.disk_path) as loads:
         return measure_short_loads(profile, loads, blocks * shape.block_size, budget_s=budget_s)
 
@@ -186,6 +119,64 @@ def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: in
         "max_batch_tokens": settings.max_batch_tokens,
         "disk": None if settings.disk_path is None else str(settings.disk_path.absolute()),
     } | ({} if settings.device_bytes is None else {"streamed": [settings.device_bytes, settings.host_bytes]})
+
+
+@contextmanager
+def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
+    """Time loads of `blocks` blocks as in the cache. Those from disk use a temporary folder, and raise OSError."""
+    pinned = device.type == "cuda"
+    on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
+    # Pages that were never written take no time to read.
+    host.kv.fill_(1)
+    places = range(blocks)
+    with ExitStack() as stack:
+        transfers = make_transfers(device)
+        stack.callback(transfers.close)
+        stored: list[tuple[Path, ChunkStore]] = []
+
+        def from_host() -> float:
+            before_s = time.perf_counter()
+            transfers.start(host, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        def from_disk() -> float:
+            assert disk is not None
+            if not stored:
+                stored.append(stack.enter_context(_stored_chunk(disk, host)))
+            [(folder, store)] = stored
+            _forget_pages(folder)
+            before_s = time.perf_counter()
+            staged = BlockPool(shape, blocks, pinned=pinned)
+            if not store.read(_KEY, memoryview(staged.rows())):
+                raise OSError("the written chunk cannot be read")
+            transfers.start(staged, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        yield {"host": from_host} if disk is None else {"host": from_host, "disk": from_disk}
+
+
+@contextmanager
+def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[tuple[Path, ChunkStore]]:
+    beside = next(folder for folder in (disk, *disk.parents) if folder.is_dir())
+    with TemporaryDirectory(prefix=".ragorder-", dir=beside) as name:
+        try:
+            store = ChunkStore(Path(name), 2 * content.capacity_bytes + (1 << 20), "load times")
+        except StoreRefusedError as refused:
+            raise OSError(str(refused)) from refused
+        with closing(store):
+            if not store.write(_KEY, memoryview(content.rows())):
+                raise OSError("a chunk cannot be written to the disk")
+            yield Path(name), store
+
+
+def _forget_pages(folder: Path) -> None:
+    # As if the files had been written long ago.
+    for path in folder.rglob("*"):
+        if path.is_file() and hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:
+                # Only clean pages are dropped.
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _PrefillTimer:

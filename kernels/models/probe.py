@@ -14,7 +14,7 @@ from ragorder.kernels.models.batch import Forward, Piece, pack
 from ragorder.kernels.models.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 
-__all__ = ["AttentionShape", "observe", "verify"]
+__all__ = ["observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -48,10 +48,8 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionShape:
-    """Measure shapes in a run of two tokens.
-
-    Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
-    """
+    """Measure shapes in a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or
+    contradict the configured windows."""
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)

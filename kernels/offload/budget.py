@@ -73,10 +73,8 @@ def plan_memory(
     max_batch_tokens: int = 8192,
 ) -> MemoryPlan:
     """Plan within the budgets: the whole model if it fits with one request, else a ring and the layers beside it.
-
     `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the most useful KV. Raises
-    BudgetError.
-    """
+    BudgetError."""
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(_LEAST_STEP, max_batch_tokens)
     least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv

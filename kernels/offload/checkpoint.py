@@ -53,11 +53,9 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors, in one file or several with an index. Raises CheckpointError.
-
-    Files are read, not mapped: a truncated mapped file would kill the process. A file that changes after it was opened
-    is refused.
-    """
+    """The tensors of a folder's safetensors, in one file or several with an index. Raises CheckpointError. Files are
+    read, not mapped: a truncated mapped file would kill the process. A file that changes after it was opened is
+    refused."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

@@ -63,10 +63,8 @@ class Feeder:
         fence: Any = None,
         stale: Callable[[], bool] = _never,
     ) -> Any:
-        """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk.
-
-        Return the fence after which it can be read. Raises LayerReadError.
-        """
+        """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk. Return the fence after
+        which it can be read. Raises LayerReadError."""
         size = self._store.nbytes(layer)
         if not self._gpu:
             if host is None:

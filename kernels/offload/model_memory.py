@@ -27,10 +27,8 @@ class ModelMemory:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype | str | None = None) -> Self:
-        """Measure a configuration (`transformers.AutoConfig`), in `dtype`, its own or float32.
-
-        Raises UnsupportedModelError for a model without exactly one list of decoder layers.
-        """
+        """Measure a configuration (`transformers.AutoConfig`), in `dtype`, its own or float32. Raises
+        UnsupportedModelError for a model without exactly one list of decoder layers."""
         named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         kind = named or getattr(config, "dtype", None) or torch.float32
         model = skeleton(config, kind)

@@ -15,47 +15,13 @@ from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
 
-__all__ = ["After", "Before", "LayerStreamer", "StreamStats", "placeholders", "targets"]
-
-
-class _Hook:
-    """Supplies weights without changing results, so a model's identity ignores it."""
-
-    without_effect = True
-
-    def __init__(self, call: Callable[[int], None], layer: int) -> None:
-        self._call = call
-        self._layer = layer
-
-
-class Before(_Hook):
-    def __call__(self, module: Any, arguments: Any) -> None:
-        self._call(self._layer)
-
-
-class After(_Hook):
-    def __call__(self, module: Any, arguments: Any, result: Any) -> None:
-        self._call(self._layer)
-
-
-def targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
-    found = {}
-    for parameter in store.layouts[number].parameters:
-        module, _, attribute = parameter.name.rpartition(".")
-        found[parameter.name] = layer.get_submodule(module)._parameters, attribute
-    return found
-
-
-def placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
-    found = {}
-    for each in store.layouts[layer].parameters:
-        number = torch.zeros((), dtype=each.dtype, device=device)
-        found[each.name] = torch.nn.Parameter(number.expand(each.shape), requires_grad=False)
-    return found
+__all__ = ["LayerStreamer", "StreamStats"]
 
 
 # Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
+# From the scarcest memory to the most plentiful.
+_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +72,8 @@ class LayerStreamer:
         self.residency = Residency((Place.DISK,) * len(store))
         self._gpu = device.type == "cuda"
         self._in_place = not self._gpu if in_place is None else in_place
-        self._targets = [targets(layer, store, place) for place, layer in enumerate(layers)]
-        self._placeholders = [placeholders(store, place, device) for place in range(len(store))]
+        self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
+        self._placeholders = [_placeholders(store, place, device) for place in range(len(store))]
         for layer, parameters in enumerate(self._placeholders):
             self._bind(layer, parameters)
         # Layers that keep their weights, and host copies of streamed ones.
@@ -125,8 +91,8 @@ class LayerStreamer:
         self._hooks: list[Any] = []
         for layer, module in enumerate(layers):
             self._hooks += [
-                module.register_forward_pre_hook(Before(self._before, layer)),
-                module.register_forward_hook(After(self._after, layer)),
+                module.register_forward_pre_hook(_Hook(self._before, layer)),
+                module.register_forward_hook(_Hook(self._after, layer)),
             ]
         self._ring.order(self.streamed)
 
@@ -215,10 +181,8 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back slots, else a quarter of the layers on the disk that `residency` has elsewhere.
-
-        Return False if nothing changed.
-        """
+        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False if nothing
+        changed."""
         if self.streamed and self._least < self._wanted:
             self._end()
             slots = self._least
@@ -349,5 +313,31 @@ class LayerStreamer:
         self._host.pop(layer, None)
 
 
-# From the scarcest memory to the most plentiful.
-_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
+class _Hook:
+    """Supplies weights without changing results, so a model's identity ignores it."""
+
+    without_effect = True
+
+    def __init__(self, call: Callable[[int], None], layer: int) -> None:
+        self._call = call
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        self._call(self._layer)
+
+
+def _targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
+    found = {}
+    for parameter in store.layouts[number].parameters:
+        module, _, attribute = parameter.name.rpartition(".")
+        found[parameter.name] = layer.get_submodule(module)._parameters, attribute
+    return found
+
+
+def _placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
+    # They take no memory.
+    found = {}
+    for each in store.layouts[layer].parameters:
+        number = torch.zeros((), dtype=each.dtype, device=device)
+        found[each.name] = torch.nn.Parameter(number.expand(each.shape), requires_grad=False)
+    return found

@@ -77,10 +77,10 @@ class OutOfBlocksError(RagorderError, RuntimeError):
 class BlockPool:
     """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe.
 
-    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
-
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
+
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
     """
 
     def __init__(
@@ -164,11 +164,9 @@ class BlockPool:
         self.kv[target].copy_(self.kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
-        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
-
-        Unless no block is used, both memories exist for a moment. Raises OutOfBlocksError, and MemoryError, with the
-        pool unchanged, or empty if its old memory could not be allocated again.
-        """
+        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move. Unless no block is
+        used, both memories exist for a moment. Raises OutOfBlocksError, and MemoryError, with the pool unchanged, or
+        empty if its old memory could not be allocated again."""
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
         used = [block for block, references in enumerate(self._references) if references]

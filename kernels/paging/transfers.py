@@ -102,10 +102,8 @@ class _ThreadTransfer:
 
 
 class StreamTransfers:
-    """One stream per direction; a thread copies within the host, whose pool must be pinned.
-
-    A copy waits for the caller's stream, but not for the other direction: do not copy from blocks still being written.
-    """
+    """One stream per direction; a thread copies within the host, whose pool must be pinned. A copy waits for the
+    caller's stream, but not for the other direction: do not copy from blocks still being written."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)

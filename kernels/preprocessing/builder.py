@@ -22,7 +22,7 @@ from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 
-__all__ = ["BuildError", "Built", "Estimate", "FusionBuilder", "SourceDocument"]
+__all__ = ["FusionBuilder", "SourceDocument"]
 
 _MOST_ENTRIES = 1 << 30
 _WHOLE = (1, 1)
@@ -144,10 +144,8 @@ class FusionBuilder:
         self._model.restore()
 
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
-        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept.
-
-        Raises BuildError for a duplicate id, and an empty or too long document.
-        """
+        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept. Raises BuildError
+        for a duplicate id, and an empty or too long document."""
         made = {
             "identity": self._copies.identity,
             "prefix_tokens": len(self._preprocessor.prefix),
@@ -199,11 +197,9 @@ class FusionBuilder:
         return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
 
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
-        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
-
-        Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
-        wrong shard, KV with NaN or inf, and a disk that is too small; WriteFailedError. Finished documents stay.
-        """
+        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1. Parts built in separate
+        folders become one build when their `chunks` are in one folder. Raises BuildError for a wrong shard, KV with NaN
+        or inf, and a disk that is too small; WriteFailedError. Finished documents stay."""
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
         check_numbers("the system prompt", self._preprocessor.prefix)
@@ -252,8 +248,7 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Return documents with known neighbours, each content once. KV lost after a neighbour's removal gets other
-        neighbours."""
+        """Return documents with known neighbours, each content once. Lost KV of others gets other neighbours."""
         documents = list(self._manifest)
         known = {each.content for each in documents}
         lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}

@@ -75,11 +75,9 @@ class PlannedDocument:
 
 
 class Manifest:
-    """Documents in the order of computation, and `facts` (JSON) about the build.
-
-    A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
-    secret as texts. Everything read is checked. Raises ManifestError, which quotes nothing of the file.
-    """
+    """Documents in the order of computation, and `facts` (JSON) about the build. A change is on disk when its method
+    returns, or has not happened. Only the owner can read the file: tokens are as secret as texts. Everything read is
+    checked. Raises ManifestError, which quotes nothing of the file."""
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
         path = folder / _NAME

@@ -55,9 +55,7 @@ class Neighbours(ABC):
     @abstractmethod
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
         """Return for each document the indices in `ids` of at most `count` different others, most related first.
-
-        `vectors` are the result of `vectors`, in the order of the unique `ids`.
-        """
+        `vectors` are the result of `vectors`, in the order of the unique `ids`."""
 
 
 neighbours: Registry[Neighbours] = Registry("neighbours")

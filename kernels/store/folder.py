@@ -16,7 +16,7 @@ from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
-__all__ = ["CHUNKS", "IDENTITY", "LOCK", "ChunkFolder", "StoreRefusedError"]
+__all__ = ["CHUNKS", "LOCK", "ChunkFolder", "StoreRefusedError"]
 
 LOCK = "lock"
 IDENTITY = "identity"
@@ -46,11 +46,9 @@ class StoreRefusedError(RagorderError):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock: it ends with the process).
-
-    Only the owner can read the files. Access goes through the open folder: a later folder at its path is never written
-    to. Raises StoreRefusedError; reads and writes raise OSError.
-    """
+    """An open folder and its lock (flock: it ends with the process). Only the owner can read the files. Access goes
+    through the open folder: a later folder at its path is never written to. Raises StoreRefusedError; reads and writes
+    raise OSError."""
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
         self.path = folder

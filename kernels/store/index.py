@@ -61,10 +61,8 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file, or return None, evicting nothing, if that is not enough.
-
-        `other_bytes` grows by the larger size: remove the evicted files before writing.
-        """
+        """Evict for a new file, or return None, evicting nothing, if that is not enough. `other_bytes` grows by the
+        larger size: remove the evicted files before writing."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes

@@ -13,7 +13,7 @@ from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import CHUNKS, LOCK, ChunkFolder, read_identity
 from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderError, ChunkName, Header
 
-__all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "stored_bytes", "survey"]
+__all__ = ["Survey", "check", "scan", "stored_bytes", "survey"]
 
 
 class FoundChunk(NamedTuple):
@@ -81,8 +81,6 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?" if unknown)."""
-
     chunks: int
     bytes: int
     unfinished: int

@@ -20,51 +20,6 @@ from ragorder.trie.policies.tier import NO_FORECAST
 __all__ = ["ChunkStore", "CircuitBreaker"]
 
 
-class CircuitBreaker:
-    """Opens after `failures` consecutive failures, then twice as long after each further one. A success resets it."""
-
-    def __init__(
-        self,
-        failures: int = 3,
-        first_seconds: float = 5.0,
-        longest_seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._failures = failures
-        self._first_seconds = self._next_seconds = first_seconds
-        self._longest_seconds = longest_seconds
-        self._clock = clock
-        self._in_a_row = 0
-        self._until = 0.0
-
-    @property
-    def open(self) -> bool:
-        return self._in_a_row >= self._failures and self._clock() < self._until
-
-    @property
-    def probing(self) -> bool:
-        """Whether the next attempt is the first since a success or an opening."""
-        return self._in_a_row == 0 or self._in_a_row >= self._failures
-
-    def failed(self) -> float:
-        """Return the seconds for which this failure opens the breaker, or 0."""
-        if self.open:
-            return 0.0
-        self._in_a_row += 1
-        if self._in_a_row < self._failures:
-            return 0.0
-        seconds = self._next_seconds
-        self._until = self._clock() + seconds
-        self._next_seconds = min(2 * seconds, self._longest_seconds)
-        return seconds
-
-    def succeeded(self) -> bool:
-        reset = self._in_a_row >= self._failures
-        self._in_a_row = 0
-        self._next_seconds = self._first_seconds
-        return reset
-
-
 _logger = logging.getLogger("ragorder")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -178,10 +133,8 @@ class ChunkStore:
         expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting no `protected` key. Return whether the store has it now.
-
-        `cost` is seconds per new token; `expected` is as in `use`. Raises ValueError for invalid keys or costs.
-        """
+        """Store a copy, evicting no `protected` key. Return whether the store has it now. `cost` is seconds per new
+        token; `expected` is as in `use`. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys and parents must have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -189,7 +142,35 @@ class ChunkStore:
         if parent == key:
             raise ValueError("a chunk cannot be its own parent")
         with memoryview(data).cast("B") as payload:
-            return self._write(key, payload, parent, cost, used, expected, protected)
+            folder, index = self._folder, self._index
+            header = Header(key, parent, len(payload), cost or 0.0, folder.identity, b"")
+            size = folder.size_on_disk(header.file_bytes)
+            with self._lock:
+                if key in index.chunks:
+                    return True
+                evicted = self._reserve(key, size, protected)
+                if evicted is None:
+                    self._count_use(key, cost, used, expected)
+                    return False
+                name = ChunkName.of(key, self._serial)
+                self._serial += 1
+            failed: OSError | None = None
+            try:
+                try:
+                    self._remove_evicted(evicted, size)
+                    self._put(name, header._replace(payload_checksum=checksum(payload)), payload, protected)
+                except OSError as error:
+                    failed = error
+                with self._lock:
+                    if failed is None:
+                        index.insert(key, StoredChunk(name, header, size, time.time()), parent)
+                    else:
+                        index.other_bytes -= size
+                    self._count_use(key, cost, used, expected)
+                    self._count_write(failed)
+            finally:
+                self._leave(key)
+            return failed is None
 
     def use(
         self,
@@ -281,46 +262,6 @@ class ChunkStore:
             self._index.remove(key)
             return True
 
-    def _write(
-        self,
-        key: bytes,
-        payload: memoryview,
-        parent: bytes | None,
-        cost: float | None,
-        used: bool,
-        expected: Mapping[bytes, float],
-        protected: Container[bytes],
-    ) -> bool:
-        folder, index = self._folder, self._index
-        header = Header(key, parent, len(payload), cost or 0.0, folder.identity, b"")
-        size = folder.size_on_disk(header.file_bytes)
-        with self._lock:
-            if key in index.chunks:
-                return True
-            evicted = self._reserve(key, size, protected)
-            if evicted is None:
-                self._count_use(key, cost, used, expected)
-                return False
-            name = ChunkName.of(key, self._serial)
-            self._serial += 1
-        failed: OSError | None = None
-        try:
-            try:
-                self._remove_evicted(evicted, size)
-                self._put(name, header._replace(payload_checksum=checksum(payload)), payload, protected)
-            except OSError as error:
-                failed = error
-            with self._lock:
-                if failed is None:
-                    index.insert(key, StoredChunk(name, header, size, time.time()), parent)
-                else:
-                    index.other_bytes -= size
-                self._count_use(key, cost, used, expected)
-                self._count_write(failed)
-        finally:
-            self._leave(key)
-        return failed is None
-
     def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
         if self._closed or key in self._writing:
             return None
@@ -406,3 +347,48 @@ class ChunkStore:
                 self._writing.discard(written)
             if not self._busy:
                 self._idle.notify_all()
+
+
+class CircuitBreaker:
+    """Opens after `failures` consecutive failures, then twice as long after each further one. A success resets it."""
+
+    def __init__(
+        self,
+        failures: int = 3,
+        first_seconds: float = 5.0,
+        longest_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._failures = failures
+        self._first_seconds = self._next_seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._clock = clock
+        self._in_a_row = 0
+        self._until = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self._in_a_row >= self._failures and self._clock() < self._until
+
+    @property
+    def probing(self) -> bool:
+        """Whether the next attempt is the first since a success or an opening."""
+        return self._in_a_row == 0 or self._in_a_row >= self._failures
+
+    def failed(self) -> float:
+        """Return the seconds for which this failure opens the breaker, or 0."""
+        if self.open:
+            return 0.0
+        self._in_a_row += 1
+        if self._in_a_row < self._failures:
+            return 0.0
+        seconds = self._next_seconds
+        self._until = self._clock() + seconds
+        self._next_seconds = min(2 * seconds, self._longest_seconds)
+        return seconds
+
+    def succeeded(self) -> bool:
+        reset = self._in_a_row >= self._failures
+        self._in_a_row = 0
+        self._next_seconds = self._first_seconds
+        return reset
