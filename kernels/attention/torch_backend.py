@@ -142,8 +142,6 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """Return the additive mask of the last `queries` of `keys` positions: a corner of the step's mask."""
-
     def make() -> Tensor:
         height = min(_CHUNK, batch.longest_query)
         width = batch.longest_context + batch.longest_query

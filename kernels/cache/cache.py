@@ -55,7 +55,6 @@ class _Prefetched:
 
 
 def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) -> list[DeviceCopy]:
-    """See `KnowledgeCache.purge`. Return the copies that were on the device."""
     disk = tiers.disk
     tiers.drain()
     if disk is not None:
@@ -192,8 +191,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError, as
-        `acquire`."""
+        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()

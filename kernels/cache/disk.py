@@ -84,7 +84,6 @@ class StoreTier:
         return key in self._backlog or (self._store is not None and key in self._store)
 
     def variant(self, content: bytes) -> bytes | None:
-        """Return the key of a document's preprocessed KV from an earlier process, or None."""
         key = self._variants.get(content)
         return key if key is not None and key in self else None
 
@@ -110,7 +109,6 @@ class StoreTier:
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Begin to write a node. Return the copy out of `blocks`, or None."""
         store = self._store
         if store is None or key in self:
             return None

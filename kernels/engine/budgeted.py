@@ -102,7 +102,6 @@ class StreamedMemory:
         )
 
     def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        """Return `make(blocks, host bytes)` with the largest part of the planned pools that fits."""
         blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
         while True:
             try:

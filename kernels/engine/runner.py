@@ -1,4 +1,4 @@
-"""Computation of a step's chunks."""
+"""Computation of a step's chunks, and choice of the next tokens."""
 
 from __future__ import annotations
 

@@ -125,8 +125,6 @@ def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
 
 
 class _LastLayer:
-    """Writes nothing and ends with the arguments of the last layer."""
-
     call: AttentionCall
 
     def __init__(self, pool: BlockPool, batch: PackedBatch) -> None:

@@ -44,7 +44,6 @@ class ScatteredPrefill:
         self._todo, self._rest = places[first], places[~first]
 
     def __len__(self) -> int:
-        """Positions to compute, without those that wait for a choice."""
         return len(self._todo)
 
     def choose(self, chosen: Positions) -> None:
@@ -160,7 +159,6 @@ class Sequence:
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean time between tokens of the answer; None before the second."""
         gaps = len(self.tokens) - self.prompt_tokens - 1
         if gaps < 1 or self._first is None or self._latest is None:
             return None

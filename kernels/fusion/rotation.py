@@ -148,7 +148,6 @@ def _check_types(model: Any, types: object) -> None:
 
 
 def _keys(model: Any, positions: Tensor) -> list[Tensor]:
-    """Return each layer's keys (T, KV heads, D) of T one-token sequences, always the same tokens."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(len(positions))
     tokens = torch.randint(0, embedding.shape[0], (len(positions), 1), generator=generator).to(embedding.device)

@@ -109,11 +109,11 @@ def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.devic
 
 
 class ForwardEnded(Exception):  # noqa: N818
-    """Raised by a step's attention once the rest of the forward is not needed."""
+    """A step's attention raises this once the rest is not needed."""
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; `streamer` supplies weights that stream."""
+    """Calls a causal language model with a step's attention."""
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model

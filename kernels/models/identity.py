@@ -162,5 +162,4 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the hardware, if it affects rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

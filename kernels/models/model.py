@@ -96,7 +96,6 @@ class PatchedModel:
 
 
 def wanted_tokens(longest: int | None) -> int:
-    """Return the tokens of KV that are useful on a CPU: four longest prompts."""
     return _CPU_PROMPTS * (longest or _CPU_TOKENS)
 
 

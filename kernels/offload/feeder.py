@@ -1,26 +1,60 @@
-"""Feeder of layers into device buffers, from host memory or disk."""
+"""Buffers for layers, and their feeder from host memory or disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import cycle
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
 
-from ragorder.kernels.offload.buffers import allocate
+from ragorder.kernels.offload.layout import LayerLayout
 from ragorder.kernels.offload.store import LayerStore
 
-__all__ = ["Feeder"]
+__all__ = ["Feeder", "LayerBuffer", "allocate"]
 
 _READERS = 2
 # Pinned host buffers from disk to a GPU: one is read while the other is copied.
 _STAGES = 2
 
 
-def _never() -> bool:
-    return False
+def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    try:
+        # Threads outside inference mode fill it.
+        with torch.inference_mode(False):
+            if device.type == "cpu" and not pinned:
+                # Not from the heap, which keeps freed memory.
+                pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    except (OSError, RuntimeError) as error:
+        raise MemoryError(f"{device} has no room for a layer of {nbytes} bytes") from error
+
+
+class LayerBuffer:
+    """A buffer, and its views as parameters per layout. Other streams write after `fence`."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = allocate(nbytes, device)
+        self.fence: Any = None
+        if device.type == "cuda":
+            # Activations of a running step may still use this memory.
+            self.fence = torch.cuda.Event()
+            self.fence.record(torch.cuda.current_stream(device))
+        self._views: dict[object, dict[str, torch.nn.Parameter]] = {}
+
+    def parameters(self, layout: LayerLayout) -> dict[str, torch.nn.Parameter]:
+        found = self._views.get(layout.signature)
+        if found is None:
+            with torch.inference_mode(False):
+                found = {
+                    each.name: torch.nn.Parameter(each.view(self.bytes), requires_grad=False)
+                    for each in layout.parameters
+                }
+            self._views[layout.signature] = found
+        return found
 
 
 class Feeder:
@@ -36,7 +70,7 @@ class Feeder:
         stages = [_Stage(store.slot_bytes) for _ in range(_STAGES)] if self._gpu else []
         self._stages = cycle(stages)
 
-    def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = _never) -> None:
+    def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = lambda: False) -> None:
         def read(chunk: Any) -> int:
             return 0 if stale() else self._store.read(chunk, into)
 
@@ -61,7 +95,7 @@ class Feeder:
         into: torch.Tensor,
         host: torch.Tensor | None,
         fence: Any = None,
-        stale: Callable[[], bool] = _never,
+        stale: Callable[[], bool] = lambda: False,
     ) -> Any:
         """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk. Return the fence after
         which it can be read. Raises LayerReadError."""

@@ -114,7 +114,6 @@ class _Sources:
         return placed
 
     def _placed(self, shape: tuple[int, ...]) -> list[Piece] | None:
-        """Return None if the parameter's bytes are not its tensors' bytes in some order."""
         if self.converter is None:
             return [Piece(self.entries[0], 0)] if len(self.entries) == 1 else None
         operations = list(self.converter.operations)

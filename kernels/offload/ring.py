@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragorder.kernels.offload.buffers import LayerBuffer
+from ragorder.kernels.offload.feeder import LayerBuffer
 
 __all__ = ["LayerRing", "Slot"]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ragorder.kernels.offload.buffers import LayerBuffer, allocate
-from ragorder.kernels.offload.feeder import Feeder
+from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
@@ -181,7 +180,7 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False if nothing
+        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return whether it
         changed."""
         if self.streamed and self._least < self._wanted:
             self._end()

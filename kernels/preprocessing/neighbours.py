@@ -88,7 +88,6 @@ class EmbeddingNeighbours(Neighbours):
         return self._encoder.encode(texts)
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """Raises ImportError without FAISS, ValueError for vectors of another number or with NaN or inf."""
         if vectors is None or len(vectors) != len(ids):
             raise ValueError(f"{len(ids)} documents need one vector each, got {0 if vectors is None else len(vectors)}")
         if len(ids) < 2 or count < 1:

@@ -121,8 +121,6 @@ class Preprocessor:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """New tokens after the first `start` tokens in the workspace's `blocks`."""
-
     token_ids: Sequence[int]
     start: int
     blocks: range

@@ -37,8 +37,10 @@ def make_model(
     max_position_embeddings: int = 32768,
 ) -> Path:
     """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`. Return `folder`.
-    Deterministic. An equal model is kept; another one made here is replaced. Raises ValueError for impossible sizes,
-    FileExistsError for foreign files in the folder, ImportError."""
+
+    An equal model is kept; another one made here is replaced. Raises ValueError, FileExistsError for foreign files,
+    ImportError.
+    """
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:
         raise ValueError(f"layers is {layers}: give 1 or more")

@@ -135,7 +135,6 @@ class ChunkName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Relative to the chunks' folder."""
         return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
 
     @property

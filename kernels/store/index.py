@@ -37,7 +37,6 @@ class ChunkIndex:
         return self.tier.used + self.other_bytes
 
     def restore(self, key: bytes, chunk: StoredChunk, parent: bytes | None, cost: float) -> None:
-        """Insert an earlier process's chunk, as used once by a request that computed it."""
         known = TierNode(key)
         known.frequency, known.misses, known.cost = 1, 1, cost
         self.chunks[key] = chunk
