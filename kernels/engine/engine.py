@@ -118,14 +118,9 @@ class TieredEngine:
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
         if rotation is not None and settings.build_idle:
             self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
+        window = settings.schedule_window if settings.schedule == "cached-first" else 0
         self._scheduler = Scheduler(
-            self._cache,
-            shape.block_size,
-            settings.max_batch_tokens,
-            settings.max_requests,
-            settings.schedule_window if settings.schedule == "cached-first" else 0,
-            self.profile,
-            fuser,
+            self._cache, settings.max_batch_tokens, settings.max_requests, window, self.profile, fuser
         )
         self._runner = ModelRunner(model.forward, self._cache.pool)
         self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)

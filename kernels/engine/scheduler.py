@@ -49,7 +49,6 @@ class Scheduler:
     def __init__(
         self,
         cache: KnowledgeCache,
-        block_size: int,
         max_batch_tokens: int,
         max_requests: int,
         window: int = 0,
@@ -60,7 +59,7 @@ class Scheduler:
         self._fuser = fuser
         self.preempted = 0
         self._cache = cache
-        self._block_size = block_size
+        self._block_size = cache.shape.block_size
         self._max_batch_tokens = self._step_tokens = max_batch_tokens
         self._max_requests = max_requests
         computing_s = profile.cost(0, _COMPUTED_TOKENS)
