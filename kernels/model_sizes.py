@@ -1,77 +1,19 @@
-"""Widths of a decoder, and the sizes derived from them, without torch."""
+"""Sizes of a model from its folder or configuration, without torch."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ragorder.common.jsonl import decode
+from ragorder.kernels.decoder_shape import DecoderShape, read_width
 from ragorder.pipelining.placement.base import ModelSizes
 
-__all__ = ["ROWS", "DecoderShape", "model_sizes"]
-
-ROWS = 64
-"""Default number of requests with logits in one step."""
-
-
-def _read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
-    value = next((config[each] for each in names if config.get(each) is not None), default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"{where} has no {names[0]}, or none that is a positive number: give a decoder's configuration"
-        )
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """`inner` counts the numbers that a token's MLP computes between its matrices, over all its experts."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocabulary: int
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], where: str) -> Self:
-        layers = _read_width(config, where, "num_hidden_layers", "n_layer", "num_layers")
-        hidden = _read_width(config, where, "hidden_size", "n_embd", "d_model")
-        heads = _read_width(config, where, "num_attention_heads", "n_head", "num_heads")
-        dense = _read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
-        routed = 0
-        if config.get("num_experts_per_tok"):
-            expert = _read_width(config, where, "moe_intermediate_size", default=dense)
-            routed = _read_width(config, where, "num_experts_per_tok") * expert
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=_read_width(config, where, "num_key_value_heads", "num_kv_heads", default=heads),
-            head_dim=_read_width(config, where, "head_dim", default=max(1, hidden // heads)),
-            inner=max(dense, routed),
-            vocabulary=_read_width(config, where, "vocab_size"),
-        )
-
-    def kv_token(self, itemsize: int) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
-
-    def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Return the most bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
-        A step holds its hidden states twice, and the larger of attention's queries, keys, values and output, and of the
-        MLP's three inner products. Norms and logits are in fp32."""
-        attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        states = 2 * self.hidden * (itemsize + 4)
-        widest = max(2 * attended, 3 * self.inner) * itemsize
-        return tokens * (states + widest) + min(rows, tokens) * self.vocabulary * (itemsize + 4)
-
+__all__ = ["model_sizes"]
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -123,10 +65,10 @@ class _Parameters:
         hidden, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
         # As in GPT-2: two matrices with four times the hidden size between them, and learnt positions.
         plain = "n_embd" in config
-        inner = _read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
-        experts = _read_width(config, where, "num_local_experts", "num_experts", "n_routed_experts", default=1)
+        inner = read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
+        experts = read_width(config, where, "num_local_experts", "num_experts", "n_routed_experts", default=1)
         if experts > 1:
-            inner = _read_width(config, where, "moe_intermediate_size", default=inner)
+            inner = read_width(config, where, "moe_intermediate_size", default=inner)
         attention = 2 * hidden * (heads + kv_heads) * shape.head_dim
         mlp = experts * (2 if plain else 3) * hidden * inner + (experts * hidden if experts > 1 else 0)
         norms = (4 if plain else 2) * hidden
@@ -135,7 +77,7 @@ class _Parameters:
         if plain:
             biases += 2 * hidden + inner
         self.layer = attention + mlp + norms + biases
-        positions = _read_width(config, where, "n_positions", default=1024) * hidden if plain else 0
+        positions = read_width(config, where, "n_positions", default=1024) * hidden if plain else 0
         final_norm = (2 if plain else 1) * hidden
         self.tied = bool(config.get("tie_word_embeddings", plain))
         self.outside = shape.vocabulary * hidden * (1 if self.tied else 2) + positions + final_norm

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
-
-try:
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as error:
-    message = f"the embedded engine needs {error.name}: {install_hint('torch')}"
-    raise ImportError(message, name=error.name) from error
-
+# First: its error names the extra to install.
+import ragorder.kernels.models  # noqa: F401
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
 from ragorder.kernels.engine.request import (
