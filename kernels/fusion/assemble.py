@@ -45,13 +45,7 @@ class Assembler:
             self._move(*torch.from_numpy(columns[:, begin : begin + _CHUNK]).to(device))
 
     def _move(
-        self,
-        blocks: torch.Tensor,
-        offsets: torch.Tensor,
-        into: torch.Tensor,
-        into_offsets: torch.Tensor,
-        origin: torch.Tensor,
-        shift: torch.Tensor,
+        self, blocks: Tensor, offsets: Tensor, into: Tensor, into_offsets: Tensor, origin: Tensor, shift: Tensor
     ) -> None:
         turn = self._rotation.turn(shift, origin)
         views = self._pool.views

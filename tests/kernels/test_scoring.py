@@ -156,9 +156,9 @@ class TestQuestion:
         held = torch.ones(END, dtype=torch.bool)
         held[57:80] = False
         question = one_layer.question(tokens(11, 2), END)
-        everything = question.attention(one_layer.layers, one_layer.blocks)
+        everything = question.attention(one_layer.pool, one_layer.blocks)
         one_layer.pool.kv[one_layer.rows(57, 80)] = float("nan")
-        found = question.attention(one_layer.layers, one_layer.blocks, held)
+        found = question.attention(one_layer.pool, one_layer.blocks, held)
         assert not found[~held].any()
         # What they would have received goes to the others.
         assert (found[held] > everything[held]).all()
@@ -172,7 +172,7 @@ class TestQuestionMoved:
         one_layer.reuse(SYSTEM, END)
         asked = tokens(11, 2)
         moved = one_layer.question(asked, SYSTEM).moved(END, Rotation.of(one_layer.plain))
-        found = moved.attention(one_layer.layers, one_layer.blocks)
+        found = moved.attention(one_layer.pool, one_layer.blocks)
         torch.testing.assert_close(found, received(one_layer.eager(asked, END), END), **CLOSE)
 
     @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2"])
@@ -321,7 +321,7 @@ class TestScorer:
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
         held = torch.ones(END, dtype=torch.bool)
         held[57:107] = False
-        expected = moved.attention(llama.layers, llama.blocks, held)
+        expected = moved.attention(llama.pool, llama.blocks, held)
         facts = scorer.measure("question", inputs)
         assert torch.equal(facts.attention, expected[facts.reused])
         assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
@@ -331,7 +331,7 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
-        expected = moved.attention(llama.layers, llama.blocks)
+        expected = moved.attention(llama.pool, llama.blocks)
         found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
         assert torch.equal(found, expected)
 
@@ -349,7 +349,7 @@ class TestScorer:
         assemble(llama, prompt)
         inputs = self.inputs(llama, prompt, (SYSTEM, END))
         found = self.scorer(llama, 4).attention(inputs)
-        expected = llama.question(prompt[-4:], END).attention(llama.layers, llama.blocks)
+        expected = llama.question(prompt[-4:], END).attention(llama.pool, llama.blocks)
         assert torch.equal(found, expected)
 
     def test_deviation_is_of_the_reused_tokens(self, llama: Engine) -> None:
