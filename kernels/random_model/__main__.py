@@ -22,9 +22,11 @@ __all__ = ["main"]
     help="Width of the layers, a multiple of 64.",
 )
 def main(folder: Path, layers: int, hidden_size: int) -> None:
-    """Make a language model with random weights, to try an engine without a download. FOLDER gets a Qwen2 model and its
-    tokenizer, in the format of transformers and vLLM. Its answers are meaningless; times and cached tokens are those of
-    a model of that size. Needs the extra torch."""
+    """Make a language model with random weights, to try an engine without a download.
+
+    FOLDER gets a Qwen2 model and its tokenizer, in the format of transformers and vLLM. Its answers are meaningless;
+    times and cached tokens are those of a model of that size. Needs the extra torch.
+    """
     try:
         made = make_model(folder, texts=standard_texts(), layers=layers, hidden_size=hidden_size)
     except (ValueError, OSError, ImportError) as error:

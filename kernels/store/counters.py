@@ -11,9 +11,12 @@ __all__ = ["StoreCounters"]
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Chunks since the store was opened with `restored` chunks. `refused` chunks leave the store, except another
-    model's ("identity"); "foreign": another chunk, "size": unlike the buffer's. "room" counts writes that did not fit,
-    `skipped_writes` those during `pauses`. Failures are counted by the system error's name (ENOSPC…)."""
+    """Chunks since the store was opened with `restored` chunks.
+
+    `refused` chunks leave the store, except another model's ("identity"). "foreign": another chunk; "size": unlike the
+    buffer's; "room": no room for the write. `skipped_writes` came during `pauses`. Failures are by the system error's
+    name.
+    """
 
     restored: int = 0
     stored: int = 0
