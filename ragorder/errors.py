@@ -29,12 +29,12 @@ RagorderError
   CheckpointError                 ragorder.kernels.offload.checkpoint
   DeviceLostError                 ragorder.kernels.engine.request
   LayerReadError                  ragorder.kernels.offload.checkpoint
-  ModelLoadError                  ragorder.kernels.engine.loading
+  ModelLoadError                  ragorder.kernels.models.loading
   OutOfBlocksError                ragorder.kernels.paging.pool
   RequestRefusedError             ragorder.kernels.engine.request
     ShortOfMemoryError            ragorder.kernels.engine.request
   StoreRefusedError               ragorder.kernels.store.folder
-  UnsupportedModelError           ragorder.kernels.unsupported
+  UnsupportedModelError           ragorder.kernels.models.support
   WriteFailedError                ragorder.kernels.preprocessing.copies
   AnswerChangedError              ragorder.pipelining.batching.requests
   PlacementError                  ragorder.pipelining.placement.plan

@@ -223,7 +223,7 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 def take_model(options: dict[str, Any]) -> str:
     """Remove the model from an engine's options, and return its folder or name. `random` and `smollm2` are made, with
     the dtype that is fast here."""
-    from ragorder.kernels.engine.loading import may_be_on_hub
+    from ragorder.kernels.models.loading import may_be_on_hub
 
     model: str = options.pop("model")
     if model in (_RANDOM, SMOLLM2):

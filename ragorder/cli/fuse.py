@@ -220,8 +220,7 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
     Documents that were computed after them stay, and so does the KV of prompts with them that a server has added.
     """
     with errors():
-        from ragorder.kernels.preprocessing.manifest import Manifest
-        from ragorder.kernels.preprocessing.removal import remove_documents
+        from ragorder.kernels.preprocessing.manifest import Manifest, remove_documents
         from ragorder.kernels.store import ChunkStore
 
         with closing(Manifest.of(folder)) as known:
@@ -249,7 +248,7 @@ class CorpusLine(BaseModel):
 def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
     """Yield the builder of a folder, and a function that reads a corpus for it."""
     with errors():
-        from ragorder.kernels.engine.loading import load_tokenizer
+        from ragorder.kernels.models.loading import load_tokenizer
         from ragorder.kernels.preprocessing.builder import FusionBuilder
 
         options = dict(recipe)

@@ -16,18 +16,18 @@ from support.streamed import saved
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.offload import (
     Checkpoint,
     CheckpointError,
     LayerReadError,
     LayerStore,
+    ModelMemory,
     Place,
     Residency,
-    footprint,
 )
-from ragorder.kernels.offload.footprint import decoder_layers, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
@@ -129,21 +129,21 @@ class TestLayers:
         checkpoint.close()
 
 
-class TestFootprint:
+class TestModelMemory:
     @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 6))
     def test_is_that_of_the_weights(self, name: str) -> None:
         model = model_of(name)
-        size = footprint(model.config, torch.float32)
+        size = ModelMemory.of(model.config, torch.float32)
         assert size.weights == sum(each.numel() * 4 for each in model.parameters())
         _, layers = decoder_layers(model)
         assert size.layers == tuple(sum(each.numel() * 4 for each in layer.parameters()) for layer in layers)
         assert size.embedding == model.get_input_embeddings().weight.numel() * 4
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert size.head == (0 if tied else size.embedding)
-        assert footprint(model.config, "bfloat16").weights * 2 == size.weights
+        assert ModelMemory.of(model.config, "bfloat16").weights * 2 == size.weights
 
     def test_kv_and_workspace_grow_with_tokens(self) -> None:
-        size = footprint(family("llama").config, "float32")
+        size = ModelMemory.of(family("llama").config, "float32")
         assert size.kv_token == 3 * 2 * 2 * 16 * 4
         assert 0 < size.workspace(1) < size.workspace(64) < size.workspace(8192)
 
@@ -156,7 +156,7 @@ class TestFootprint:
             attn_config={"kv_n_heads": 2, "rope_theta": 10_000.0},
             ffn_config={"moe_num_experts": 2},
         )
-        size = footprint(config, "float32")
+        size = ModelMemory.of(config, "float32")
         assert size.kv_token == 2 * 2 * 2 * 16 * 4
         assert (size.shape.layers, size.shape.hidden, size.shape.heads) == (2, 64, 4)
 

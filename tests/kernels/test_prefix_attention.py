@@ -27,7 +27,7 @@ from torch import Tensor
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.kernels.attention import PackedBatch, dense, prefix_attention
+from ragorder.kernels.attention import PackedBatch, prefix_attention, torch_backend
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
     HEAD_DIMS,
@@ -322,7 +322,7 @@ class TestTorch:
     def test_cuts_masks_for_a_gpu_that_can_be_read_in_words(self) -> None:
         mask = torch.randn(21, 118, dtype=torch.bfloat16)[5:, 31:]
         assert mask.data_ptr() % 16 and mask.stride(0) * 2 % 16
-        cut = dense._aligned(mask)
+        cut = torch_backend._aligned(mask)
         assert torch.equal(cut, mask)
         assert cut.data_ptr() % 16 == cut.stride(0) * 2 % 16 == 0
 
@@ -339,13 +339,13 @@ class TestTorch:
 
 def record_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     masks: list[Any] = []
-    attention = dense.scaled_dot_product_attention
+    attention = torch_backend.scaled_dot_product_attention
 
     def recorded(*tensors: Tensor, attn_mask: Tensor | None, **how: Any) -> Tensor:
         masks.append(attn_mask)
         return attention(*tensors, attn_mask=attn_mask, **how)
 
-    monkeypatch.setattr(dense, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", recorded)
     return masks
 
 

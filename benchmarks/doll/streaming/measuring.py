@@ -18,9 +18,8 @@ from ragorder.benchmarks.doll.streaming.source import ThrottledSource
 from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
-from ragorder.kernels.offload.buffers import allocate
 from ragorder.kernels.offload.checkpoint import Checkpoint
-from ragorder.kernels.offload.feeder import Feeder
+from ragorder.kernels.offload.feeder import Feeder, allocate
 
 __all__ = ["Bench"]
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from ragorder.benchmarks.doll.streaming.record import StreamingCell
-from ragorder.kernels.offload.footprint import skeleton
+from ragorder.kernels.offload.model_memory import skeleton
 
 __all__ = ["VOCABULARY", "write_model"]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.benchmarks.kernels.attention.shapes import AttentionProblem
 from ragorder.kernels.attention import prefix_attention, sparse_attention
-from ragorder.kernels.attention.backends import Backend
+from ragorder.kernels.attention.attention import Backend
 from ragorder.kernels.attention.ranges import Ranges
 
 __all__ = ["CONTENDERS", "Contender", "MissingError"]

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ragorder.kernels.attention import PackedBatch
-from ragorder.kernels.engine.attention import STEP, PagedLayers, PagedStep, ScatteredRows, StepAttention
+from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
+from ragorder.kernels.paging import BlockPool
 
 __all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack"]
 
@@ -24,9 +25,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
-
-    `positions` of tokens that are not adjacent begin with `start`; the positions between them have KV.
-    """
+    `positions` of scattered tokens begin with `start`; the positions between them have KV."""
 
     token_ids: Sequence[int]
     start: int
@@ -36,12 +35,10 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Tokens attended to; for scattered rows with their own."""
         return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
+class PackedStep(NamedTuple):
     """Arguments of a forward. Logits are in the order of the pieces."""
 
     token_ids: torch.Tensor
@@ -50,7 +47,8 @@ class PackedStep:
     attention: PagedStep
 
 
-def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
+def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
+    shape, device = pool.shape, pool.device
     # Scattered rows come last, so that the attention of the other pieces ignores them.
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
     packed = [pieces[place] for place in order]
@@ -60,14 +58,14 @@ def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | st
     tables = [np.asarray(piece.table, dtype=np.int32) for piece in packed]
     last = dict(zip(order, starts[1:], strict=True))
     ends = [last[place] - 1 for place, piece in enumerate(pieces) if piece.wants_logits]
-    # Tokens, positions and slots, and the tokens with logits.
+    # Tokens, positions, slots, and tokens with logits.
     long = np.empty(3 * total + len(ends), dtype=np.int64)
     for piece, table, start, count in zip(packed, tables, starts, counts, strict=False):
         positions = np.arange(piece.start, piece.start + count) if piece.positions is None else piece.positions
         long[start : start + count] = piece.token_ids
         long[total + start : total + start + count] = positions
-        blocks, offsets = np.divmod(positions, layers.block_size)
-        long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(layers.block_rows) + offsets
+        blocks, offsets = np.divmod(positions, shape.block_size)
+        long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(shape.block_rows) + offsets
     long[3 * total :] = ends
 
     adjacent = sum(piece.positions is None for piece in packed)
@@ -79,13 +77,12 @@ def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | st
     if adjacent < len(packed):
         rows = _batch(counts[adjacent:], contexts[adjacent:], tables[adjacent:], device)
         scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int())
-    return PackedStep(token_ids, positions_, kept, PagedStep(layers, batch, slots, scattered))
+    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, slots, scattered))
 
 
 def _batch(
-    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device | str
+    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device
 ) -> PackedBatch:
-    # Starts of the pieces, their contexts, and the tables.
     size = len(counts)
     width = max(map(len, tables), default=0)
     short = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
@@ -104,22 +101,19 @@ def _batch(
     )
 
 
-def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device | str) -> torch.Tensor:
+def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    if torch.device(device).type != "cuda":
+    if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class ForwardEnded(Exception):  # noqa: N818
-    """Raised by a step's attention once the rest of the forward is not needed."""
+    """A step's attention raises this once the rest is not needed."""
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; scales and caps logits as its own forward does.
-
-    `streamer` supplies the layers' weights if they stream.
-    """
+    """Calls a causal language model with a step's attention."""
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model
@@ -141,6 +135,5 @@ class Forward:
         return logits if self._selects else logits[kept]
 
     def until_ended(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> None:
-        """Run without logits until `attention` raises ForwardEnded."""
         with suppress(ForwardEnded):
             self(token_ids, positions, token_ids[:0], attention)

@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of everything that determines its KV."""
+"""Digest of everything that determines a model's KV."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["ORIGIN", "device_name", "identity"]
 
-# Increase whenever the engine's own computation changes the contents of a KV block.
+# Increase when the engine's computation changes the contents of a KV block.
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Entries of a configuration about a model's origin, not its computation."""
+"""Entries of a configuration without effect on the computation."""
 
 # Attributes of a module that are digested separately, or have no effect.
 _DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
@@ -31,11 +31,8 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 
 
 def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] = MappingProxyType({})) -> str:
-    """Digest parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
-
-    `stored` are parameters outside memory, by name. About a second per GB and thread. Raises ValueError for unreadable
-    weights.
-    """
+    """Digest all that determines KV: weights, configuration, layout, device, versions. A second per GB and thread.
+    `stored` are parameters outside memory. Raises ValueError for unreadable weights."""
     with digest_threads() as threads:
         serializer = _Serializer(threads)
         contents = {
@@ -45,7 +42,7 @@ def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] =
             "precision": torch.get_float32_matmul_precision(),
             "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.dtype],
             "config": model.config,
-            # A shared module or tensor counts under each of its names, because the sharing matters.
+            # A shared module or tensor counts under each of its names.
             "modules": {name: _attributes(module) for name, module in model.named_modules(remove_duplicate=False)},
             "parameters": dict(model.named_parameters(remove_duplicate=False)) | dict(stored),
             "buffers": dict(model.named_buffers(remove_duplicate=False)),
@@ -57,11 +54,11 @@ def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] =
 
 
 class _Serializer:
-    """Injective and equal in every process: tensors by digest, functions by name and bound values."""
+    """Injective and equal in every process."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
-        # With the tensor itself: while it is referenced, no other object has its id.
+        # With the tensor itself, so that its id stays its own.
         self._digests: dict[int, tuple[torch.Tensor, str]] = {}
         self._objects: dict[int, tuple[object, int]] = {}
         self._above: set[int] = set()
@@ -70,7 +67,7 @@ class _Serializer:
         if isinstance(value, _SCALARS):
             yield f"{type(value).__name__} {value!r}"
         elif isinstance(value, StoredParameter):
-            # The same parts as in memory; read only now.
+            # The same parts as in memory.
             yield f"{torch.nn.Parameter.__module__}.{torch.nn.Parameter.__qualname__}"
             yield f"{tuple(value.shape)} {value.dtype}"
             yield from self.parts({})
@@ -87,7 +84,7 @@ class _Serializer:
         if isinstance(value, torch.Tensor):
             yield from self._tensor(value)
         elif isinstance(value, torch.nn.Module):
-            # Already among the named modules if it is used.
+            # Already among the named modules.
             return
         elif isinstance(value, Mapping):
             yield str(len(value))
@@ -150,7 +147,6 @@ def _bound(function: FunctionType) -> list[Any]:
     try:
         return [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
-        # A variable without a value yet.
         return []
 
 
@@ -166,5 +162,4 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The hardware, if it affects rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as bars
 
 from ragorder.errors import RagorderError
-from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = [
     "ModelLoadError",
@@ -43,7 +43,7 @@ class ModelLoadError(RagorderError, ValueError):
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device, by default a GPU if there is one. Raises ValueError for an absent device."""
+    """Return the device, by default a GPU if there is one. Raises ValueError for an absent one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -61,7 +61,6 @@ def pick_device(name: str | None) -> torch.device:
 
 @contextmanager
 def progress_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars only on a terminal: they would fill a log."""
     if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
         yield
         return
@@ -73,7 +72,6 @@ def progress_on_terminals() -> Iterator[None]:
 
 
 def load_config(name: str | Path) -> Any:
-    """Load the configuration of a causal language model. Raises ModelLoadError, UnsupportedModelError."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} is not a model: it has no config.json")
@@ -97,10 +95,7 @@ def load_config(name: str | Path) -> Any:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """Load a causal language model with all its weights.
-
-    Raises ModelLoadError, UnsupportedModelError, and ValueError for an absent device.
-    """
+    """Load a causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, ValueError."""
     device = pick_device(settings.device)
     config = load_config(name)
     try:
@@ -117,7 +112,6 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError if transformers' `report` has weights that are missing or have another shape."""
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -129,7 +123,6 @@ def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """Return the model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
@@ -141,7 +134,7 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Old names without an organisation only count if downloaded: the Hub's answer takes a minute without a network."""
+    """Old names without an organisation count if downloaded: without a network the Hub's answer takes a minute."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache
-from ragorder.kernels.engine.attention import IMPLEMENTATION, register
-from ragorder.kernels.engine.batch import Forward
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.loading import pick_device
-from ragorder.kernels.engine.probe import observe, verify
-from ragorder.kernels.engine.support import check_model, longest_exact_length
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.offload.footprint import decoder_layers
+from ragorder.kernels.models.attention import IMPLEMENTATION, register
+from ragorder.kernels.models.batch import Forward
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.loading import pick_device
+from ragorder.kernels.models.probe import observe, verify
+from ragorder.kernels.models.support import check_model, longest_exact_length
+from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape
 from ragorder.trie.profile import PrefillProfile
@@ -30,17 +30,13 @@ _CPU_SHARE = 0.25
 # For models without a maximum length.
 _CPU_TOKENS = 32768
 
-# Per model, the number of its engines, and its attention and mode before the first.
+# Per model: its engines, and its attention and mode before the first.
 _held: WeakKeyDictionary[Any, tuple[int, str, bool]] = WeakKeyDictionary()
 _lock = Lock()
 
 
 class PatchedModel:
-    """A model with the engine's attention until its last engine calls `restore`.
-
-    `longest` is in tokens, or None. `streamer` supplies the layers' weights if they stream; the model is then already
-    on its device. Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
-    """
+    """A model with the engine's attention until its last engine calls `restore`. Raises UnsupportedModelError."""
 
     def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
         check_model(model)
@@ -74,7 +70,6 @@ class PatchedModel:
         return frozenset(ends)
 
     def restore(self) -> None:
-        """Restore attention and mode, unless another engine uses the model."""
         with _lock:
             engines, implementation, training = _held.pop(self.model)
             if engines > 1:
@@ -101,18 +96,13 @@ class PatchedModel:
 
 
 def wanted_tokens(longest: int | None) -> int:
-    """Tokens of KV that can be useful on a CPU: four prompts of maximum length."""
     return _CPU_PROMPTS * (longest or _CPU_TOKENS)
 
 
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Return the pool's blocks: `device_tokens`, else a share of a GPU's free memory, or on a CPU four longest prompts
-    within a quarter of the memory.
-
-    Raises ValueError if that is less than a block.
-    """
+    """Return `device_tokens`' blocks, else a share of a GPU's free memory, or on a CPU four longest prompts."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -133,10 +123,7 @@ def device_blocks(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype.
-
-    A model already loaded in it may have other weights on purpose.
-    """
+    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype."""
     if model.dtype == dtype:
         return
     for tensor in model.state_dict(keep_vars=True).values():
@@ -147,8 +134,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
-    """Return a maker of caches by device blocks and host bytes."""
-    # Reads all weights, so it is only done for KV that outlives the process.
+    # Reads all weights, so only for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape
 

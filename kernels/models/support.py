@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.errors import RagorderError
 
 __all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text_config"]
 
+
+class UnsupportedModelError(RagorderError, ValueError):
+    """A model cannot be served exactly, or cannot reuse KV at other positions; the message says why."""
+
+
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
-# Entries of a configuration that change attention or the cached KV: the harmless values, and the feature of any other
-# value.
+# Entries that change attention or the cached KV: their harmless values, and the feature of any other value.
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "kv_lora_rank": ((None, 0), "multi-head latent attention (MLA), whose cache is not keys and values"),
     "num_kv_shared_layers": ((None, 0), "layers that share other layers' keys and values"),
@@ -32,7 +36,6 @@ def text_config(model: Any) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Raises UnsupportedModelError if the configuration has a feature that the engine lacks."""
     reasons = list(dict.fromkeys(_reasons(model)))
     if reasons:
         raise UnsupportedModelError(f"{_name(model)} cannot be served exactly: it has {'; '.join(reasons)}")
@@ -40,8 +43,7 @@ def check_model(model: Any) -> None:
 
 def longest_exact_length(model: Any) -> int | None:
     """Return the length up to which cached keys stay valid, or None without a limit."""
-    # LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which invalidates
-    # cached keys: such models are served up to that window.
+    # LongRoPE (Phi-3 128k) changes its frequencies beyond the original window, which invalidates cached keys.
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]

@@ -19,11 +19,10 @@ import torch
 import transformers
 
 import ragorder
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.identity import ORIGIN, device_name
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.identity import ORIGIN, device_name
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool, KVShape, make_transfers
 from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
 from ragorder.kernels.short_profile import LONGEST_TOKENS, LoadTimes, measure_short_loads, measure_short_profile
@@ -32,96 +31,20 @@ from ragorder.trie.profile import LINEAR, PrefillProfile
 
 __all__ = ["engine_profile"]
 
+# Largest measured load.
 _TOKENS = 1_024
 _BYTES = 64 << 20
 _KEY = b"load"
 
 
-def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
-    return max(1, min(shape.blocks_for(min(longest_tokens, _TOKENS)), _BYTES // shape.block_bytes))
-
-
-@contextmanager
-def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
-    """Time loads of `blocks` blocks as in the cache, between separate pools.
-
-    Loads from disk use a temporary folder in `disk` or its parent, with pages dropped from memory. They raise OSError.
-    """
-    pinned = device.type == "cuda"
-    on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
-    # Pages that were never written take no time to read.
-    host.kv.fill_(1)
-    places = range(blocks)
-    with ExitStack() as stack:
-        transfers = make_transfers(device)
-        stack.callback(transfers.close)
-        stored: list[_StoredChunk] = []
-
-        def from_host() -> float:
-            before_s = time.perf_counter()
-            transfers.start(host, places, on_device, places).wait()
-            return time.perf_counter() - before_s
-
-        def from_disk() -> float:
-            assert disk is not None
-            if not stored:
-                stored.append(stack.enter_context(_stored_chunk(disk, host)))
-            stored[0].forget_pages()
-            before_s = time.perf_counter()
-            staged = BlockPool(shape, blocks, pinned=pinned)
-            stored[0].read(staged)
-            transfers.start(staged, places, on_device, places).wait()
-            return time.perf_counter() - before_s
-
-        yield {"host": from_host} if disk is None else {"host": from_host, "disk": from_disk}
-
-
-class _StoredChunk:
-    def __init__(self, folder: Path, store: ChunkStore) -> None:
-        self._folder = folder
-        self._store = store
-
-    def forget_pages(self) -> None:
-        """Drop the file's pages, as if it had been written long ago."""
-        for path in self._folder.rglob("*"):
-            if path.is_file() and hasattr(os, "posix_fadvise"):
-                with path.open("rb") as file:
-                    # Only clean pages are dropped.
-                    os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def read(self, into: BlockPool) -> None:
-        if not self._store.read(_KEY, memoryview(into.rows())):
-            raise OSError("the written chunk cannot be read")
-
-
-@contextmanager
-def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[_StoredChunk]:
-    beside = next(folder for folder in (disk, *disk.parents) if folder.is_dir())
-    with TemporaryDirectory(prefix=".ragorder-", dir=beside) as name:
-        folder = Path(name)
-        try:
-            store = ChunkStore(folder, 2 * content.capacity_bytes + (1 << 20), "load times")
-        except StoreRefusedError as refused:
-            raise OSError(str(refused)) from refused
-        with closing(store):
-            if not store.write(_KEY, memoryview(content.rows())):
-                raise OSError("a chunk cannot be written to the disk")
-            yield _StoredChunk(folder, store)
-
-
 _logger = logging.getLogger("ragorder.profile")
 
-# Share of the budget for prefills; loads have the rest.
+# Prefills' share of the budget.
 _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """Return the cached profile of this model on this machine, or measure one in a temporary pool of at most `blocks`
-    blocks.
-
-    Returns LINEAR, with a warning, if that fails.
-    """
+    """Return this model's profile on this machine, cached or measured; LINEAR, with a warning, if that fails."""
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
     def measure(identity: Mapping[str, Any]) -> PrefillProfile:
@@ -150,7 +73,7 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
             return _with_loads(profile, model, settings, begun_s + budget_s - time.monotonic())
         finally:
             if model.device.type == "cuda":
-                # The engine's own pool was sized before this pool took memory.
+                # The engine's own pool was sized before this one took memory.
                 torch.cuda.empty_cache()
 
     try:
@@ -166,13 +89,13 @@ def _with_loads(
     profile: PrefillProfile, model: PatchedModel, settings: EngineSettings, budget_s: float
 ) -> PrefillProfile:
     shape = model.shape
-    blocks = _blocks_of_a_load(shape, profile.facts["longest_tokens"])
+    tokens = min(profile.facts["longest_tokens"], _TOKENS)
+    blocks = max(1, min(shape.blocks_for(tokens), _BYTES // shape.block_bytes))
     with _tier_loads(shape, blocks, model.device, settings.disk_path) as loads:
         return measure_short_loads(profile, loads, blocks * shape.block_size, budget_s=budget_s)
 
 
 def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """What determines the times: shapes, dtypes, hardware, threads, versions, disk; not the weights' values."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():
@@ -198,15 +121,72 @@ def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: in
     } | ({} if settings.device_bytes is None else {"streamed": [settings.device_bytes, settings.host_bytes]})
 
 
+@contextmanager
+def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
+    """Time loads of `blocks` blocks as in the cache. Those from disk use a temporary folder, and raise OSError."""
+    pinned = device.type == "cuda"
+    on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
+    # Pages that were never written take no time to read.
+    host.kv.fill_(1)
+    places = range(blocks)
+    with ExitStack() as stack:
+        transfers = make_transfers(device)
+        stack.callback(transfers.close)
+        stored: list[tuple[Path, ChunkStore]] = []
+
+        def from_host() -> float:
+            before_s = time.perf_counter()
+            transfers.start(host, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        def from_disk() -> float:
+            assert disk is not None
+            if not stored:
+                stored.append(stack.enter_context(_stored_chunk(disk, host)))
+            [(folder, store)] = stored
+            _forget_pages(folder)
+            before_s = time.perf_counter()
+            staged = BlockPool(shape, blocks, pinned=pinned)
+            if not store.read(_KEY, memoryview(staged.rows())):
+                raise OSError("the written chunk cannot be read")
+            transfers.start(staged, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        yield {"host": from_host} if disk is None else {"host": from_host, "disk": from_disk}
+
+
+@contextmanager
+def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[tuple[Path, ChunkStore]]:
+    beside = next(folder for folder in (disk, *disk.parents) if folder.is_dir())
+    with TemporaryDirectory(prefix=".ragorder-", dir=beside) as name:
+        try:
+            store = ChunkStore(Path(name), 2 * content.capacity_bytes + (1 << 20), "load times")
+        except StoreRefusedError as refused:
+            raise OSError(str(refused)) from refused
+        with closing(store):
+            if not store.write(_KEY, memoryview(content.rows())):
+                raise OSError("a chunk cannot be written to the disk")
+            yield Path(name), store
+
+
+def _forget_pages(folder: Path) -> None:
+    # As if the files had been written long ago.
+    for path in folder.rglob("*"):
+        if path.is_file() and hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:
+                # Only clean pages are dropped.
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 class _PrefillTimer:
     """Prefills on a separate pool, with zeros as cached tokens: times do not depend on contents."""
 
     def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
         self._model = model
         self._most = max_batch_tokens
-        pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
-        self._layers = PagedLayers(pool)
-        self._table = pool.allocate(pool.blocks)
+        self._pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
+        self._table = self._pool.allocate(self._pool.blocks)
         drawn = torch.randint(0, model.vocabulary, (longest,), generator=torch.Generator().manual_seed(0))
         self._token_ids: list[int] = drawn.tolist()
 
@@ -216,8 +196,7 @@ class _PrefillTimer:
         for start in range(cached_tokens, end, self._most):
             stop = min(start + self._most, end)
             piece = Piece(self._token_ids[start:stop], start, self._table, stop == end)
-            step = pack([piece], self._layers, model.device)
-            logits = model.forward(step.token_ids, step.positions, step.kept, step.attention)
+            logits = model.forward(*pack([piece], self._pool))
         # Reading the choice waits for the device.
         logits.argmax().item()
         return time.perf_counter() - before

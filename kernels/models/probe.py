@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 
-from ragorder.kernels.engine.attention import IMPLEMENTATION, PagedLayers
-from ragorder.kernels.engine.batch import Forward, Piece, pack
-from ragorder.kernels.engine.support import UnsupportedModelError, text_config
+from ragorder.kernels.models.attention import IMPLEMENTATION, AttentionCall
+from ragorder.kernels.models.batch import Forward, Piece, pack
+from ragorder.kernels.models.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 
-__all__ = ["AttentionShape", "observe", "verify"]
+__all__ = ["observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Relative difference of the logits' norms: far below that of wrong masks, biases or positions, far above rounding.
+# Relative difference of the logits' norms: far below that of wrong masks or positions, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Shapes and dtype of all layers' attention."""
-
     layers: int
     heads: int
     kv_heads: int
@@ -38,17 +36,8 @@ class _Observer:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
         self.windows: dict[int, int | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, scale, window, _ = call
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends more than once in a forward")
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
@@ -59,10 +48,8 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionShape:
-    """Measure shapes in a run of two tokens.
-
-    Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
-    """
+    """Measure shapes in a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or
+    contradict the configured windows."""
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -109,25 +96,19 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
 
 
 def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt split inside a block.
-
-    Raises UnsupportedModelError for differences beyond rounding.
-    """
+    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError."""
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
-    device = ids.device
     shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, block_size, observed.dtype)
     blocks = shape.blocks_for(length)
-    pool = BlockPool(shape, blocks, device)
-    layers = PagedLayers(pool)
+    pool = BlockPool(shape, blocks, ids.device)
     table = pool.allocate(blocks)
     numbers = ids.tolist()
     for start, end in ((0, first), (first, length)):
         if start == end:
             continue
-        step = pack([Piece(numbers[start:end], start, table, True)], layers, device)
-        ours = forward(step.token_ids, step.positions, step.kept, step.attention)
+        ours = forward(*pack([Piece(numbers[start:end], start, table, True)], pool))
     pool.release(table)
     model.set_attn_implementation("eager")
     try:

@@ -1,28 +1,24 @@
-"""Paged attention for transformers' models, by AttentionInterface.
-
-No model is patched: the step is passed in keyword arguments and replaces the mask.
-"""
+"""Paged attention for transformers' models, by AttentionInterface."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
-from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "ScatteredRows", "StepAttention", "register"]
+__all__ = ["IMPLEMENTATION", "STEP", "AttentionCall", "PagedStep", "ScatteredRows", "StepAttention", "register"]
 
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
 
-# Arguments of models to their attention that do not change its result: transformers' cache and masks are not used, and
-# keys already include positions.
+# Arguments without effect here: transformers' cache and masks are not used, and keys already include positions.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -39,47 +35,23 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+class AttentionCall(NamedTuple):
+    """One layer's attention for the T new tokens of a step; vectors are rotated."""
+
+    layer: int
+    query: torch.Tensor
+    """(T, HQ, D)"""
+    key: torch.Tensor
+    """(T, HKV, D)"""
+    value: torch.Tensor
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
 class StepAttention(Protocol):
-    """Attention of one step, layer by layer."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """query (T, HQ, D), key and value (T, HKV, D) of the new tokens, rotated; returns (T, HQ, D)."""
-        ...
-
-
-class PagedLayers:
-    """Current views of a pool, per layer."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.block_size = pool.shape.block_size
-        self.block_rows = 2 * pool.shape.layers * pool.shape.block_size
-
-    @property
-    def key_rows(self) -> list[torch.Tensor]:
-        return self._pool.views.key_rows
-
-    @property
-    def value_rows(self) -> list[torch.Tensor]:
-        return self._pool.views.value_rows
-
-    @property
-    def key_caches(self) -> list[torch.Tensor]:
-        return self._pool.views.key_caches
-
-    @property
-    def value_caches(self) -> list[torch.Tensor]:
-        return self._pool.views.value_caches
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return (T, HQ, D)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,34 +63,23 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. Rows after those of `batch` are
-    `scattered`."""
+    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. The last rows are `scattered`."""
 
     def __init__(
-        self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
+        self, pool: BlockPool, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
     ) -> None:
-        self._layers = layers
+        self._pool = pool
         self._batch = batch
         self._slots = slots
         self.scattered = scattered
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        layers = self._layers
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, scale, window, softcap = call
+        views, scattered = self._pool.views, self.scattered
         # Write all new tokens before any sequence reads the pool: one may begin with nodes that another computes.
-        layers.key_rows[layer].index_copy_(0, self._slots, key)
-        layers.value_rows[layer].index_copy_(0, self._slots, value)
-        caches = layers.key_caches[layer], layers.value_caches[layer]
-        scattered = self.scattered
+        views.key_rows[layer].index_copy_(0, self._slots, key)
+        views.value_rows[layer].index_copy_(0, self._slots, value)
+        caches = views.key_caches[layer], views.value_caches[layer]
         rows = len(query) if scattered is None else len(query) - len(scattered.positions)
         parts: list[torch.Tensor] = []
         if rows:
@@ -146,10 +107,7 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D).
-
-    Raises UnsupportedModelError for arguments that it would have to ignore.
-    """
+    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D)."""
     step: StepAttention | None = others.pop(STEP, None)
     if step is None:
         raise UnsupportedModelError(
@@ -170,15 +128,8 @@ def _attention(
         )
     if query.shape[0] != 1:
         raise UnsupportedModelError(f"{type(module).__name__} splits a packed step into {query.shape[0]} rows")
-    out = step.attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-    )
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = step.attend(AttentionCall(module.layer_idx, q, k, v, scaling, sliding_window, softcap))
     return out[None], None
 
 

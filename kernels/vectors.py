@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["TorchClusterScan"]
 
 _WORST = float(np.finfo(np.float32).max)
-# The product form of a distance loses digits: this number of further candidates is computed by differences.
+# The product form of a distance loses digits: further candidates are computed by differences.
 _SLACK = 8
 
 
@@ -22,7 +22,7 @@ class TorchClusterScan:
         tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
         search = ContinuousIVF(index, tiers=tiers)
 
-    Vectors are float32. Distances differ from FAISS's by rounding. Raises ValueError for another metric.
+    Vectors are float32.
     """
 
     def __init__(self, metric: Literal["L2", "inner product"], device: str | torch.device = "cpu") -> None:
@@ -75,7 +75,6 @@ class TorchClusterScan:
 
 
 def _by_cluster(clusters: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
-    """Yield each cluster once, with its rows and columns."""
     rows, columns = np.nonzero(clusters >= 0)
     of = clusters[rows, columns]
     order = np.argsort(of, kind="stable")
