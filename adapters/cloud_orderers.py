@@ -24,13 +24,13 @@ class ModelOrderer(NamedTuple):
 
 
 class CloudOrderers:
-    """An `Orderer.for_cloud` for each model that a table of rules has.
+    """An `Orderer.for_cloud` for each model with known cache rules.
 
         CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
 
-    Without `provider` the model's name determines it; a `ttl` that its provider lacks becomes its default. `settings`
-    apply to all orderers, `wrap` is called with each. Thread-safe. Raises OSError and ValueError for an unreadable file
-    of `prices`, and for settings of other engines.
+    Without `provider` the model's name determines it; a `ttl` that the provider lacks becomes its default. `wrap` gets
+    each new orderer. Thread-safe. Raises OSError and ValueError for an unreadable `prices` file, and for settings of
+    other engines.
     """
 
     def __init__(

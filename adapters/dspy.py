@@ -25,16 +25,16 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
 
         retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
-    `retriever` is a module or function; its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
+    `retriever` is a module or function. Its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
     with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a
     `long_text`.
 
     - `key`: a passage's identity besides its text.
     - `tokens`: its length in the prompt.
-    - `scope`: the tenant, or a function of the retriever's arguments. Scopes share no cache.
+    - `scope`: the tenant, or a function of the retriever's arguments.
 
-    Errors in these functions, and results without passages, leave the result unchanged and are counted by the orderer.
-    Orderings count as served at once. Copies share the orderer; a saved program loads with a new one.
+    After errors in these functions, and without passages, the result is unchanged, and the orderer counts it. Orderings
+    count as served at once. Copies share the orderer; a saved program loads with a new one.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ class CacheOrderRanker:
 
     - `orderer`, or `settings` for a new one (default: from the environment).
     - `top_k`: the most documents. Duplicates are kept.
-    - `scope`: the tenant. Scopes share no cache.
+    - `scope`: the tenant.
     - `key`: a document's identity besides its content (default: its id).
     - `tokens`: its length in the prompt.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once.
+    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once.
     `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module. Raises
     ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
     """

@@ -28,7 +28,7 @@ _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
 
 class ChatTurn:
-    """A turn in a pipeline, from the prompt builder to the feedback. A turn loaded from a snapshot reports nothing."""
+    """A turn in a pipeline, from the prompt builder to the feedback. Loaded from a snapshot, it reports nothing."""
 
     def __init__(
         self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
@@ -54,8 +54,8 @@ class ChatTurn:
 
 @component
 class CacheOrderChatPromptBuilder:
-    """Builder of the messages of a chat's next turn, instead of a ChatPromptBuilder: the unchanged history, then the
-    documents with the question. Thread-safe.
+    """Builder of a chat's next turn, instead of a ChatPromptBuilder: the unchanged history, then the documents with the
+    question. Thread-safe.
 
         pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
         pipeline.connect("retriever.documents", "prompt.documents")
@@ -64,14 +64,13 @@ class CacheOrderChatPromptBuilder:
     - `orderer`, or `settings` for a new one (default: from the environment).
     - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
-      content).
-    - `scope`: the tenant. Scopes share no cache.
+    - `label`: returns the label that cites and names a Document (default: `number_label` of its content).
+    - `scope`: the tenant.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
-    Errors in `label` leave retrieval order and are counted by the orderer. `from_dict` makes a new orderer with the
-    same settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for
-    wrong options, pydantic.ValidationError for settings.
+    Errors in `label` leave retrieval order, and the orderer counts them. `from_dict` makes a new orderer with the same
+    settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong
+    options, pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -139,8 +138,8 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        """Return `prompt`, the messages to send, which with the answer are the next turn's history; and `documents`:
-        the sent ones in prompt order, then the named ones. `scope` overrides the builder's own."""
+        """Return `prompt`, the messages to send, which with the answer are the next history; and `documents`: the sent
+        ones in prompt order, then the named ones. `scope` overrides the builder's own."""
         form = self._turns.builder.message_format
         before = list(history or ())
         if form.system and form.system_role and not (before and before[0].role == "system"):
@@ -167,12 +166,10 @@ class CacheOrderChatPromptBuilder:
 
 @component
 class CacheOrderFeedback:
-    """Component that reports a reply to the orderer, and returns the next turn's history.
+    """Component that reports the first reply to the orderer, and returns the next turn's history.
 
         pipeline.connect("llm.replies", "feedback.replies")
         pipeline.connect("prompt.turn", "feedback.turn")
-
-    Of several replies the first one counts.
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

@@ -42,8 +42,8 @@ class Server:
             models = server.get_json("/v1/models")
 
     `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
-    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for a malformed
-    `base_url` or `api_key`; ImportError without httpx2.
+    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for `base_url` or
+    `api_key`; ImportError without httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:

@@ -52,13 +52,11 @@ def ordered_batches(
             answer = await server.run(Question("Which drawer?"))
 
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process
-    - `kv_limit`: tokens of KV for the requests that run at a time; a document that they share counts once
+    - `kv_limit`: KV tokens of concurrent requests; documents that they share count once
     - `window`: cached requests go first, and at most this many overtake another one
-    - `observers` are called with each batch's events and each ended request's trace; one that fails is logged once and
-      left out
+    - `observers`: get each batch's events and each ended request's trace; one that fails is logged once and dropped
 
-    Other options as for `DecoupledServer`. Each order considers the waiting requests. Raises ValueError for invalid
-    `prompts` and for limits below 1.
+    Other options as for `DecoupledServer`. Raises ValueError for invalid `prompts` and for limits below 1.
     """
     made = OrderedPrompts(orderer, builder, prompts, waiting=lambda question: _upcoming(server, question))
 

@@ -26,8 +26,7 @@ _LEAST_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedBeginning:
-    """Number of `characters` that a request's text shares with the start of `earlier`; None for the first request of a
-    scope."""
+    """Length of the prefix that a request shares with `earlier` (None for the first request of a scope)."""
 
     characters: int
     earlier: LoggedRequest | None
@@ -36,7 +35,7 @@ class SharedBeginning:
 @dataclass(frozen=True, slots=True)
 class Parting:
     """First difference of a request from all earlier ones, before text that other requests repeat. `at_repeated`: in a
-    line that others repeat, so that only the order of documents differs."""
+    repeated line, so that only the order of documents differs."""
 
     request: LoggedRequest
     at: int
@@ -49,7 +48,6 @@ def find_partings(
     beginnings: Iterable[tuple[LoggedRequest, SharedBeginning]],
     tokens: Callable[[int], int],
 ) -> list[Parting]:
-    """`tokens` maps characters to tokens."""
     repeats = _repeated_lines(requests)
     found = []
     for request, shared in beginnings:
@@ -62,7 +60,7 @@ def find_partings(
 
 
 def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning]:
-    """Return for each request the earlier one of its scope with the longest common prefix, up to 256 characters."""
+    """Return for each request the earlier one of its scope with the longest common prefix, to within 256 characters."""
     by_chunks: dict[tuple[tuple[str, str], bytes], LoggedRequest] = {}
     last: dict[tuple[str, str], LoggedRequest] = {}
     found = []

@@ -17,9 +17,8 @@ __all__ = ["Case", "counted", "graded"]
 
 @dataclass
 class Case:
-    """Input of the rules. `block_size`: in tokens, or None if unknown. `template` renders chats as the engine does.
-    `probe` sends one prompt several times with the same topic in the header `topic_header`, and returns the cached
-    tokens of each repetition (None if not reported)."""
+    """Input of the rules. `block_size` is in tokens; `template` renders chats as the engine does. `probe` sends one
+    prompt several times with the same topic in `topic_header`, and returns each repetition's cached tokens."""
 
     log: RequestLog
     block_size: int | None = None

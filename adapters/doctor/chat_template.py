@@ -16,15 +16,15 @@ _CLOCK = "strftime_now"
 
 
 class RenderError(RagorderError):
-    """A chat cannot be rendered. The message does not quote it."""
+    """The chat template fails. The message does not quote the chat."""
 
 
 class ChatTemplate(Protocol):
     dated: bool
-    """Whether it is known to write today's date."""
+    """Whether it writes today's date."""
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
-        """Return the tokens of a chat, with `open_end` up to the start of the answer. Raises RenderError."""
+        """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
 
 
 class ServerTemplate:

@@ -15,7 +15,7 @@ _PROVIDERS = ("anthropic", "openai")
 
 
 def rules_of(model: str) -> CacheRules | None:
-    """Return a model's rules with the provider's default TTL, or None for an unknown model."""
+    """Return a model's rules with the default TTL, or None."""
     for provider in _PROVIDERS:
         with suppress(ValueError):
             return cache_rules(provider, model)
@@ -23,7 +23,7 @@ def rules_of(model: str) -> CacheRules | None:
 
 
 def read_report(usage: Any) -> CloudUsage:
-    """Return the counts in the `usage` of an answer, of a cloud or an engine. LiteLLM's has the names of two APIs."""
+    """Return the counts in an answer's `usage`, of a cloud or an engine. LiteLLM's has the names of two APIs."""
     cloud = read_cloud_usage(usage)
     if cloud.prompt_tokens is not None:
         return cloud

@@ -27,7 +27,7 @@ _FIRST_PATIENCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """ZMQ endpoints of a server's KV events, such as tcp://HOST:5557, reachable from here."""
+    """ZMQ endpoints of a server's KV events, such as tcp://HOST:5557."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -36,8 +36,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class _HeardEvents:
-    """Received events. `connected`: there is a publisher. `batch` (None without one), `rank` and `topic` of the test
-    prompt's event."""
+    """Received events. `batch` (None without one), `rank` and `topic` are those of the test prompt's event."""
 
     connected: bool
     batch: int | None = None
@@ -48,9 +47,9 @@ class _HeardEvents:
 def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
-    """Listen to the events of a server's engines while `serve` computes prompts and returns their tokens (different
-    ones each time), and replay one event. `host` is the server's, for the advice. Waits up to `timeout_s`, at most 10
-    s, at each endpoint. Raises ImportError without ragorder[live]."""
+    """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens; then
+    replay one event. `host` is for the advice. Waits at most `timeout_s` and 10 s at each endpoint. Raises ImportError
+    without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
@@ -129,7 +128,6 @@ def _how_to_publish(host: str, engines: int) -> str:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """vLLM adds the rank to the port."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
 

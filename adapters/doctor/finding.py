@@ -12,7 +12,7 @@ Verdict = Literal["good", "warning", "bad", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check; `advice` says what to change unless the verdict is good."""
+    """Result of a check; `advice` says what to change."""
 
     check: str
     verdict: Verdict

@@ -12,7 +12,7 @@ from ragorder.adapters.http_client import Server, ServerError
 __all__ = ["Kind", "for_kind", "kind_of"]
 
 Kind = Literal["engine", "proxy", "embedded", "other"]
-"""engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine; other: another named server."""
+"""engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine."""
 
 _ENGINES = ("vllm", "sglang", "")
 _SERVER = "check the server that it forwards to: ragorder doctor with the URL that `ragorder serve` has as --upstream"

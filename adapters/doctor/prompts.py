@@ -61,7 +61,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """First difference: the `kind` of varying text, and a `remedy` ("" if unknown)."""
+    """`kind` of the text that varies, and a `remedy` ("" if unknown)."""
 
     characters: int
     in_system: bool

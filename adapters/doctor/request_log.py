@@ -26,10 +26,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request's prompt, in order, and the counts that its answer reported (None if not reported).
+    """A request's prompt and reported counts (None if not reported).
 
-    `text` is the whole prompt; its first `system_end` characters are tools and system message. Requests share a cache
-    if their `scope` (model and salt) is the same. `sent`: a chat's messages as sent.
+    The first `system_end` characters of `text` are tools and system message. Requests of the same `scope` (model and
+    salt) share a cache. `sent`: a chat's messages as sent.
     """
 
     line: int
@@ -46,7 +46,7 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """A log's requests. `cut`: more requests were not read."""
+    """Requests of a log. `cut`: more requests were not read."""
 
     requests: tuple[LoggedRequest, ...]
     cut: bool
@@ -60,8 +60,8 @@ class RequestLog:
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
     """Read the first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body (`messages`, `prompt` or `input`) that includes `usage`, or has the body as `request` and the
-    answer as `response` or its `usage`. Raises JSONLinesError, which names the line and does not quote it.
+    A line is a body (`messages`, `prompt` or `input`) with `usage`, or has the body as `request` and the answer as
+    `response` or its `usage`. Raises JSONLinesError, which names the line and does not quote it.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []

@@ -43,15 +43,14 @@ def examine_requests(
     block_size: int | None = None,
     topic_header: str | None = None,
 ) -> list[Finding]:
-    """Find why requests of a log are not cached, by the rules in `rules/`.
+    """Find why requests of a log are not cached.
 
         for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
-    The server at `base_url` gives the size of its blocks and renders chats; without it `block_size` (in tokens) and
-    `tokenizer` (transformers) do. With `topic_header` the server gets eight test requests. Findings quote nothing of a
-    request. Raises JSONLinesError for an unreadable log, AddressError, and ImportError without ragorder[live] if there
-    is a server.
+    The server at `base_url` gives its block size and renders chats; without it `block_size` and a transformers
+    `tokenizer` do. With `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError
+    for an unreadable log, AddressError, and ImportError without ragorder[live] if there is a server.
     """
     case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
     if not case.log.requests:
@@ -64,7 +63,7 @@ def examine_requests(
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
-    """Complete the case by the server's answers. Rules report missing ones."""
+    """Complete the case by the server's answers; rules report missing ones."""
     name = model or _first_model(server)
     if case.block_size is None:
         with suppress(ServerError):
@@ -86,8 +85,8 @@ def _first_model(server: Server) -> str | None:
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """Compare the reported share of cached tokens with the requests' common prefixes. The cache is blamed only if no
-    other finding explains it."""
+    """Compare the reported share of cached tokens with the common prefixes. The cache is blamed only if no other
+    finding explains the difference."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}

@@ -26,7 +26,7 @@ def random_tokens(count: int) -> list[int]:
 def send(
     server: Server, model: str | None, token_ids: list[int], headers: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], bool]:
-    """Return the usage of the answer, and whether the prompt was sent as token ids. Raises ServerError."""
+    """Return the answer's usage, and whether the prompt was sent as token ids. Raises ServerError."""
     if model is None:
         raise ServerError(f"{server.root} got no test request, because it lists no model: give --model")
     text = " ".join(map(str, token_ids))
@@ -50,8 +50,8 @@ def send(
 
 
 def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
-    """Return a prompt's cached tokens for each repetition with the same topic in this header (None if not reported). A
-    random balancer over two replicas passes once in 128 probes."""
+    """Return the cached tokens of each repetition of a prompt with the same topic (None if not reported). A random
+    balancer over two replicas passes once in 128 probes."""
     topic = {header: secrets.token_hex(16)}
     token_ids = random_tokens(tokens)
     found = []

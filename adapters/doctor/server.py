@@ -1,7 +1,4 @@
-"""Checks of a server and its prompts.
-
-Checks that need an answer send a few blocks of random tokens and generate one token.
-"""
+"""Checks of a server and its prompts, by test requests of random tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """Reports on one prompt sent several times; None for unreported cached tokens."""
+    """Reports on one prompt sent several times."""
 
     prompt_tokens: int
     cached_tokens: list[int | None]
@@ -74,9 +71,8 @@ def examine(
             print(finding.verdict, finding.check, finding.found)
 
     `document_marker`: the text that begins the documents in a prompt (default: guessed). `timeout_s` limits each
-    request and, up to 10 s, the wait for an event. Findings quote up to 40 characters of each prompt around their first
-    difference, nothing else. Raises ServerError for an unreachable server or a refused key, ImportError without
-    ragorder[live].
+    request and, up to 10 s, the wait for an event. Findings quote at most 40 characters of each prompt, at their first
+    difference. Raises ServerError for an unreachable server or a refused key, ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)

@@ -17,14 +17,12 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request and the turn that it continues."""
-
     before: LoggedRequest
     request: LoggedRequest
 
     @property
     def changed(self) -> int | None:
-        """Index of the first message of the turn before that was changed or dropped, or None if all are sent again."""
+        """Index of the first message of `before` that was changed or dropped, or None."""
         pairs = zip(self.before.messages, self.request.messages, strict=False)
         changed = next((place for place, (old, new) in enumerate(pairs) if old != new), None)
         if changed is None and len(self.request.messages) < len(self.before.messages):
@@ -33,8 +31,8 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Return requests that have answers and whose turn before is in the log: the request with the same messages before
-    the last answer, or else the last one whose question contains, or is part of, the question before that answer."""
+    """Return requests whose turn before is in the log: the request with the same messages before the last answer, or
+    else the last one whose question contains, or is part of, the question before that answer."""
     sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
     asked: dict[tuple[tuple[str, str], str], LoggedRequest] = {}
     found = []

@@ -55,7 +55,7 @@ def make_engine_app(
     web_pages: bool = False,
 ) -> ASGIApp:
     """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
-    of any origin may read its answers, without the browser's credentials: the proxy must check a key or the origin.
+    of any origin may read its answers: the proxy must check a key or the origin.
 
         app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
@@ -187,7 +187,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """Stream an answer. Headers are sent with the first token, so that earlier failures have their own status."""
+        """Send headers with the first token, so that earlier failures have their own status."""
         completions: list[Completion] = []
         begun = False
         try:

@@ -188,8 +188,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @readable_by_threads
 class _Prompt(msgspec.Struct):
-    """The prompt of a body; other fields are skipped."""
-
     prompt: Raw = _NULL
 
 
@@ -233,7 +231,7 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
 
 
 def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
-    """Return the counted, undecoded fields. Raises HTTPError for too many values, and the decoder's errors."""
+    """Return the undecoded fields. Raises HTTPError for too many values, and the decoder's errors."""
     try:
         count_values(content, MAX_VALUES)
     except TooManyValuesError:
@@ -256,7 +254,7 @@ def _no_json() -> HTTPError:
 
 
 def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
-    """Raises HTTPError for more than `limit` values plus `besides`, those of the prompt."""
+    """Raise HTTPError for more than `limit` values plus `besides`, those of the prompt."""
     try:
         count_values(content, limit + besides)
     except TooManyValuesError:

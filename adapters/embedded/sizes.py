@@ -12,8 +12,8 @@ __all__ = ["with_sizes"]
 
 
 def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """Return the settings with the engine's kind of reuse, the sizes of its tiers unless `capacity_tokens` is given,
-    and its profile if that has load times."""
+    """Return the settings with the engine's kind of reuse, its tiers' sizes unless `capacity_tokens` is given, and its
+    profile if that has load times."""
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,

@@ -20,13 +20,13 @@ _CAUSES = {"memory": MemoryError, "disk": OSError}
 
 
 class EmbeddedStreams:
-    """Engine on an `EngineWorker`. Closing a stream aborts its request after the current step.
+    """Engine on an `EngineWorker`, which stays open. Closing a stream aborts its request after the current step.
 
         worker = EngineWorker(TieredEngine.load(model))
         engine = EmbeddedStreams(worker)
 
     Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. A string scope is the
-    salt. Requests share their system prompt, with or without documents. The worker stays open.
+    salt.
     """
 
     def __init__(self, worker: EngineWorker) -> None:
@@ -79,5 +79,5 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RagorderError, RuntimeError):
-    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError if memory or the
-    model's disk was at fault."""
+    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or OSError if memory or the model's
+    disk was at fault."""

@@ -31,7 +31,7 @@ _MAX_COMPLAINT = 200
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest(Generic[B]):
-    """A body, and one engine request for each of its prompts. `readable`: its facts are not malformed."""
+    """A body, and an engine request for each of its prompts. `readable`: its facts are not malformed."""
 
     body: B
     requests: tuple[Request, ...]
@@ -41,8 +41,8 @@ class TranslatedRequest(Generic[B]):
 
 class RequestTranslator:
     """Translator for use in one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest`
-    limits prompt plus answer, in tokens; `fusion` is the engine's own, None if it cannot fuse. Raises HTTPError for
-    requests that cannot be served."""
+    limits prompt plus answer, in tokens; `fusion` is the engine's own. Raises HTTPError for requests that cannot be
+    served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer
@@ -90,7 +90,6 @@ class RequestTranslator:
         return {"count": len(token_ids), "max_model_len": self._max_model_len, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        """An incomplete character becomes the replacement character."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _translated(
@@ -220,7 +219,7 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """Parts are joined by newlines, as in vLLM."""
+    """Join parts by newlines, as vLLM does."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
     named = {} if message.name is None else {"name": message.name}

@@ -82,11 +82,11 @@ class _Submission:
 class EngineWorker:
     """Worker that steps an engine in its own thread, with at most `max_unfinished` requests.
 
-    `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
-
         async with worker.submit([request]) as updates:
             async for place, update in updates:
                 ...
+
+    `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
     """
 
     def __init__(self, engine: TieredEngine, *, max_unfinished: int = 1024) -> None:
@@ -176,7 +176,7 @@ class EngineWorker:
         return self._failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
 
     def _run_commands(self) -> bool:
-        """Run commands; waits if the engine is idle. Returns False once the worker must end."""
+        """Run commands; wait if the engine is idle. Returns False once the worker must end."""
         idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:

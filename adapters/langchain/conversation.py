@@ -52,7 +52,6 @@ def artifact_documents(message: ToolMessage) -> Sequence[Document]:
 
 
 def text_of(message: BaseMessage) -> str:
-    """`message.text` depends on LangChain's version."""
     content = message.content
     parts = [content] if isinstance(content, str) else content
     texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
@@ -61,8 +60,8 @@ def text_of(message: BaseMessage) -> str:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A request: the `messages` to send, and the `changed` ones that the application stores under the same ids. `turn`
-    belongs to the last message."""
+    """The `messages` to send, and the `changed` ones that the application stores under the same ids. `turn` belongs to
+    the last message."""
 
     messages: list[BaseMessage]
     turn: NextTurn[Document]

@@ -16,7 +16,7 @@ Marks = bool | Literal["anthropic", "bedrock", "openai"]
 
 
 def checked_marks(marks: Marks) -> str:
-    """Return the form of breakpoints, or "" if there are none. Raises ValueError."""
+    """Return the form of breakpoints, "" for none. Raises ValueError."""
     if marks is True or marks is False:
         return "anthropic" if marks else ""
     if marks not in ("anthropic", "bedrock", "openai"):

@@ -41,20 +41,19 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents, with the arguments and configuration of
-    `invoke`. Wrap the outermost retriever: inside a compressor, ensemble or MultiQueryRetriever this class orders
-    nothing and degrades its orderer. Around a chain with a mapping as input it becomes `retriever |
-    CacheOrderTransformer(…)`.
+    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost retriever: inside a
+    compressor, ensemble or MultiQueryRetriever this class orders nothing and degrades its orderer. Around a chain with
+    a mapping as input it becomes `retriever | CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
     - `tokens`: a document's length in the prompt.
-    - `scope`: the tenant, or a function of the run's metadata. Scopes share no cache; a string is the `cache_salt`.
+    - `scope`: the tenant, or a function of the run's metadata. A string is the `cache_salt`.
     - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
-    - `mark_key`: return copies with metadata[mark_key] after which a cache breakpoint follows (Anthropic, Bedrock), for
+    - `mark_key`: return copies with metadata[mark_key] where a cache breakpoint follows (Anthropic, Bedrock), for
       `content_parts`; the orderer then takes `feedback=False`.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
+    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once
     without a `FeedbackHandler`. Copies have a new orderer.
     """
 

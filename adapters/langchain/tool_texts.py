@@ -45,7 +45,6 @@ class DocumentsInside:
         return any(map(_WORD.search, self.pieces))
 
     def fill(self, shown: Sequence[str]) -> str:
-        """Return the text with `shown` instead of the documents, without the white space after each: `shown` has its
-        own."""
+        """Return the text with `shown` instead of the documents and the white space after each."""
         rest = (each + (piece if piece.strip() else "") for each, piece in zip(shown, self.pieces[1:], strict=True))
         return self.pieces[0] + "".join(rest)

@@ -21,11 +21,9 @@ class CacheOrderTransformer(
     BaseDocumentTransformer,
     RunnableSerializable[Sequence[Document], list[Document]],
 ):
-    """Chain step that orders documents, also as a compressor. Thread-safe.
+    """Chain step that orders documents, also as a compressor. Thread-safe. Options as for `CacheOrderRetriever`.
 
         chain = retriever | CacheOrderTransformer(orderer) | join_texts
-
-    Options as for `CacheOrderRetriever`.
     """
 
     def __init__(self, orderer: OrdererLike, **options: Any) -> None:

@@ -57,7 +57,7 @@ class _RequestSpan(BaseSpan):
 
 @dataclass(eq=False, slots=True)
 class _AnswerStream:
-    """An answer in progress. `begun`: its first token has arrived, so its prompt was computed."""
+    """An answer in progress. `begun`: its first token has arrived."""
 
     request: _RequestSpan
     watched: ref[Any]

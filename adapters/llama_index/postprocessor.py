@@ -1,4 +1,4 @@
-"""Node postprocessor in cache order."""
+"""Ordering of a query's nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CacheOrderPostprocessor(BaseNodePostprocessor):
 
     - `key`: a `NodeWithScore`'s identity besides its text (default: its node id).
     - `tokens`: its length in the prompt, in `MetadataMode.LLM`.
-    - `scope`: the tenant, or a function of the QueryBundle (or None). Scopes share no cache.
+    - `scope`: the tenant, or a function of the QueryBundle (or None).
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
+    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once
     without a `FeedbackHandler`. `to_dict` leaves out the orderer: `from_dict(data, orderer=…)`. Deep copies share it.
     """
 

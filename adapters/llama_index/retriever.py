@@ -19,7 +19,7 @@ class CacheOrderRetriever(BaseRetriever):
 
         retriever = CacheOrderRetriever(index.as_retriever(), orderer)
 
-    Options as for `CacheOrderPostprocessor`, which is the better choice if a later component filters or sorts nodes.
+    Options as for `CacheOrderPostprocessor`, which is better if a later component filters or sorts nodes.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ _CHECK = "order of documents"
 
 
 def check(case: Case) -> Finding:
-    """Count requests that first differ from all earlier ones at a document that others have, with more such documents
-    after it: a cache could have reused more in another order."""
+    """Count requests whose first difference from all earlier ones is a document that others have, with more such
+    documents after it: another order could have reused more."""
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
     if graded(reordered, len(case.beginnings)) == "good":

@@ -25,8 +25,7 @@ _NEXT = ({"role": "assistant", "content": "Yes."}, {"role": "user", "content": "
 
 
 class _Comparison(NamedTuple):
-    """Comparison of a turn's `tokens` with the next turn: tokens after their common prefix, and whether the next turn
-    repeats the prompt of the answer."""
+    """Tokens of a turn that the next one loses, and whether the next one repeats the prompt of the answer."""
 
     lost_tokens: int
     tokens: int
@@ -34,7 +33,7 @@ class _Comparison(NamedTuple):
 
 
 def check(case: Case) -> Finding:
-    """Render a turn and the next one, and compare their tokens: turns of the log, or else a made-up one."""
+    """Compare the tokens of turns with those of the next ones: of the log, or else made up."""
     if case.template is None:
         return Finding(_CHECK, "unknown", "not checked", "give the URL of a vLLM server, or --tokenizer")
     pairs = _pairs(case)

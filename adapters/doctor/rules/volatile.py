@@ -17,7 +17,7 @@ _ADVICE = "put shared text first, byte for byte the same in all requests, then t
 
 
 def check(case: Case) -> Finding:
-    """Count requests that first differ from all earlier ones in an unrepeated line, before long lines that others
+    """Count requests whose first difference from all earlier ones is an unrepeated line, before long lines that others
     repeat. In a repeated line only the order of documents differs: another rule."""
     kinds: Counter[str] = Counter()
     remedies: Counter[str] = Counter()

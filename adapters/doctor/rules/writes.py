@@ -17,7 +17,6 @@ _ADVICE = (
 
 
 def check(case: Case) -> Finding:
-    """Compare the savings of reads with the extra cost of writes, at the models' prices."""
     written = read = 0
     on_top = saved = 0.0
     for request in case.log.requests:
