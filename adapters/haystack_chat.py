@@ -168,8 +168,8 @@ class CacheOrderChatPromptBuilder:
 class CacheOrderFeedback:
     """Component that reports the first reply to the orderer, and returns the next turn's history.
 
-        pipeline.connect("llm.replies", "feedback.replies")
-        pipeline.connect("prompt.turn", "feedback.turn")
+    pipeline.connect("llm.replies", "feedback.replies")
+    pipeline.connect("prompt.turn", "feedback.turn")
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

@@ -22,8 +22,8 @@ ScopeOf = str | Callable[..., Hashable] | None
 def order_items(
     orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
 ) -> tuple[list[T], Ordering[Document]]:
-    """Return the items themselves, each as often as given, ordered by the documents that `read` returns, and the
-    ordering. Never raises: unreadable items stay in retrieval order."""
+    """Return the items, each as often as given, ordered by the documents that `read` returns, and the ordering. Never
+    raises: unreadable items stay in retrieval order."""
     items = list(items)
     try:
         documents = [read(item) for item in items]

@@ -36,14 +36,10 @@ K = TypeVar("K", bound=Hashable)
 FIELD = "kv_transfer_params"
 """Field of a request's body, and key in the extra_args of vLLM's SamplingParams."""
 FACTS = "ragorder"
-"""Key of the facts in that field."""
 PREFIX = "prefix"
-"""Key, in the facts, of the tokens before the first document: for the embedded engine."""
 EXACT = "exact"
-"""Key, in the facts, of the leading documents that are computed exactly instead of reused."""
 QUESTION = "question"
-"""Key, in the facts: true for a warm-up, whose prompt is a system prompt, as its only document, and a question
-to keep."""
+"""True for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
 
 # Nobody can test names against a digest: the key exists in this process only.
 _KEY = secrets.token_bytes(32)
@@ -59,8 +55,8 @@ _MAX_EXPECTED = 1000.0
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
-    if the client knows better than the profile; `expected`: for each document, the number of later requests with it and
-    the documents before it, or empty."""
+    if the client knows better than the profile; `expected`: number of later requests with each document and those
+    before it."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -80,8 +76,7 @@ class RequestFacts:
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """Return the facts in a request's `kv_transfer_params`, or None without any. Raises ValueError for
-    malformed facts."""
+    """Return the facts in a request's `kv_transfer_params`, or None. Raises ValueError for malformed facts."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
@@ -111,7 +106,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
 
 
 def tenant_digest(scope: Hashable) -> str | None:
-    """Return a digest that identifies a tenant in this process only, or None for no tenant."""
+    """Return a digest that identifies a tenant in this process only."""
     if scope is None:
         return None
     name = scope if isinstance(scope, bytes) else str(scope).encode("utf-8", "surrogatepass")

@@ -41,8 +41,7 @@ _SHORT = 1 << 14
 
 
 async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
-    """Return the result of `work`, in a thread if the texts that it tokenises are long, so that the event loop is not
-    blocked."""
+    """Return the result of `work`, in a thread if the texts that it tokenises are long."""
     length = sum(len(text) for text in texts if isinstance(text, str))
     return work() if length <= _SHORT else await asyncio.to_thread(work)
 
@@ -58,9 +57,9 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is the content of its message, in parts for a cloud with breakpoints, `text` the same as one text. `new`
-    are its documents, in prompt order, `repeated` the documents only named there, best first. Finish it with `confirm`
-    or `discard`; dropped, it counts as discarded.
+    `content` is its message's, in parts for a cloud with breakpoints, `text` the same as one text. `new` are its
+    documents, in prompt order, `repeated` those only named there, best first. Finish it with `confirm` or `discard`;
+    dropped, it counts as discarded.
     """
 
     def __init__(
@@ -93,8 +92,7 @@ class NextTurn(Generic[D]):
             self.ordering.readable()
 
     def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
-        """Set the keys of the message and its answer in later histories, from their plain form. Call it before
-        `confirm`. Raises TypeError."""
+        """Set the keys of the message and its answer in later histories. Call it before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
         self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
@@ -137,10 +135,10 @@ class NextTurn(Generic[D]):
 class FrameworkTurns(Generic[M, D]):
     """Maker of next turns by `PromptBuilder.turn`. Thread-safe.
 
-    Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
-    `text` and `metadata` read a document. Its id in the prompt is its `label`, which cites and names it. After an error
-    all documents are sent in retrieval order, and the orderer counts it. `no_marks` is the warning, given once, if the
-    orderer's cache resumes only at breakpoints; empty if they are sent.
+    History is only read (`read`, to a plain message), and sent as the framework's own objects. `text` and `metadata`
+    read a document; its `label` cites and names it. After an error all documents are sent in retrieval order, and the
+    orderer counts it. `no_marks` is the warning if the orderer's cache resumes only at breakpoints; empty if they are
+    sent.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Return whether a streamed choice shows that its prompt was computed. The first event of a chat names the role:
-    some servers send it before they have computed anything."""
+    """Return whether a streamed choice shows that its prompt was computed. Some servers send a chat's first event, with
+    the role, before that."""
     delta = member(choice, "delta")
     return bool(
         member(choice, "finish_reason")
@@ -56,8 +56,8 @@ def member(value: Any, name: str) -> Any:
 
 
 class AnswerLength:
-    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: reserving the longest
-    allowed answer would evict documents. Threads may lose each other's reports."""
+    """Mean answer length, in tokens. Engines allocate blocks as they generate: reserving the longest allowed answer
+    would evict documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
         self._mean = RunningMean()
@@ -89,5 +89,4 @@ def _first(value: Any, *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return None for a float: 64.0 is no count."""
     return None if isinstance(value, float) else reported_count(value)

@@ -19,9 +19,9 @@ _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 class BatchingMetrics:
     """Observer for a `DecoupledServer` with Prometheus metrics by worker and outcome.
 
-        metrics = BatchingMetrics()
-        server = ordered_batches(…, observers=[metrics])
-        page = generate_latest(metrics.registry)
+    metrics = BatchingMetrics()
+    server = ordered_batches(…, observers=[metrics])
+    page = generate_latest(metrics.registry)
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:

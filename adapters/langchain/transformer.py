@@ -23,7 +23,7 @@ class CacheOrderTransformer(
 ):
     """Chain step that orders documents, also as a compressor. Thread-safe. Options as for `CacheOrderRetriever`.
 
-        chain = retriever | CacheOrderTransformer(orderer) | join_texts
+    chain = retriever | CacheOrderTransformer(orderer) | join_texts
     """
 
     def __init__(self, orderer: OrdererLike, **options: Any) -> None:

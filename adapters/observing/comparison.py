@@ -1,9 +1,8 @@
 """Comparison of the served order, as reported, with the other, as predicted.
 
-- If reports exceed predictions, the other order would have found more too: the mean excess is added. If they fall
-  short, other clients used the cache: the other prediction shrinks in proportion.
-- Uncertainty: half the mean absolute error (a bias may differ between the orders) plus three standard errors of the
-  mean. The limits were chosen on a simulated engine (tests/adapters/test_comparison.py).
+- If reports exceed predictions, the mean excess is added to the other order. If they fall short, other clients used the
+  cache: the other prediction shrinks in proportion.
+- Uncertainty: half the mean absolute error plus three standard errors of the mean; limits from a simulated engine.
 """
 
 from __future__ import annotations

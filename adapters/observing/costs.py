@@ -56,9 +56,8 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """Costs of requests to clouds: `tokens` at the plain price, `uncached_tokens` without a cache, and `other_tokens`
-    in the order that is not served (None if not compared). Money covers models in the table of `prices_date` (None if
-    it has none of them, or tables differ)."""
+    """Costs of requests to clouds, in `tokens` at the plain price; None if not compared. Money covers models in the
+    table of `prices_date` (None without any, or if tables differ)."""
 
     tokens: float
     uncached_tokens: float
@@ -75,7 +74,7 @@ class CostStats:
 
     @property
     def saved_money(self) -> float | None:
-        """Savings against no cache; negative if writing has cost more than reading saved."""
+        """Savings against no cache; negative if writing cost more than reading saved."""
         return None if self.money is None or self.uncached_money is None else self.uncached_money - self.money
 
     @classmethod

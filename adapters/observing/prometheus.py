@@ -24,8 +24,6 @@ _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
 
 class OrdererState(Protocol):
-    """State of an orderer, read at each scrape."""
-
     shadow: bool
 
     @property
@@ -36,15 +34,14 @@ class OrdererState(Protocol):
 
 
 class Metrics:
-    """Watcher for `ObservedOrderer` with Prometheus metrics. No label names a document or a tenant.
+    """Watcher for `ObservedOrderer` with Prometheus metrics.
 
         metrics = Metrics()
         orderer = ObservedOrderer(orderer, [metrics])
         page = generate_latest(metrics.registry)
 
-    `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Cached tokens have a label
-    `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other. Raises
-    ImportError without ragorder[proxy], ValueError for a registry with these metrics: share the Metrics instead.
+    Cached tokens have a label `order`, "ragorder" or "retrieval": reported or else predicted for the served order,
+    predicted for the other.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:

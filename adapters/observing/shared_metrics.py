@@ -27,8 +27,8 @@ _MODES: Mapping[str, Any] = {
 
 @contextmanager
 def shared_metrics() -> Iterator[None]:
-    """Store metrics that processes make in this block in files, by prometheus_client's multiprocess mode: none is lost
-    with its process. Counters sum all processes, gauges the running ones."""
+    """Store metrics made in this block in files, by prometheus_client's multiprocess mode: none is lost with its
+    process. Counters sum all processes, gauges the running ones."""
     from prometheus_client import values
 
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
@@ -49,7 +49,7 @@ def forget_process(pid: int) -> None:
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one of the processes of a `shared_metrics` block; `whole` has the metrics of all.
+    """`Metrics` of one process of a `shared_metrics` block; `whole` has the metrics of all.
 
     Other processes cannot read values that are computed when a page is made: `copy` stores them in the files.
     """

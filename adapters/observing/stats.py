@@ -39,11 +39,10 @@ class Stats:
         print(fetch_stats("http://proxy:8000").saved_share)
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order (None if not compared), which `comparison` corrects. Prediction error and bias are means per
-    request; `order_us`: percentiles of the ordering time. Among the `ordered` requests, ragorder's order moves
-    documents in `reordered`, in `reordered_cold` although nothing should be cached, and begins with a document other
-    than the best one in `best_moved`. `passed`: unchanged requests by reason, in no other figure; `cost`: of requests
-    to clouds.
+    the other order (None if not compared), which `comparison` corrects. Errors and biases are means per request;
+    `order_us`: percentiles of the ordering time. Of the `ordered` requests, `reordered` have moved documents,
+    `reordered_cold` although nothing should be cached, and `best_moved` begin with another document than the best.
+    `passed`: unchanged requests by reason, in no other figure; `cost`: at clouds.
     """
 
     shadow: bool
@@ -101,17 +100,14 @@ class Stats:
 
     @property
     def reordered_share(self) -> float:
-        """Share of the ordered requests whose documents ragorder's order moves."""
         return self.reordered / self.ordered if self.ordered else 0.0
 
     @property
     def saved_tokens_per_reordered(self) -> float | None:
-        """Prefill tokens saved for each of these requests; None if unknown."""
         return None if self.saved_tokens is None or not self.reordered else self.saved_tokens / self.reordered
 
     @property
     def cached_share(self) -> float:
-        """Share of the prompt tokens, in the served order."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -120,7 +116,6 @@ class Stats:
 
     @property
     def predicted_other_share(self) -> float | None:
-        """Share by prediction alone."""
         return self._share(self.predicted_other_tokens)
 
     def as_json(self) -> dict[str, Any]:
@@ -204,7 +199,7 @@ class Stats:
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
     """Return the figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises
-    ServerError with advice; ImportError without ragorder[live]."""
+    ServerError, ImportError without ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:

@@ -62,8 +62,7 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier, in chunks and bytes; `oldest_s` is the age of the oldest chunk. Since the server's start: chunks
-    `stored`, `evicted` and `refused` by reason, and failed copies."""
+    """One tier. `oldest_s` is the age of the oldest chunk; the counters are since the server's start."""
 
     tier: str
     chunks: int
@@ -82,13 +81,12 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All figures of a server. Gauges are from the engine's last step: an idle server's become stale.
+    """Figures of a server. Gauges are from the engine's last step.
 
         fetch_tier_stats("http://host:8000")
 
-    Requests `with_facts` had document ends, `unreadable_facts` counts malformed ones. `device_order`: whether the
-    device evicts in the policy's order (None if not configured). `profile`: whether prefill times are measured (None if
-    not awaited).
+    `device_order`: whether the device evicts in the policy's order (None if not configured). `profile`: whether prefill
+    times are measured (None if not awaited).
     """
 
     tiers: tuple[TierFigures, ...]
@@ -159,8 +157,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """Return the figures of the vLLM server at `url` (with or without /v1). Raises ServerError with advice; ImportError
-    without ragorder[live]."""
+    """Return the figures of the vLLM server at `url`. Raises ServerError, ImportError without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)

@@ -53,7 +53,7 @@ class CallSetup:
         self._unreported = 0
 
     def learn(self, answer: Answer) -> None:
-        """Learn from an answer. Degrades the orderer if the server never reports cached tokens."""
+        """Degrade the orderer if the server never reports cached tokens."""
         self.ordered.answer_length.learn(answer.completion_tokens)
         # Servers omit a zero: a missing count is informative only if cached tokens were predicted.
         if answer.cached_tokens is not None:
@@ -70,7 +70,7 @@ class CallSetup:
 @dataclass(eq=False, repr=False)
 class Call:
     """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`; with
-    `hands_out` (pieces reach the caller at once) it makes none after the first piece."""
+    `hands_out` (pieces reach the caller at once) none after the first piece."""
 
     setup: CallSetup
     query: str
@@ -120,8 +120,7 @@ class Call:
                 ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
-        """Return the result of create() for an attempt. Call it at once: requests are sent in the order of their
-        orderings."""
+        """Return the result of create(). Call it at once: requests are sent in the order of their orderings."""
         request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
@@ -133,7 +132,7 @@ class Call:
         return self.setup.ordered.request(self.query, ordering, self.scope, self.options)
 
     def _answered(self, answer: Answer) -> None:
-        """Note the whole answer, before its ordering is confirmed."""
+        """Called with the whole answer, before its ordering is confirmed."""
 
     def _topic(self) -> str | None:
         return self.setup.orderer.topic(self.documents, scope=self.scope)

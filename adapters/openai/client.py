@@ -113,8 +113,7 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
-    - `topic_header`: send the documents' topic in this header, such as "x-session-id", for a router that chooses among
-      replicas (docs/replicas.md).
+    - `topic_header`: send the documents' topic in this header, for a router among replicas (docs/replicas.md).
 
     Every ordering is finished, best with reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
     --enable-cache-report). `stream` sends its request at once. Raises ImportError without openai, TypeError for an

@@ -16,12 +16,11 @@ __all__ = ["OpenAIStreams"]
 
 
 class OpenAIStreams:
-    """An OpenAI-compatible server as the engine of a pipeline.
+    """An OpenAI-compatible server as the engine of a pipeline. Closing a stream aborts its request on vLLM and SGLang.
 
         engine = OpenAIStreams(openai.AsyncOpenAI(base_url=url), "…")
 
-    Options as for `OrderedClient`. Closing a stream aborts its request on vLLM and SGLang. Raises ImportError without
-    openai, TypeError for a synchronous client.
+    Options as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous client.
     """
 
     def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:

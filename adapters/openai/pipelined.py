@@ -213,8 +213,7 @@ class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
         with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
             print(client.answer("Which drawer?").text)
 
-    Leaving `with`, or `close`, ends running requests and the openai client, which nothing else may use. Closed, it
-    raises RuntimeError.
+    `close` ends running requests and the openai client, which nothing else may use. Closed, it raises RuntimeError.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:

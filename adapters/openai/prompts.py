@@ -50,10 +50,9 @@ class Question:
 class PromptRequest:
     """A chat's messages or a prompt's tokens.
 
-    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `expected_uses` and
-    `exact_documents` are the ordering's. `prefix_tokens`: tokens before the documents, if the prompt is tokens.
-    `keep_question`: a warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's
-    breakpoints need.
+    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `prefix_tokens`: tokens
+    before the documents, if the prompt is tokens. `keep_question`: a warm-up, with the question after the system
+    prompt. `extra_body`: fields that a cloud's breakpoints need.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
@@ -105,9 +104,9 @@ class OrderedPrompts:
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
-    with the prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a
-    question, in its scope. Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` gets the
+    prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a question, in
+    its scope. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(

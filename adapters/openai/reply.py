@@ -17,11 +17,10 @@ __all__ = ["Answer", "Reply"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer.
+    """A server's answer; unreported or impossible counts are None.
 
-    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache, and `written_tokens` were written into a
-    cloud's; unreported or impossible counts are None. `ttft_s`: seconds to the first token, with the openai client's
-    retries, or None without a token.
+    `cached_tokens` of the `prompt_tokens` were reused, and `written_tokens` were written into a cloud's cache.
+    `ttft_s`: seconds to the first token, with the openai client's retries.
     """
 
     text: str

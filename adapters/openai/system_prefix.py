@@ -134,7 +134,6 @@ def _shaping(options: Any) -> dict[str, Any]:
 
 
 def _is_loss(error: Exception) -> bool:
-    """A refused request is no sign of a restart."""
     status = getattr(error, "status_code", None)
     refused = isinstance(status, int) and status < 500
     return not (refused or isinstance(error, (ValueError, TypeError)))

@@ -34,11 +34,8 @@ class ReplicaLostError(UpstreamError):
 
 
 class ReplicaAnswer(httpx2.AsyncByteStream):
-    """The items of `EngineReplica.answer` as a response.
-
-    Each item must arrive within `timeout_s` seconds of the one before. A stream of events cut off between two events
-    ends with an error event. Closing it cancels the request.
-    """
+    """The items of `EngineReplica.answer` as a response. Each must arrive within `timeout_s` of the one before. A
+    stream of events cut off between two events ends with an error event. Closing it cancels the request."""
 
     def __init__(self, items: DeploymentResponseGenerator, timeout_s: float | None = None) -> None:
         self._items = items

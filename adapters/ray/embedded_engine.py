@@ -22,8 +22,8 @@ class EmbeddedEngine:
 
         app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
 
-    `settings` are the engine's, `orderer` the settings of its orderer (default: the engine's sizes), `options` the
-    proxy's. In the replica it raises ImportError without torch, and the errors of `TieredEngine.load`.
+    `orderer` has the settings of its orderer (default: the engine's sizes), `options` are the proxy's. In the replica
+    it raises ImportError without torch, and the errors of `TieredEngine.load`.
     """
 
     def __init__(

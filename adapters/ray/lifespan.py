@@ -10,11 +10,7 @@ __all__ = ["Lifespan"]
 
 
 class Lifespan:
-    """Starts an application before its first request, and ends it. Both are idempotent; for one event loop.
-
-    lifespan = Lifespan(app)
-    await lifespan.begin()
-    """
+    """Starts an application before its first request, and ends it. Both are idempotent; for one event loop."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

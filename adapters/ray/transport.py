@@ -23,10 +23,8 @@ REFUSED = (502, 503)
 
 
 class ReplicaTransport(httpx2.AsyncBaseTransport):
-    """Transport that sends each request to the replica of its session, the header `x-session-id`; without one to any.
-
-    A request whose replica is lost before its answer has begun, or takes no requests, is sent to any other one.
-    """
+    """Transport to the replica of a request's session, the header `x-session-id`; without one to any. A request whose
+    replica is lost before its answer has begun, or takes no requests, is sent to any other one."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(method_name="answer", stream=True)

@@ -1,7 +1,4 @@
-"""Supported versions of Ray, and the used parts of its API.
-
-Request routers are alpha: any minor version may change them.
-"""
+"""Supported versions of Ray, and the used parts of its API, whose request routers are alpha."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class UnsupportedRayError(RagorderError, RuntimeError):
 
 
 def check_ray() -> None:
-    """Raises UnsupportedRayError, which says what to install; warns of a version without tests."""
+    """Raise UnsupportedRayError, which says what to install; warn of a version without tests."""
     installed = ray.__version__
     if missing := missing_parts():
         raise UnsupportedRayError(

@@ -26,8 +26,7 @@ class UnreadableError(RagorderError, ValueError):
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. `process` is the
-    writer. Keys and scopes are texts or bytes of at most 1,024, or integers; a scope may be None. At most 4,096
-    documents and 10,000,000 tokens, in 1 MiB."""
+    writer. Keys and scopes are texts or bytes of at most 1,024, or integers; a scope may be None."""
 
     process: bytes
     scope: Any

@@ -36,13 +36,12 @@ _START = b"0-0"
 
 
 class OrderLog:
-    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise. It has one
-    writing and one reading thread.
+    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise.
 
-    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards,
-    and if the stream starts over, it is read from its start, but no order is applied twice: a new primary may lack the
-    last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises ValueError for a
-    malformed URL, ImportError without ragorder[proxy].
+    One thread writes, one reads, from the first order or `start` on. Nothing waits for the server: while it is lost, up
+    to `LENGTH` orders are kept, and `lost` is called. Afterwards the stream is read from its start, but no order is
+    applied twice: a new primary may lack the last entries. Raises ValueError for a malformed URL, ImportError without
+    ragorder[proxy].
     """
 
     def __init__(
@@ -159,7 +158,6 @@ class OrderLog:
         self.applied += 1
 
     def _is_known(self, process: bytes, number: int) -> bool:
-        """The numbers of a process rise."""
         if number <= (self._known.get(process) or 0):
             return True
         self._known.put(process, number)

@@ -39,10 +39,9 @@ class SharedOrderer(Orderer):
 
     Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server. The other processes add them to
     their trees; a new process reads those of the last 10,000 requests. Ordering reads memory only. Without the server
-    each process continues with its own orders, with one `DegradedWarning`, and catches up later. The stream has digests
-    and lengths of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order, for a caller
-    that may send another one (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError
-    without ragorder[proxy].
+    each process continues alone, with one `DegradedWarning`, and catches up later. The stream has digests and lengths
+    of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order
+    (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -113,12 +112,10 @@ class SharedOrderer(Orderer):
         return self._log
 
     def close(self) -> None:
-        """Share nothing more."""
         self._log.close()
         super().close()
 
     def after_fork(self) -> None:
-        """Connect again, with the child's first order."""
         super().after_fork()
         self._share(*self._shared)
 

@@ -26,7 +26,7 @@ class AsyncVLLM:
 
     Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of SamplingParams. `send_salt`: a
     string scope becomes the `cache_salt`. `send_facts`: `extra_args` get document ends and a digest of the scope (None:
-    if the engine has ragorder tiers, docs/tiers.md). Raises ImportError without vllm.
+    if the engine has ragorder tiers). Raises ImportError without vllm.
     """
 
     def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:

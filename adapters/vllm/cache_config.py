@@ -24,14 +24,14 @@ _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache of one engine of a server.
+    """The KV cache of one engine of a server, or of each of its data-parallel `engines`.
 
         read_cache_config("http://host:8000").capacity_tokens
 
-    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: the tokens of all blocks. Each of several
-    data-parallel `engines` has such a cache. `prefix_caching`: None if not published. `host_tokens`, `disk_tokens` and
-    `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these order its device.
-    `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not published.
+    `block_size`: the unit of prefix hits, in tokens. `prefix_caching`: None if not published. `host_tokens`,
+    `disk_tokens` and `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these
+    order its device. `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not
+    published.
     """
 
     block_size: int
@@ -54,8 +54,8 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """Return the cache configuration of the vLLM server at `base_url` (with or without /v1). Raises ServerError with
-    advice, also without an answer within `timeout_s` or with missing metrics; ImportError without ragorder[live]."""
+    """Return the cache configuration of the vLLM server at `base_url`. Raises ServerError, also without an answer
+    within `timeout_s` or with missing metrics; ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 

@@ -14,10 +14,8 @@ _COPIES = re.compile(
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Return the seconds to copy a token of `token_bytes` to the device from "host" memory, and from "disk" through it.
-
-    From the loads so far, else from the copies in the other direction. A tier without either is left out.
-    """
+    """Return the seconds to copy a token of `token_bytes` to the device from "host" memory, and from "disk" through it:
+    from the loads so far, else from the copies in the other direction. A tier without either is left out."""
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):
         sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])

@@ -13,7 +13,7 @@ from ragorder.trie.residency.blocks import EngineBlocks
 __all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "EventReader"]
 
 LARGEST_MESSAGE_BYTES = 1 << 26
-"""A batch reports one step of the engine, some kilobytes. Without a limit a message is read into memory first."""
+"""Batches have some kilobytes. Without a limit a message is read into memory first."""
 
 _logger = logging.getLogger("ragorder")
 
@@ -38,9 +38,9 @@ _BELOW = (Place.HOST, Place.DISK)
 
 @dataclass(slots=True)
 class EventCounters:
-    """Counts: `gaps` (losses of batches), `replays` (requested replays), `start_overs` (the engine's first events were
-    no longer available), `restarts` (new engines), `silences` (no answer), `garbage` (unreadable messages and events),
-    `other_topics` (messages under another topic), `orphans` (stored blocks with an unknown parent)."""
+    """`gaps`: losses of batches; `start_overs`: the engine's first events were no longer available; `restarts`: new
+    engines; `silences`: no answer; `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown
+    parent."""
 
     batches: int = 0
     stored: int = 0

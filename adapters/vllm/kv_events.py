@@ -46,7 +46,7 @@ class KVEventSubscriber:
 
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
     batches and restarts. Without one a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
-    Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
+    Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 
     def __init__(
@@ -100,11 +100,9 @@ class KVEventSubscriber:
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
-        """Return whether `blocks` matches the engine before the timeout."""
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
-        """Idempotent."""
         self._stop.set()
         self._thread.join()
 

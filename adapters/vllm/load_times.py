@@ -1,8 +1,8 @@
 """Load times of a vLLM server's tiers, in seconds a token.
 
-Prompts of random tokens are sent until the device has evicted the first of them, and then the host. An early prompt is
-sent again, followed by new tokens: the server's metrics name its tier. The load time is the excess over a prefill with
-the same prefix cached on the device.
+Random prompts are sent until the device has evicted the first of them, and then the host. An early prompt is sent
+again, followed by new tokens: the server's metrics name its tier. The load time is the excess over a prefill with the
+same prefix cached on the device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Salted(NamedTuple):
 
 
 class TierLoads:
-    """Measurement of a server with ragorder's tiers that has no other requests: `capacity_tokens` are its device's.
-    Raises ServerError, also if the server takes no prompt of a block."""
+    """Measurement of an idle server with ragorder's tiers: `capacity_tokens` are its device's. Raises ServerError, also
+    if the server takes no prompt of a block."""
 
     def __init__(
         self,
@@ -93,8 +93,7 @@ class TierLoads:
         """Return the profile with `loads`: medians of up to `repeats` samples of each tier within `limit_s`.
 
         A tier is skipped if filling the tiers before it takes longer. The server's own copy times are a lower bound,
-        and replace missing samples (`load_missing` among the facts): a client measures a load only as the difference of
-        two prefills.
+        and replace missing samples (`load_missing` among the facts).
         """
         samples = self._samples
         self._deadline = time.monotonic() + limit_s

@@ -41,10 +41,10 @@ def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
     """Return the cached profile of the server at `base_url`, or measure one with load times and cache it: the engine
-    finds it there if it runs on this machine, for this user.
+    finds it if it runs on this machine, for this user.
 
     Returns None if the server awaits no profile (its tiers have no `--profile auto`). Raises ServerError with the
-    reason if it cannot be measured: the server is busy, does not answer, or does not report cached tokens.
+    reason if it cannot be measured.
     """
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:

@@ -1,7 +1,4 @@
-"""vLLM's offloading connector with fallible copies.
-
-vLLM imports this module first: it checks the version.
-"""
+"""vLLM's offloading connector with fallible copies."""
 
 from __future__ import annotations
 

@@ -114,7 +114,6 @@ class DeviceOrder:
         self._safely(self._overwritten, blocks)
 
     def hit(self, block: Any) -> None:
-        """Pin a block whose content was found."""
         self._safely(self._pin, block)
 
     def returned(self, blocks: Sequence[Any]) -> None:

@@ -1,7 +1,4 @@
-"""Metrics of the tiers in vLLM's /metrics.
-
-vLLM adds its labels and, to counters, `_total`.
-"""
+"""Metrics of the tiers in vLLM's /metrics, where vLLM adds its labels and, to counters, `_total`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     """Policy for chunks in host memory; the leaf with the lowest priority is evicted first.
 
     A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
-    request that computed it: T(cached, new) / new, or the cost in its facts, which may also forecast uses.
+    request that computed it: T(cached, new) / new, or the cost in its facts.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -65,8 +65,8 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         return self._path
 
     def expect(self, request: ReqContext) -> Sequence[OffloadKey]:
-        """Reserve the chunks of a waiting request: other chunks are evicted first, while reserved ones take up to half
-        of the tier. Returns the request's reserved chunks."""
+        """Reserve the chunks of a waiting request, up to half of the tier: other chunks are evicted first. Returns its
+        reserved chunks."""
         self.settle(request)
         path = path_of(request)
         path.awaited = self._awaited.add((key, 1) for key in path.keys)

@@ -90,8 +90,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file in /dev/shm, which would outlive a killed engine: when the scheduler calls this, all workers
-        have it open."""
+        """Unlink the file in /dev/shm, which would outlive a killed engine: all workers have it open now."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

@@ -30,7 +30,7 @@ def vllm_version() -> str | None:
 
 
 def check_vllm() -> None:
-    """Raises UnsupportedVLLMError, which says what to install."""
+    """Raise UnsupportedVLLMError, which says what to install."""
     installed = vllm_version()
     if installed is not None and _minor(installed) in SUPPORTED_VLLM:
         return

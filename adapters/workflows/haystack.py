@@ -29,7 +29,7 @@ class WorkflowComponent:
 
     - `documents`: their name in the workflow's state (a state without it has none).
     - `convert`: maps the workflow's document to Haystack's (default: from a `ragorder.Document`).
-    - `scope`: the tenant. Scopes share no cache.
+    - `scope`: the tenant.
 
     Raises the server's errors. It cannot be serialised: its server lives in this process.
     """

@@ -25,16 +25,14 @@ __all__ = ["WorkflowRetriever"]
 
 
 class WorkflowRetriever(BaseRetriever):
-    """Retriever of the documents that a workflow finds, best first. Thread-safe.
+    """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
     - `documents`: their name in the workflow's state.
     - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
-    - `scope`: the tenant. Scopes share no cache.
-
-    Raises the server's errors.
+    - `scope`: the tenant.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -32,10 +32,10 @@ def workflow_node(
 
         builder.add_node("research", workflow_node(workflows, multistep().compile()))
 
-    - `question`: its name in LangGraph's state, or a function of the state, such as the last message's text.
+    - `question`: its name in LangGraph's state, or a function of the state.
     - `answer`: the name under which the answer's text is stored, or a function from the result to the update.
     - `inputs`: names that are passed on as the graph's `inputs`.
-    - `scope`: the tenant, a function of the state. Scopes share no cache.
+    - `scope`: the tenant, a function of the state.
 
     Raises the server's errors, KeyError for a name that the state lacks.
     """

@@ -18,14 +18,11 @@ _TOTAL_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 
 
 class WorkflowMetrics:
-    """Observer for a workflow server with Prometheus metrics. Labels are names of graphs, never a document or tenant.
+    """Observer for a workflow server with Prometheus metrics by graph.
 
-        metrics = WorkflowMetrics()
-        server = ordered_workflows(…, observers=[metrics])
-        page = generate_latest(metrics.registry)
-
-    `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Raises ImportError without
-    ragorder[proxy], ValueError for a registry with these metrics: share the WorkflowMetrics instead.
+    metrics = WorkflowMetrics()
+    server = ordered_workflows(…, observers=[metrics])
+    page = generate_latest(metrics.registry)
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:

@@ -16,13 +16,13 @@ __all__ = ["WorkflowPrefix", "WorkflowPrompts"]
 
 class WorkflowPrompts:
     """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template. All
-    generations share the builder's system prompt, with or without documents."""
+    generations share the builder's system prompt."""
 
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
 
     def lengths(self, question: NodeQuestion, documents: Sequence[Document], /) -> Callable[[], CachedLengths] | None:
-        """See `OrderedPrompts.lengths`. Returns None for retrieval order, which the orderer does not track."""
+        """Return None for retrieval order, which the orderer does not track."""
         return self._prompts.lengths(_question(question), documents) if question.ordered or not documents else None
 
     def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:

@@ -60,15 +60,14 @@ def ordered_workflows(
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
-    - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: see `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.
-    - `max_prefill_bs`, `token_budget`, `requests`: see `ordered_pipeline`; they admit speculative generations.
-    - `observers` are called with the trace of each ended request; one that fails is logged once and left out.
+    - `max_prefill_bs`, `token_budget`, `requests`: as for `ordered_pipeline`; they admit speculative generations.
+    - `observers`: get the trace of each ended request; one that fails is logged once and dropped.
 
-    A builder's question template should be "{query}", since nodes have whole prompts. Raises ValueError for invalid
-    `prompts` and for limits below 1.
+    Other options as for `WorkflowServer`. A builder's question template should be "{query}", since nodes have whole
+    prompts. Raises ValueError for invalid `prompts` and for limits below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
