@@ -7,7 +7,7 @@ RagorderError
   HTTPError                       ragorder.adapters.http_server.errors
     UpstreamError                 ragorder.adapters.proxy.upstream
       RefusedError                ragorder.adapters.proxy.fleet
-      ReplicaLostError            ragorder.adapters.ray.answer
+      ReplicaLostError            ragorder.adapters.ray.transport
   MalformedDocumentsError         ragorder.adapters.ray.ordered_calls
   RenderError                     ragorder.adapters.doctor.chat_template
   ServerError                     ragorder.adapters.http_client
@@ -16,8 +16,8 @@ RagorderError
   TooManyAtOnceError              ragorder.adapters.embedded.worker
   TooManyValuesError              ragorder.adapters.http_server.untrusted_json
   TooManyWaitingError             ragorder.adapters.embedded.worker
-  UnknownWeightsError             ragorder.adapters.vllm_tiers.weights
-  UnreadableError                 ragorder.adapters.shared_orders.entry
+  UnknownWeightsError             ragorder.adapters.vllm_tiers.disk_identity
+  UnreadableError                 ragorder.adapters.shared_orders.log
   UnsupportedRayError             ragorder.adapters.ray.versions
   UnsupportedVLLMError            ragorder.adapters.vllm_tiers.versions
   WorkerError                     ragorder.adapters.http_server.processes

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ragorder.adapters.doctor.cloud import read_report
+from ragorder.adapters.usage import read_usage
+from ragorder.clouds import CacheRules, CloudUsage, cache_rules, read_cloud_usage
 from ragorder.common.jsonl import JSONLines
 
-__all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
+__all__ = ["LoggedRequest", "Message", "RequestLog", "read_log", "read_report", "rules_of"]
 
+# DeepSeek's models have the same names on self-hosted engines.
+_PROVIDERS = ("anthropic", "openai")
 EXAMPLE = '{"messages": […], "usage": {…}}'
 _MOST_REQUESTS = 5_000
 _MOST_CHARACTERS = 1 << 27
 _INSTRUCTIONS = ("system", "developer")
+
+
+def rules_of(model: str) -> CacheRules | None:
+    """Return a model's rules with the default TTL, or None."""
+    for provider in _PROVIDERS:
+        with suppress(ValueError):
+            return cache_rules(provider, model)
+    return None
+
+
+def read_report(usage: Any) -> CloudUsage:
+    """Return the counts in an answer's `usage`, of a cloud or an engine. LiteLLM's has the names of two APIs."""
+    cloud = read_cloud_usage(usage)
+    if cloud.prompt_tokens is not None:
+        return cloud
+    engine = read_usage(usage)
+    return CloudUsage(engine.cached_tokens, cloud.written_tokens, engine.prompt_tokens)
 
 
 class Message(NamedTuple):

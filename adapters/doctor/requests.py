@@ -12,7 +12,7 @@ from ragorder.adapters.doctor.case import Case
 from ragorder.adapters.doctor.chat_template import LocalTemplate, ServerTemplate
 from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.request_log import EXAMPLE, read_log
-from ragorder.adapters.doctor.rules import all_rules
+from ragorder.adapters.doctor.rules import RULES
 from ragorder.adapters.doctor.sending import probe_topic
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
@@ -58,7 +58,7 @@ def examine_requests(
     with ExitStack() as stack:
         if base_url is not None:
             _ask(case, stack.enter_context(Server(base_url, timeout_s=timeout_s, api_key=api_key)), model)
-        found = [rule.check(case) for rule in all_rules()]
+        found = [rule(case) for rule in RULES]
         return [_cached(case, found), *found]
 
 

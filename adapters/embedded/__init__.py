@@ -17,9 +17,14 @@ except ImportError as error:
 
 from ragorder.adapters.embedded.app import hosted, make_engine_app
 from ragorder.adapters.embedded.metrics import EngineMetrics
-from ragorder.adapters.embedded.sizes import with_sizes
 from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams
-from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
+from ragorder.adapters.embedded.worker import (
+    EngineStoppedError,
+    EngineWorker,
+    TooManyAtOnceError,
+    TooManyWaitingError,
+    with_sizes,
+)
 from ragorder.adapters.http_server.app_transport import AppTransport
 
 __all__ = [

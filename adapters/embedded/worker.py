@@ -16,14 +16,17 @@ from typing import Any, TypeVar
 
 from ragorder.errors import RagorderError
 from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
+from ragorder.kernels.profile_cache import ProfileCache
+from ragorder.settings import Settings
 
-__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError"]
+__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError", "with_sizes"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder.embedded")
 _STATS_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
+_Progress = tuple[int, Update] | Exception
 
 
 class EngineStoppedError(RagorderError, RuntimeError):
@@ -38,9 +41,6 @@ class TooManyWaitingError(RagorderError, RuntimeError):
 
 class TooManyAtOnceError(RagorderError, ValueError):
     """Too many prompts in one request: send fewer."""
-
-
-_Progress = tuple[int, Update] | Exception
 
 
 @dataclass(eq=False, slots=True)
@@ -236,3 +236,26 @@ class EngineWorker:
         for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
             submission.send(EngineStoppedError(self._failure))
         self._submissions.clear()
+
+
+def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
+    """Return the settings with the engine's kind of reuse, its tiers' sizes unless `capacity_tokens` is given, and its
+    profile if that has load times."""
+    engine, cache = worker.engine, worker.stats().cache
+    known: dict[str, Any] = {
+        "block_size": engine.block_size,
+        "reuse": engine.settings.reuse,
+        "recompute": engine.settings.recompute,
+    }
+    if "capacity_tokens" not in settings.model_fields_set:
+        token_bytes = cache.device.capacity_bytes // engine.device_tokens
+        known |= {
+            "capacity_tokens": engine.device_tokens,
+            "host_tokens": cache.host.capacity_bytes // token_bytes,
+            "disk_tokens": cache.disk.capacity_bytes // token_bytes,
+            "tier_policy": engine.settings.policy,
+            "tier_copies": "evicted",
+        }
+    if settings.profile is None and engine.profile.loads:
+        known["profile"] = ProfileCache().file_of(engine.profile)
+    return settings.model_copy(update=known)

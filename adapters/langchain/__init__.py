@@ -9,9 +9,8 @@ from ragorder.common.extras import install_hint
 
 try:
     from ragorder.adapters.langchain.feedback import FeedbackHandler
-    from ragorder.adapters.langchain.messages import content_parts
-    from ragorder.adapters.langchain.retriever import CacheOrderRetriever
-    from ragorder.adapters.langchain.transformer import CacheOrderTransformer
+    from ragorder.adapters.langchain.marks import content_parts
+    from ragorder.adapters.langchain.retriever import CacheOrderRetriever, CacheOrderTransformer
     from ragorder.adapters.langchain.turn import CacheOrderTurn
 except ImportError as error:
     raise ImportError(f"ragorder.adapters.langchain needs langchain-core: {install_hint('langchain')}") from error

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from threading import Lock
 from typing import Any, Concatenate, ParamSpec
 from uuid import UUID
 
-from ragorder.adapters.langchain.one_by_one import OneByOne
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.ordering import Ordering
 
-__all__ = ["Runs"]
-
-_MAX_WAITING = 256
-
-Path = tuple[UUID, ...]
+__all__ = ["OneByOne", "Runs"]
 
 P = ParamSpec("P")
 
+_MAX_WAITING = 256
+Path = tuple[UUID, ...]
 _NO_NUMBERS = ReportedUsage()
+
+
+class OneByOne:
+    """Runner of calls one at a time, in order of arrival; a call during another one runs in that one's thread. A lock
+    would not do: a finaliser may run in the middle of a call, in the thread that holds it."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], object]] = deque()
+        self._running = Lock()
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Run a call. Raises its own error, after the other calls."""
+        self._calls.append(call)
+        failure: Exception | None = None
+        # Checked again after the release: calls that arrived meanwhile were left to this thread.
+        while self._calls and self._running.acquire(blocking=False):
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            except Exception as error:
+                failure = error
+            finally:
+                self._running.release()
+        if failure is not None:
+            raise failure
 
 
 @dataclass(eq=False, slots=True)

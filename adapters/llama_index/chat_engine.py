@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine
 from llama_index.core.llms import LLM
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import ToolOutput
 
-from ragorder.adapters.llama_index.messages import read_message
+from ragorder.adapters.llama_index.retriever import node_metadata, node_text
 from ragorder.adapters.reorder import ScopeOf
-from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop
+from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop, plain_message
 from ragorder.adapters.usage import member, read_usage
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import OrdererLike
@@ -103,9 +103,9 @@ class CacheOrderChatEngine(BaseChatEngine):
         self._turns: FrameworkTurns[ChatMessage, NodeWithScore] = FrameworkTurns(
             orderer,
             builder,
-            read=read_message,
-            text=_text,
-            metadata=_metadata,
+            read=_read,
+            text=node_text,
+            metadata=node_metadata,
             label=label,
             scope=scope,
             repeat=repeat,
@@ -245,9 +245,16 @@ def _default_memory(llm: LLM) -> BaseMemory:
     return Memory.from_defaults(token_limit=limit)
 
 
-def _text(node: NodeWithScore) -> str:
-    return node.get_content(metadata_mode=MetadataMode.LLM)
-
-
-def _metadata(node: NodeWithScore) -> Mapping[str, Any]:
-    return node.metadata
+def _read(message: ChatMessage) -> dict[str, Any]:
+    content: Any = message.content or ""
+    # The first versions have no blocks.
+    others = [block for block in getattr(message, "blocks", ()) if block.block_type != "text"]
+    if others:
+        content = [{"type": "text", "text": content}, *others]
+    known = message.additional_kwargs
+    return plain_message(
+        getattr(message.role, "value", message.role),
+        content,
+        tool_calls=known.get("tool_calls"),
+        tool_call_id=known.get("tool_call_id"),
+    )

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ragorder import Document, PromptBuilder
-from ragorder.adapters.openai.endpoint import checked_options
-from ragorder.adapters.openai.engine import OpenAIStreams
+from ragorder.adapters.openai.endpoint import OpenAIStreams, checked_options
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
-from ragorder.adapters.vllm.load import requests_on
+from ragorder.adapters.vllm.cache_config import requests_on
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining import EngineLoad, Provisional, Retrieval, prefill_batch
 

@@ -12,8 +12,7 @@ try:
 except ImportError as error:
     raise ImportError(f"Ray Serve needs {error.name}: {install_hint('ray')}", name=error.name) from error
 
-from ragorder.adapters.ray.application import make_application
-from ragorder.adapters.ray.embedded_engine import EmbeddedEngine
+from ragorder.adapters.ray.application import EmbeddedEngine, make_application
 from ragorder.adapters.ray.versions import UnsupportedRayError
 
 __all__ = ["EmbeddedEngine", "UnsupportedRayError", "make_application"]

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Any
 
-from ray.serve.config import RequestRouterConfig
-
+from ragorder.adapters.ray.application import BY_SESSION
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.common.extras import needs
 from ragorder.orderer import Orderer
@@ -16,11 +15,6 @@ with needs("ray,vllm", "Ray's LLM server"):
     from ray.serve.llm.deployment import LLMServer
 
 __all__ = ["BY_SESSION", "OrderedLLMServer"]
-
-BY_SESSION = RequestRouterConfig(
-    request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-)
-"""The `request_router_config` that sends requests with the same `x-session-id` to the same replica."""
 
 
 class OrderedLLMServer(LLMServer):  # type: ignore[misc]

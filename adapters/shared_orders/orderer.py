@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakMethod, finalize, ref
 
-from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError
-from ragorder.adapters.shared_orders.log import OrderLog
+from ragorder.adapters.shared_orders.log import OrderLog, SharedOrder, UnreadableError
 from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering

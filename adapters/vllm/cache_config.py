@@ -1,4 +1,4 @@
-"""Cache configuration of a vLLM server, from its metrics."""
+"""Cache configuration and load of a vLLM server, from its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder.common.extras import needs
 from ragorder.settings import Settings
 from ragorder.trie.policies import POLICIES
 
-__all__ = ["CacheConfig", "ServerError", "read_cache_config"]
+__all__ = ["CacheConfig", "ServerError", "read_cache_config", "requests_on"]
 
 _GAUGE = "vllm:cache_config_info"
 _CAPACITY = re.compile(
@@ -20,6 +20,7 @@ _CAPACITY = re.compile(
 )
 _POLICY = re.compile(r'^vllm:ragorder_policy\{[^}\n]*\bpolicy="(\w+)"[^}\n]*\} 1(?:\.0)?$', re.MULTILINE)
 _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +131,9 @@ def _why(page: str) -> str:
     if "vllm:" in page:
         return "this is another version of vLLM, update it"
     return "start vLLM without --disable-log-stats"
+
+
+def requests_on(page: str) -> int | None:
+    """Return the number of waiting and running requests in a server's /metrics, or None if it is missing."""
+    counts = [int(float(count)) for count in _REQUESTS.findall(page)]
+    return sum(counts) if counts else None

@@ -7,6 +7,7 @@ same prefix cached on the device.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections import deque
@@ -18,11 +19,15 @@ from typing import NamedTuple, Protocol
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.tier_stats import Hits, TierStats, fetch_hits, fetch_tier_stats
-from ragorder.adapters.vllm.copy_times import copy_times
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["Advance", "Answered", "Send", "TierLoads"]
+__all__ = ["Advance", "Answered", "Send", "TierLoads", "copy_times"]
 
+_COPIES = re.compile(
+    r"^vllm:kv_offload_(?P<name>(?:load|store|tiering_read|tiering_write)_(?:bytes|time))_total(?:\{[^}\n]*\})? "
+    r"(?P<value>[0-9.]+(?:e[+-]?[0-9]{1,3})?)$",
+    re.MULTILINE,
+)
 _TOKEN_IDS = range(100, 256)
 _TIERS = ("host", "disk")
 _TIMEOUT_S = 5.0
@@ -30,6 +35,28 @@ _COUNTED_S = 2.0
 _POLL_S = 0.02
 # Prompts of this many times the device's size evict all earlier ones.
 _FILLS = 1.25
+Advance = Callable[[], None]
+
+
+def copy_times(page: str, token_bytes: float) -> dict[str, float]:
+    """Return the seconds to copy a token of `token_bytes` to the device from "host" memory, and from "disk" through it:
+    from the loads so far, else from the copies in the other direction. A tier without either is left out."""
+    sums: dict[str, float] = {}
+    for found in _COPIES.finditer(page):
+        sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])
+
+    def a_token(*copies: str) -> float | None:
+        for name in copies:
+            if (size := sums.get(f"{name}_bytes", 0.0)) and (time_s := sums.get(f"{name}_time", 0.0)):
+                return token_bytes * time_s / size
+        return None
+
+    host_s = a_token("load", "store")
+    disk_s = a_token("tiering_read", "tiering_write")
+    times = {} if host_s is None else {"host": host_s}
+    if host_s is not None and disk_s is not None:
+        times["disk"] = host_s + disk_s
+    return times
 
 
 class Answered(NamedTuple):
@@ -43,9 +70,6 @@ class Answered(NamedTuple):
 class Send(Protocol):
     def __call__(self, token_ids: list[int], salt: str, /) -> Answered:
         """Send a request for one token."""
-
-
-Advance = Callable[[], None]
 
 
 class _Salted(NamedTuple):

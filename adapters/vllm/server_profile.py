@@ -13,8 +13,7 @@ from random import Random
 from typing import Any
 
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.adapters.vllm.cache_config import cache_config
-from ragorder.adapters.vllm.load import requests_on
+from ragorder.adapters.vllm.cache_config import cache_config, requests_on
 from ragorder.adapters.vllm.load_times import Answered, TierLoads
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile

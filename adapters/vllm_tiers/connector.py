@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from ragorder.adapters.vllm_tiers.awaited_profile import note_profile  # noqa: E402
 from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker  # noqa: E402
 from ragorder.adapters.vllm_tiers.disk_identity import note_model  # noqa: E402
-from ragorder.adapters.vllm_tiers.manager import TierManager  # noqa: E402
+from ragorder.adapters.vllm_tiers.spec import TierManager  # noqa: E402
 
 __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 

@@ -24,11 +24,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ragorder.adapters.vllm_tiers.disk_identity import disk_identity
+from ragorder.adapters.vllm_tiers.disk_identity import UnknownWeightsError, disk_identity
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
-from ragorder.adapters.vllm_tiers.request_state import path_of, state_of
-from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
+from ragorder.adapters.vllm_tiers.policy import path_of, state_of
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
 if TYPE_CHECKING:

@@ -15,10 +15,12 @@ __all__ = ["TraceLog"]
 
 class TraceLog:
     """Observer for a workflow server that appends a line of JSON for each request, without its text: for `ragorder
-    workflow trace`. Thread-safe, a context manager. Raises OSError for a file that cannot be written.
+    workflow trace`. Thread-safe, a context manager.
 
         with TraceLog("trace.jsonl") as log:
             server = ordered_workflows(…, observers=[log])
+
+    Raises OSError for a file that cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -24,11 +24,9 @@ from support.ray_calls import Handle, Items
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, make_application, versions
-from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError
-from ragorder.adapters.ray.ingress import AppResponse
-from ragorder.adapters.ray.lifespan import Lifespan
-from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
-from ragorder.adapters.ray.transport import ReplicaTransport
+from ragorder.adapters.ray.application import AppResponse
+from ragorder.adapters.ray.replica import EngineReplica, Lifespan, ReplicaRequest
+from ragorder.adapters.ray.transport import ReplicaAnswer, ReplicaLostError, ReplicaTransport
 from ragorder.common.degraded import DegradedWarning
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ pytest.importorskip("prometheus_client")
 
 from ragorder import Orderer
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.copy_times import copy_times
-from ragorder.adapters.vllm.load import requests_on
+from ragorder.adapters.vllm.cache_config import requests_on
+from ragorder.adapters.vllm.load_times import copy_times
 from ragorder.adapters.vllm.server_profile import profile_server
 from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
 from ragorder.adapters.vllm_tiers.settings import TierSettings

@@ -613,7 +613,7 @@ class TestEmbeddedEngine:
 async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: ContinuousIVF) -> None:
     """The second round finds the documents of the first, which its query ranks in another order."""
     openai = pytest.importorskip("openai")
-    from ragorder.adapters.openai.engine import OpenAIStreams
+    from ragorder.adapters.openai.endpoint import OpenAIStreams
     from ragorder.eval.engines.models import load_tokenizer
 
     vllm_server.reset()
