@@ -7,12 +7,10 @@ from copy import copy
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("dspy", "ragorder.adapters.dspy"):
     import dspy  # type: ignore[import-untyped, unused-ignore]
-except ImportError as error:
-    raise ImportError(f"ragorder.adapters.dspy needs dspy: {install_hint('dspy')}") from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike

@@ -317,7 +317,3 @@ def _invalid(message: str) -> HTTPError:
     if not where and (missing := re.search("required field `(.*)`", what)):
         where = missing[1]
     return HTTPError(400, f"{where or 'body'}: {what}.", code="invalid_body", param=where or None)
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

@@ -12,7 +12,6 @@ from ragorder.adapters.embedded.protocol import (
     ChatMessage,
     CommonRequest,
     CompletionRequest,
-    TextPart,
     TokenizeRequest,
     read_request,
 )
@@ -221,10 +220,6 @@ def _salt(body: CommonRequest) -> str | None:
 def _as_dict(message: ChatMessage) -> dict[str, str]:
     """Join parts by newlines, as vLLM does."""
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text, **named}
-
-
-def _text(part: TextPart) -> str:
-    return part.text

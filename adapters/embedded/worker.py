@@ -92,8 +92,8 @@ class EngineWorker:
     def __init__(self, engine: TieredEngine, *, max_unfinished: int = 1024) -> None:
         self.engine = engine
         self.max_unfinished = max_unfinished
-        self._unfinished = 0
-        self._failure: str | None = None
+        self.unfinished = 0
+        self.failure: str | None = None
         self._ended = False
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._submissions: dict[Any, tuple[_Submission, int]] = {}
@@ -101,39 +101,31 @@ class EngineWorker:
         self._thread = Thread(target=self._run, name="ragorder-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def failure(self) -> str | None:
-        return self._failure
-
-    @property
-    def unfinished(self) -> int:
-        return self._unfinished
-
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
         """Submit all of these requests, or none; unfinished ones are aborted at the end of the block.
 
         Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
         """
-        if self._failure is not None:
-            raise EngineStoppedError(self._failure)
+        if self.failure is not None:
+            raise EngineStoppedError(self.failure)
         if len(requests) > self.max_unfinished:
             raise TooManyAtOnceError(
                 f"{len(requests):,} prompts in one request exceed the {self.max_unfinished:,} that can be answered "
                 "or wait at a time (--max-requests and --max-waiting): send fewer in each"
             )
-        if self._unfinished + len(requests) > self.max_unfinished:
-            raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or waiting already")
-        self._unfinished += len(requests)
+        if self.unfinished + len(requests) > self.max_unfinished:
+            raise TooManyWaitingError(f"{self.unfinished:,} requests are being answered or waiting already")
+        self.unfinished += len(requests)
         submission = _Submission(requests, asyncio.get_running_loop())
         try:
             self._commands.put(partial(self._admit, submission))
             if self._ended:
-                raise EngineStoppedError(self._failure)
+                raise EngineStoppedError(self.failure)
             await submission.accepted()
             yield submission.updates()
         finally:
-            self._unfinished -= len(requests)
+            self.unfinished -= len(requests)
             submission.cancelled = True
             self._commands.put(partial(self._withdraw, submission))
 
@@ -173,7 +165,7 @@ class EngineWorker:
 
     @property
     def _busy(self) -> bool:
-        return self._failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
+        return self.failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
 
     def _run_commands(self) -> bool:
         """Run commands; wait if the engine is idle. Returns False once the worker must end."""
@@ -186,8 +178,8 @@ class EngineWorker:
         return True
 
     def _admit(self, submission: _Submission) -> None:
-        if self._failure is not None:
-            submission.decide(EngineStoppedError(self._failure))
+        if self.failure is not None:
+            submission.decide(EngineStoppedError(self.failure))
             return
         try:
             for place, request in enumerate(submission.requests if not submission.cancelled else ()):
@@ -202,7 +194,7 @@ class EngineWorker:
 
     def _withdraw(self, submission: _Submission) -> None:
         for request_id in submission.ids:
-            if self._submissions.pop(request_id, None) is not None and self._failure is None:
+            if self._submissions.pop(request_id, None) is not None and self.failure is None:
                 try:
                     self.engine.abort(request_id)
                 except Exception as error:
@@ -232,9 +224,9 @@ class EngineWorker:
         self._stop(f"the engine has failed ({type(error).__name__}): start the server again; its log has the traceback")
 
     def _stop(self, why: str) -> None:
-        self._failure = self._failure or why
+        self.failure = self.failure or why
         for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
-            submission.send(EngineStoppedError(self._failure))
+            submission.send(EngineStoppedError(self.failure))
         self._submissions.clear()
 
 

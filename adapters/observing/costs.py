@@ -27,18 +27,10 @@ class CostMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
 
-        self._tokens = Counter(
-            _TOKENS,
-            "Cost of prompts at a cloud, in input tokens at the plain price, by order.",
-            ["order"],
-            registry=registry,
-        )
-        self._money = Counter(
-            _MONEY,
-            "Cost in money, of models in the table of prices.",
-            ["order", "currency"],
-            registry=registry,
-        )
+        says = "Cost of prompts at a cloud, in input tokens at the plain price, by order."
+        self._tokens = Counter(_TOKENS, says, ["order"], registry=registry)
+        says = "Cost in money, of models in the table of prices."
+        self._money = Counter(_MONEY, says, ["order", "currency"], registry=registry)
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 
     def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:

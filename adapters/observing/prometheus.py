@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+from ragorder.adapters.metrics import PrometheusMetrics
 from ragorder.adapters.observing.costs import CostMetrics
 from ragorder.adapters.observing.observed import Observation
-from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ __all__ = ["Metrics", "SharedMetrics", "forget_process", "shared_metrics"]
 _ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
 _TBT_S = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+# How values of processes are combined; others are summed.
+_MODES: Mapping[str, Any] = {
+    "ragorder_shadow": "livemax",
+    "process_start_time_seconds": "livemin",
+    "process_max_fds": "livemin",
+}
 
 
 class OrdererState(Protocol):
@@ -36,7 +43,7 @@ class OrdererState(Protocol):
     def evicted_blocks(self) -> int: ...
 
 
-class Metrics:
+class Metrics(PrometheusMetrics):
     """Watcher for `ObservedOrderer` with Prometheus metrics.
 
         metrics = Metrics()
@@ -44,56 +51,37 @@ class Metrics:
         page = generate_latest(metrics.registry)
 
     Cached tokens have a label `order`, "ragorder" or "retrieval": reported or else predicted for the served order,
-    predicted for the other.
+    predicted for the other. `registry` as for `PrometheusMetrics`.
     """
 
+    prefix = "ragorder"
+
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        with needs("proxy", "Metrics"):
-            from prometheus_client import CollectorRegistry, Counter, Histogram
-        self.registry = registry = CollectorRegistry() if registry is None else registry
-
-        def counter(name: str, says: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(f"ragorder_{name}", says, labels, registry=registry)
-
-        self._order_s = Histogram(
-            "ragorder_order_seconds", "Time that ordering one request took.", buckets=_ORDER_S, registry=registry
-        )
-        self._displacement = Histogram(
-            "ragorder_displacement_positions",
-            "Mean distance of a request's documents from where retrieval put them, in ragorder's order.",
-            buckets=_POSITIONS,
-            registry=registry,
-        )
-        self._tbt_s = Histogram(
-            "ragorder_time_between_tokens_seconds",
-            "Mean time between the tokens of a streamed answer (RAGCache 5.4).",
-            buckets=_TBT_S,
-            registry=registry,
-        )
+        super().__init__(registry)
+        counter = self._counter
+        self._order_s = self._histogram("order_seconds", "Time that ordering one request took.", _ORDER_S)
+        says = "Mean distance of a request's documents from where retrieval put them, in ragorder's order."
+        self._displacement = self._histogram("displacement_positions", says, _POSITIONS)
+        says = "Mean time between the tokens of a streamed answer (RAGCache 5.4)."
+        self._tbt_s = self._histogram("time_between_tokens_seconds", says, _TBT_S)
         self._documents = counter("documents", "Documents ordered.")
-        self._reordered = counter(
-            "reordered_requests",
-            "Requests whose documents ragorder's order moves, by whether something or nothing should be cached.",
-            ["cached"],
-        )
-        self._best_moved = counter(
-            "best_moved_requests", "Requests that ragorder's order begins with a document other than the best one."
-        )
-        self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", ["reason"])
+        says = "Requests whose documents ragorder's order moves, by whether something or nothing should be cached."
+        self._reordered = counter("reordered_requests", says, "cached")
+        says = "Requests that ragorder's order begins with a document other than the best one."
+        self._best_moved = counter("best_moved_requests", says)
+        self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", "reason")
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
-        self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
+        self._settled = counter("settled_requests", "Requests that ended.", "outcome")
         self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
-        self._prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens of served requests; without a report, tokens up to the last document."
-        )
-        self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", ["order"])
+        says = "Prompt tokens of served requests; without a report, tokens up to the last document."
+        self._prompt_tokens = counter("prompt_tokens", says)
+        self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", "order")
         self._reported_tokens = counter("reported_cached_tokens", "Cached tokens that the engine reported.")
-        self._predicted_tokens = counter(
-            "predicted_cached_tokens", "Cached tokens predicted for requests whose cached tokens the engine reported."
-        )
+        says = "Cached tokens predicted for requests whose cached tokens the engine reported."
+        self._predicted_tokens = counter("predicted_cached_tokens", says)
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
-        self._costs = CostMetrics(registry)
+        self._costs = CostMetrics(self.registry)
         self._watched: WeakValueDictionary[int, OrdererState] = WeakValueDictionary()
         self.read(_StateCollector(self._watched))
 
@@ -176,15 +164,6 @@ class _StateCollector:
         shadow = max((orderer.shadow for orderer in watched), default=False)
         says = "1 in shadow mode: retrieval order is served, ragorder's is only scored."
         yield GaugeMetricFamily("ragorder_shadow", says, value=int(shadow))
-
-
-_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-# How values of processes are combined; others are summed.
-_MODES: Mapping[str, Any] = {
-    "ragorder_shadow": "livemax",
-    "process_start_time_seconds": "livemin",
-    "process_max_fds": "livemin",
-}
 
 
 @contextmanager

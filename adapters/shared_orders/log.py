@@ -134,11 +134,7 @@ class OrderLog:
         self._stopped = False
         self._started = False
         self._starting = Lock()
-        self._last = _START
-
-    @property
-    def last(self) -> bytes:
-        return self._last
+        self.last = _START
 
     def start(self) -> None:
         with self._starting:
@@ -193,24 +189,24 @@ class OrderLog:
 
     def _read(self, client: Any) -> None:
         # Another server may have answered at this address since, with orders between those that were read.
-        self._last = _START
+        self.last = _START
         while not self._stopped:
-            read = client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS)
+            read = client.xread({self._stream: self.last}, count=_AT_ONCE, block=_BLOCK_MS)
             for _, entries in read or ():
                 for entry in entries:
                     self._take(*entry)
                 if len(entries) < _AT_ONCE:
                     sleep(_GATHERED_S)
             if not read and self._ends_before(client):
-                self._last = _START
+                self.last = _START
 
     def _ends_before(self, client: Any) -> bool:
         """A stream that started over may end before the last entry read."""
         newest = client.xrevrange(self._stream, count=1)
-        return _place(newest[0][0] if newest else _START) < _place(self._last)
+        return _place(newest[0][0] if newest else _START) < _place(self.last)
 
     def _take(self, id: bytes, fields: Any) -> None:
-        self._last = id
+        self.last = id
         try:
             order, number = read_order(fields[_FIELD]), int(fields[_NUMBER])
         except (UnreadableError, KeyError, TypeError, ValueError):

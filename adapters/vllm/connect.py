@@ -57,14 +57,14 @@ def connect(
             "carry tokens, which identify the documents"
         )
     settings, missing, hybrid = _read_settings(base_url, settings, api_key)
-    if hybrid:
-        return _for_hybrid(for_cloud, settings, builder, missing)
     options: dict[str, Any] = {}
-    if builder is not None:
+    if builder is not None and not hybrid:
         options["tokens"] = builder.document_tokens
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
-    if builder is None or settings.events_endpoint is None:
+    if hybrid:
+        orderer = for_cloud(rules=hybrid_rules(settings.block_size), settings=settings, builder=builder)
+    elif builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
         orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
@@ -72,16 +72,6 @@ def connect(
             missing.append("no replay_endpoint: lost KV events cannot be replayed")
         elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
             missing.append("no answer from replay_endpoint yet: an LRU mirror is used instead; run ragorder doctor")
-    for reason in missing:
-        orderer.degrade(reason)
-    return orderer
-
-
-def _for_hybrid(
-    for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
-) -> OrdererT:
-    rules = hybrid_rules(settings.block_size)
-    orderer = for_cloud(rules=rules, settings=settings, builder=builder)
     for reason in missing:
         orderer.degrade(reason)
     return orderer

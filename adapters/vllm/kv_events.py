@@ -59,7 +59,10 @@ class KVEventSubscriber:
         check_interval_s: float = 1.0,
         on_pause: Callable[[KVEventSubscriber], None] | None = None,
     ) -> None:
-        self._zmq, decode = _import()
+        with needs("live", "the subscription to KV events"):
+            import zmq
+            from msgspec.msgpack import decode
+        self._zmq: Any = zmq
         self.blocks = blocks
         self.counters = EventCounters()
         self._reader = EventReader(decode, self.counters)
@@ -302,10 +305,3 @@ class KVEventSubscriber:
         if len(self._recent) > _REMEMBERED_BATCHES:
             self._recent.popitem(last=False)
         self._reader.read(batch.payload, blocks)
-
-
-def _import() -> tuple[Any, Any]:
-    with needs("live", "the subscription to KV events"):
-        import zmq
-        from msgspec.msgpack import decode
-    return zmq, decode

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("haystack", "ragorder.adapters.workflows.haystack"):
     from haystack import Document, component
     from haystack.core.errors import SerializationError
-except ImportError as error:
-    message = f"ragorder.adapters.workflows.haystack needs haystack-ai: {install_hint('haystack')}"
-    raise ImportError(message, name=error.name) from error
 
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("langchain", "ragorder.adapters.workflows.langchain"):
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever
-except ImportError as error:
-    message = f"ragorder.adapters.workflows.langchain needs langchain-core: {install_hint('langchain')}"
-    raise ImportError(message, name=error.name) from error
 
 from pydantic import ConfigDict, SkipValidation
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("langchain", "ragorder.adapters.workflows.langgraph"):
     from langchain_core.runnables import RunnableLambda
-except ImportError as error:
-    message = f"ragorder.adapters.workflows.langgraph needs langchain-core: {install_hint('langchain')} langgraph"
-    raise ImportError(message, name=error.name) from error
 
 from ragorder.adapters.workflows.shared import SharedWorkflows
 from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
