@@ -118,7 +118,6 @@ def request_facts(
     scope: Hashable,
     prefix_tokens: int = 0,
     expected_uses: Sequence[float] = (),
-    *,
     exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
@@ -143,10 +142,7 @@ def with_facts(
     document_ends: Sequence[int],
     scope: Hashable,
     expected_uses: Sequence[float] = (),
-    *,
-    prefix_tokens: int = 0,
-    exact_documents: int = 0,
-    keep_question: bool = False,
+    **others: Any,
 ) -> dict[str, Any]:
     """Return a request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's
     own values have priority."""
@@ -155,28 +151,13 @@ def with_facts(
     params = {} if params is None else params
     own = params.get(FACTS, {}) if isinstance(params, Mapping) else None
     if isinstance(params, Mapping) and isinstance(own, Mapping):
-        known = request_facts(
-            document_ends,
-            scope,
-            prefix_tokens,
-            expected_uses,
-            exact_documents=exact_documents,
-            keep_question=keep_question,
-        )
-        facts = _merged(own, known)
+        facts = _merged(own, request_facts(document_ends, scope, expected_uses=expected_uses, **others))
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent
 
 
-def add_facts(
-    fields: dict[str, Any],
-    document_ends: Sequence[int],
-    scope: Hashable,
-    prefix_tokens: int = 0,
-    expected_uses: Sequence[float] = (),
-    exact_documents: int = 0,
-) -> None:
+def add_facts(fields: dict[str, Any], *known: Any) -> None:
     """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
     server to refuse."""
     import msgspec
@@ -187,9 +168,7 @@ def add_facts(
         own = msgspec.json.decode(params[FACTS], type=raw_fields) if FACTS in params else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    known = request_facts(document_ends, scope, prefix_tokens, expected_uses, exact_documents=exact_documents)
-    facts = _merged(own, known)
-    if facts:
+    if facts := _merged(own, request_facts(*known)):
         fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))
 
 

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ragorder.adapters.usage import read_usage
-from ragorder.clouds import CacheRules, CloudUsage, cache_rules, read_cloud_usage
+from ragorder.clouds import CloudUsage, read_cloud_usage
 from ragorder.common.jsonl import JSONLines
 
-__all__ = ["LoggedRequest", "Message", "RequestLog", "read_log", "read_report", "rules_of"]
+__all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
 
-# DeepSeek's models have the same names on self-hosted engines.
-_PROVIDERS = ("anthropic", "openai")
 EXAMPLE = '{"messages": […], "usage": {…}}'
 _MOST_REQUESTS = 5_000
 _MOST_CHARACTERS = 1 << 27
 _INSTRUCTIONS = ("system", "developer")
-
-
-def rules_of(model: str) -> CacheRules | None:
-    """Return a model's rules with the default TTL, or None."""
-    for provider in _PROVIDERS:
-        with suppress(ValueError):
-            return cache_rules(provider, model)
-    return None
-
-
-def read_report(usage: Any) -> CloudUsage:
-    """Return the counts in an answer's `usage`, of a cloud or an engine. LiteLLM's has the names of two APIs."""
-    cloud = read_cloud_usage(usage)
-    if cloud.prompt_tokens is not None:
-        return cloud
-    engine = read_usage(usage)
-    return CloudUsage(engine.cached_tokens, cloud.written_tokens, engine.prompt_tokens)
 
 
 class Message(NamedTuple):
@@ -117,7 +97,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
-    report = read_report(usage)
+    report = _report(usage)
     return LoggedRequest(
         line=line,
         model=model,
@@ -130,6 +110,15 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         cached_tokens=report.cached_tokens,
         written_tokens=report.written_tokens,
     )
+
+
+def _report(usage: Any) -> CloudUsage:
+    """Return the counts in an answer's `usage`, of a cloud or an engine. LiteLLM's has the names of two APIs."""
+    cloud = read_cloud_usage(usage)
+    if cloud.prompt_tokens is not None:
+        return cloud
+    engine = read_usage(usage)
+    return CloudUsage(engine.cached_tokens, cloud.written_tokens, engine.prompt_tokens)
 
 
 def _usage(line: Mapping[str, Any]) -> Any:

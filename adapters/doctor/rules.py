@@ -8,12 +8,13 @@ from math import gcd
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from ragorder.adapters.cloud_orderers import find_rules
 from ragorder.adapters.doctor.case import Case, Turn, common_length, counted, graded, repeated_parts
 from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, RenderError
 from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.prompts import recognise
-from ragorder.adapters.doctor.request_log import rules_of
 from ragorder.adapters.http_client import ServerError
+from ragorder.clouds import CacheRules
 from ragorder.orderer import Orderer
 
 __all__ = ["RULES"]
@@ -160,7 +161,7 @@ def _kind(turn: Turn, changed: int) -> str:
 def _minimum(case: Case) -> Finding:
     """Count prompts and common prefixes shorter than a cloud's minimum for caching."""
     check = "provider's minimum"
-    rules = {model: rules_of(model) for model in {each.model for each in case.log.requests}}
+    rules = {model: _rules_of(model) for model in {each.model for each in case.log.requests}}
     minima = {model: found.minimum_tokens for model, found in rules.items() if found and found.minimum_tokens}
     if not minima:
         return Finding(check, "good", "no model of the log is known to have one")
@@ -177,6 +178,11 @@ def _minimum(case: Case) -> Finding:
     found += f", {below - len(short):,} more share less than that with an earlier one"
     verdict = graded(below, len(concerned))
     return Finding(check, verdict, found, None if verdict == "good" else _MINIMUM)
+
+
+def _rules_of(model: str) -> CacheRules | None:
+    found = find_rules(model)
+    return found and found[0]
 
 
 def _range(values: Collection[int]) -> str:
@@ -302,7 +308,7 @@ def _writes(case: Case) -> Finding:
     for request in case.log.requests:
         if request.written_tokens is None or request.cached_tokens is None:
             continue
-        rules = rules_of(request.model)
+        rules = _rules_of(request.model)
         write_price, read_price = (rules.write, rules.read) if rules else (_WRITE, _READ)
         written += request.written_tokens
         read += request.cached_tokens

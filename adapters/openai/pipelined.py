@@ -107,18 +107,13 @@ class _BasePipelinedClient(Generic[S, A]):
         client: Any,
         *,
         model: str,
-        orderer: OrdererLike,
-        builder: PromptBuilder,
         retrieval: QuestionRetrieval,
         prompts: PromptForm = "messages",
-        warm_up: bool = True,
         speculate: bool = True,
-        cautious: bool = True,
-        max_prefill_bs: int | None = None,
-        token_budget: int = 8192,
         report_load: bool = True,
         send_salt: bool = True,
         send_facts: bool = False,
+        **options: Any,
     ) -> None:
         engine = WatchedEngine(OpenAIStreams(client, model, send_salt=send_salt, send_facts=send_facts))
         poll = MetricsPoll(client, engine) if speculate and report_load else None
@@ -126,20 +121,8 @@ class _BasePipelinedClient(Generic[S, A]):
         self._send_salt = send_salt
         self._ends: list[Callable[[], Awaitable[None]]] = [] if poll is None else [poll.close]
         searched = retrieval if poll is None else poll.during(retrieval)
-        self._pipeline = ordered_pipeline(
-            engine,
-            orderer=orderer,
-            builder=builder,
-            retrieval=searched,
-            prompts=prompts,
-            warm_up=warm_up,
-            speculate=speculate,
-            cautious=cautious,
-            max_prefill_bs=max_prefill_bs,
-            token_budget=token_budget,
-            requests=poll,
-            ends=self._ends,
-        )
+        parts: dict[str, Any] = {"retrieval": searched, "requests": poll, "ends": self._ends}
+        self._pipeline = ordered_pipeline(engine, prompts=prompts, speculate=speculate, **parts, **options)
 
     def stream(
         self,
