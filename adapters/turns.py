@@ -63,12 +63,7 @@ class NextTurn(Generic[D]):
     """
 
     def __init__(
-        self,
-        content: Any,
-        new: list[D],
-        repeated: list[D],
-        ordering: Ordering[Document],
-        closing_tokens: int = 0,
+        self, content: Any, new: list[D], repeated: list[D], ordering: Ordering[Document], closing_tokens: int = 0
     ) -> None:
         self.content = content
         self.new = new

@@ -7,13 +7,4 @@ from ragorder.adapters.doctor.requests import examine_requests
 from ragorder.adapters.doctor.server import examine
 from ragorder.adapters.http_client import AddressError, ServerError
 
-__all__ = [
-    "AddressError",
-    "Events",
-    "Finding",
-    "PromptSample",
-    "ServerError",
-    "Verdict",
-    "examine",
-    "examine_requests",
-]
+__all__ = ["AddressError", "Events", "Finding", "PromptSample", "ServerError", "Verdict", "examine", "examine_requests"]

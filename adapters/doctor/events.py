@@ -60,10 +60,7 @@ def check_events(
         return [Finding("KV events", "unknown", str(error), "fix the request first, then check the events again")]
     except ValueError as error:
         return [_no_endpoint("KV events", events.endpoint, error)]
-    return [
-        _judge(events, heard, _how_to_publish(host, engines), timeout_s),
-        _check_replay(events, heard, timeout_s),
-    ]
+    return [_judge(events, heard, _how_to_publish(host, engines), timeout_s), _check_replay(events, heard, timeout_s)]
 
 
 def _judge(events: Events, heard: _HeardEvents, how_to_publish: str, timeout_s: float) -> Finding:

@@ -48,11 +48,7 @@ _RETRY = [(b"retry-after", b"1")]
 
 
 def make_engine_app(
-    worker: EngineWorker,
-    *,
-    metrics: EngineMetrics | None = None,
-    body_limit: int = BODY_LIMIT,
-    web_pages: bool = False,
+    worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT, web_pages: bool = False
 ) -> ASGIApp:
     """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
     of any origin may read its answers: the proxy must check a key or the origin.

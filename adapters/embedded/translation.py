@@ -167,10 +167,7 @@ class RequestTranslator:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    said,
-                    tokenize=False,
-                    add_generation_prompt=body.add_generation_prompt,
-                    **body.chat_template_kwargs,
+                    said, tokenize=False, add_generation_prompt=body.add_generation_prompt, **body.chat_template_kwargs
                 )
             )
         except Exception as error:

@@ -46,13 +46,7 @@ class SharedOrderer(Orderer):
     _clones: tuple[ref[Orderer], ...] = ()
 
     def __init__(
-        self,
-        url: str,
-        settings: Settings | None = None,
-        *,
-        stream: str = _STREAM,
-        at_once: bool = True,
-        **options: Any,
+        self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, at_once: bool = True, **options: Any
     ) -> None:
         super().__init__(settings, **options)
         self._at_once = at_once
@@ -74,12 +68,7 @@ class SharedOrderer(Orderer):
         return clone
 
     def share(
-        self,
-        documents: Sequence[Any],
-        permutation: Sequence[int],
-        *,
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
+        self, documents: Sequence[Any], permutation: Sequence[int], *, scope: Hashable = None, lengths: Lengths = USUAL
     ) -> None:
         """Share that these documents are sent in the order of this permutation of their ranks."""
         given: list[Any] = list(documents)

@@ -143,11 +143,7 @@ def _following_events(
     options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
     orderer = orderer_class(settings, **options)
     orderer.events = KVEventSubscriber(
-        blocks,
-        endpoint,
-        settings.replay_endpoint,
-        topic=settings.events_topic,
-        on_pause=_degrade_on_silence(orderer),
+        blocks, endpoint, settings.replay_endpoint, topic=settings.events_topic, on_pause=_degrade_on_silence(orderer)
     )
     return orderer
 

@@ -109,11 +109,7 @@ class DeviceOrder:
 
     @_safe
     def finished(
-        self,
-        block_ids: Sequence[int],
-        cached_tokens: int,
-        cost: float | None,
-        facts: RequestFacts = _NO_FACTS,
+        self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
         """Count the use of a request's blocks, in order, about to be free. Tokens after `cached_tokens` were computed
         at `cost` seconds each; blocks after the documents of `facts` do not count as used."""
