@@ -24,13 +24,12 @@ class ModelOrderer(NamedTuple):
 
 
 class CloudOrderers:
-    """An `Orderer.for_cloud` for each model with known cache rules.
+    """An `Orderer.for_cloud` for each model with known cache rules. Thread-safe.
 
         CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
 
-    Without `provider` the model's name determines it; a `ttl` that the provider lacks becomes its default. `wrap` gets
-    each new orderer. Thread-safe. Raises OSError and ValueError for an unreadable `prices` file, and for settings of
-    other engines.
+    Without `provider` the model's name determines it; a `ttl` that it lacks becomes its default. Raises OSError and
+    ValueError for an unreadable `prices` file, and for settings of other engines.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class CloudOrderers:
 def find_rules(
     model: str, providers: Sequence[Provider] = _PROVIDERS, ttl: str | None = None
 ) -> tuple[CacheRules, Provider] | None:
-    """Return a model's rules with this TTL, or else the provider's default."""
     for provider in providers:
         for each in dict.fromkeys((ttl, None)):
             with suppress(ValueError):

@@ -23,9 +23,8 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
 
         retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
-    `retriever` is a module or function. Its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
-    with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a
-    `long_text`.
+    `retriever` is a module or function that returns a Prediction or mapping with `passages` (fields of the same length
+    are ordered alike), a list of strings, or a list of rows with a `long_text`.
 
     - `key`: a passage's identity besides its text.
     - `tokens`: its length in the prompt.
@@ -53,7 +52,6 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
 
     async def aforward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a synchronous retriever in a thread."""
         retriever: Any = self.retriever
         if hasattr(retriever, "aforward"):
             retriever = retriever.acall

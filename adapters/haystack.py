@@ -40,8 +40,8 @@ class CacheOrderRanker:
     - `tokens`: its length in the prompt.
 
     Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once.
-    `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module. Raises
-    ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
+    `from_dict` makes a new orderer; `key` and `tokens` must be functions of a module. Raises ValueError for wrong
+    options, pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class CacheOrderRanker:
         return self._reorder.orderer
 
     def to_dict(self) -> dict[str, Any]:
-        """Raises haystack's SerializationError for functions without a name."""
         functions = {name: getattr(self._reorder, name) for name in _FUNCTIONS}
         return default_to_dict(
             self,
@@ -142,9 +141,9 @@ class CacheOrderChatPromptBuilder:
     - `scope`: the tenant.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
-    Errors in `label` leave retrieval order, and the orderer counts them. `from_dict` makes a new orderer with the same
-    settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong
-    options, pydantic.ValidationError for settings.
+    Errors in `label` leave retrieval order, and the orderer counts them. `from_dict` makes a new orderer, and a builder
+    without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong options,
+    pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -179,11 +178,10 @@ class CacheOrderChatPromptBuilder:
         )
 
     def label(self, document: Document) -> str:
-        """Return a document's label, for `cited(reply.text, documents, builder.label)`."""
+        """For `cited(reply.text, documents, builder.label)`."""
         return self._turns.label(document)
 
     def to_dict(self) -> dict[str, Any]:
-        """Raises haystack's SerializationError for a label without a name."""
         arguments = self._turns.builder.__getstate__()
         return default_to_dict(
             self,

@@ -23,8 +23,7 @@ _LONGEST = 64 << 20
 
 
 class ServerError(RagorderError, RuntimeError):
-    """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
-    the HTTP status, if any."""
+    """No usable answer from a server. The message names its URL, without credentials, and what to change."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,8 +41,8 @@ class Server:
             models = server.get_json("/v1/models")
 
     `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
-    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for `base_url` or
-    `api_key`; ImportError without httpx2.
+    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError; ImportError without
+    httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:

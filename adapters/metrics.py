@@ -17,7 +17,7 @@ class PrometheusMetrics:
     """Base of metrics whose names begin with `prefix`. No label names a document or a tenant.
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Raises ImportError without
-    ragorder[proxy], ValueError for a registry with these metrics: share the object instead.
+    ragorder[proxy], ValueError for a registry with these metrics.
     """
 
     prefix: ClassVar[str]

@@ -33,11 +33,11 @@ def plan_dataset(
         answers = processor(planned)  # ray.data.llm, or map_batches with an engine
 
     Columns as for `RequestColumns`. The result has each row's documents in the order of the prompt, their ranks, from
-    0, as "permutation", and the number of the shard as "shard". Other columns are unchanged: join results by an id.
+    0, as "permutation", and the number of the shard as "shard". Join results by an id among the other columns.
 
     The dataset is read twice, once for popular documents in a `sample` of rows; `materialize` it if reading is
-    expensive. One task plans a whole shard, whose rows are adjacent, in one block or, above Ray's
-    `target_max_block_size`, in several. Each batch costs a repeated prefix: give an engine at least 512 rows at a time.
+    expensive. One task plans a whole shard, whose rows are adjacent. Each batch costs a repeated prefix: give an engine
+    at least 512 rows at a time.
 
     Raises ImportError naming the extra, ValueError for less than one shard; an unreadable column is a ValueError of the
     task that reads it.

@@ -54,9 +54,8 @@ _MAX_EXPECTED = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
-    if the client knows better than the profile; `expected`: number of later requests with each document and those
-    before it."""
+    """`documents`: prompt positions, in tokens, where documents end; `cost`: seconds per new token, if the client knows
+    better than the profile; `expected`: number of later requests with each document and those before it."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None

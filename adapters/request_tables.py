@@ -61,7 +61,7 @@ class RequestColumns:
 
     def plan(self, table: Table) -> Table:
         """Return the rows of a shard in serving order, one tenant after another, with documents in the order of the
-        prompt and their ranks, from 0, as "permutation"."""
+        prompt and their ranks as "permutation"."""
         planned = list(plan_requests(self.requests(table)))
         rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)

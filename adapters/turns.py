@@ -57,9 +57,9 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is its message's, in parts for a cloud with breakpoints, `text` the same as one text. `new` are its
-    documents, in prompt order, `repeated` those only named there, best first. Finish it with `confirm` or `discard`;
-    dropped, it counts as discarded.
+    `content` is its message's, in parts for a cloud with breakpoints. `new` are its documents, in prompt order,
+    `repeated` those only named there, best first. Finish it with `confirm` or `discard`; dropped, it counts as
+    discarded.
     """
 
     def __init__(
@@ -87,12 +87,11 @@ class NextTurn(Generic[D]):
             self.ordering.readable()
 
     def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
-        """Set the keys of the message and its answer in later histories. Call it before `confirm`. Raises TypeError."""
+        """Set the keys of the message and its answer in later histories, before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
         self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
-        """Count the request as served."""
         reported = ReportedUsage() if usage is None else usage
         self.ordering.confirm(
             reported.cached_tokens,
@@ -102,7 +101,6 @@ class NextTurn(Generic[D]):
         )
 
     def discard(self) -> None:
-        """Count the request as failed or never sent."""
         self.ordering.discard()
 
     @contextmanager
@@ -132,8 +130,7 @@ class FrameworkTurns(Generic[M, D]):
 
     History is only read (`read`, to a plain message), and sent as the framework's own objects. `text` and `metadata`
     read a document; its `label` cites and names it. After an error all documents are sent in retrieval order, and the
-    orderer counts it. `no_marks` is the warning if the orderer's cache resumes only at breakpoints; empty if they are
-    sent.
+    orderer counts it. `no_marks` is the warning if the orderer's cache resumes only at breakpoints.
     """
 
     def __init__(
@@ -164,7 +161,6 @@ class FrameworkTurns(Generic[M, D]):
         self.builder.turn("", [], orderer=_AsRanked(), repeat=repeat, reference=reference)
 
     def label(self, item: D) -> str:
-        """Return the label by which answers cite a document: `cited(answer, turn.sources, turns.label)`."""
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
 
     def question_in(self, content: str) -> str:
@@ -233,7 +229,6 @@ class FrameworkTurns(Generic[M, D]):
         usage: ReportedUsage | None = None,
         written_tokens: int | None = None,
     ) -> None:
-        """Count a turn's message as sent and answered."""
         # An unreadable message is not found again, but it was served.
         with suppress(Exception):
             turn.set_history_keys(self.read(message), None if answer is None else self.read(answer))

@@ -23,8 +23,8 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """Return the counts in the `usage` of an answer: mappings or objects, in OpenAI's names, Anthropic's or
-    LangChain's. A later report completes an earlier one."""
+    """Return the counts of reports: mappings or objects, in OpenAI's names, Anthropic's or LangChain's. A later report
+    completes an earlier one."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
@@ -41,8 +41,7 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Return whether a streamed choice shows that its prompt was computed. Some servers send a chat's first event, with
-    the role, before that."""
+    """Return whether a streamed choice shows that its prompt was computed. Some servers send the role before that."""
     delta = member(choice, "delta")
     return bool(
         member(choice, "finish_reason")
@@ -67,8 +66,7 @@ class AnswerLength:
             self._mean.add(count)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
-        """Return the cached tokens of a question and its answer of at most `limit` tokens; before the first report
-        `default` for both."""
+        """Return the cached tokens of a question and its answer; before the first report `default` for both."""
         mean = self._mean.value
         expected = default - question_tokens if mean is None else round(mean)
         # Nothing is computed after the last token of an answer: its keys and values are not cached.

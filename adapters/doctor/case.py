@@ -39,7 +39,7 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True)
 class SharedBeginning:
-    """Length of the prefix that a request shares with `earlier` (None for the first request of a scope)."""
+    """Length of the prefix shared with `earlier` (None for the first request of a scope)."""
 
     characters: int
     earlier: LoggedRequest | None
@@ -47,8 +47,8 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """First difference of a request from all earlier ones, before text that other requests repeat. `at_repeated`: in a
-    repeated line, so that only the order of documents differs."""
+    """First difference of a request from all earlier ones, before text that others repeat. `at_repeated`: in a repeated
+    line, so that only the order of documents differs."""
 
     request: LoggedRequest
     at: int
@@ -91,7 +91,6 @@ def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two texts or lists."""
     least, most = 0, min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -217,8 +216,8 @@ def _keys(question: str) -> Iterator[str]:
 
 @dataclass
 class Case:
-    """Input of the rules. `block_size` is in tokens; `template` renders chats as the engine does. `probe` sends one
-    prompt several times with the same topic in `topic_header`, and returns each repetition's cached tokens."""
+    """Input of the rules. `probe` sends one prompt several times with the same topic in `topic_header`, and returns
+    each repetition's cached tokens."""
 
     log: RequestLog
     block_size: int | None = None

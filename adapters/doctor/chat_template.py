@@ -28,8 +28,6 @@ class ChatTemplate(Protocol):
 
 
 class ServerTemplate:
-    """vLLM's /tokenize."""
-
     dated = False
 
     def __init__(self, server: Server, model: str | None) -> None:
@@ -49,8 +47,6 @@ class ServerTemplate:
 
 
 class LocalTemplate:
-    """A tokenizer of transformers."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.dated = _CLOCK in str(getattr(tokenizer, "chat_template", None) or "")

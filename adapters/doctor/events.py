@@ -36,8 +36,6 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class _HeardEvents:
-    """Received events. `batch` (None without one), `rank` and `topic` are those of the test prompt's event."""
-
     connected: bool
     batch: int | None = None
     rank: int = 0
@@ -48,8 +46,7 @@ def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
     """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens; then
-    replay one event. `host` is for the advice. Waits at most `timeout_s` and 10 s at each endpoint. Raises ImportError
-    without ragorder[live]."""
+    replay one event. Waits at most `timeout_s` and 10 s at each endpoint. Raises ImportError without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
@@ -154,7 +151,7 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
 
 
 def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
-    """Return whether a batch was replayed (without one: whether there was any answer), or None without an answer."""
+    """Return whether the batch, or without one anything, was replayed; None without an answer."""
     with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
         wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
         socket.send_multipart([b"", wanted])

@@ -30,7 +30,7 @@ class LoggedRequest:
     """A request's prompt and reported counts (None if not reported).
 
     The first `system_end` characters of `text` are tools and system message. Requests of the same `scope` (model and
-    salt) share a cache. `sent`: a chat's messages as sent.
+    salt) share a cache.
     """
 
     line: int
@@ -61,8 +61,8 @@ class RequestLog:
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
     """Read the first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body (`messages`, `prompt` or `input`) with `usage`, or has the body as `request` and the answer as
-    `response` or its `usage`. Raises JSONLinesError, which names the line and does not quote it.
+    A line is a body with `usage`, or has the body as `request` and the answer as `response` or its `usage`. Raises
+    JSONLinesError, which names the line and does not quote it.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []
@@ -113,7 +113,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
 
 
 def _report(usage: Any) -> CloudUsage:
-    """Return the counts in an answer's `usage`, of a cloud or an engine. LiteLLM's has the names of two APIs."""
+    """LiteLLM's usage has the names of two APIs."""
     cloud = read_cloud_usage(usage)
     if cloud.prompt_tokens is not None:
         return cloud

@@ -49,8 +49,8 @@ def examine_requests(
             print(finding.verdict, finding.check, finding.found)
 
     The server at `base_url` gives its block size and renders chats; without it `block_size` and a transformers
-    `tokenizer` do. With `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError
-    for an unreadable log, AddressError, and ImportError without ragorder[live] if there is a server.
+    `tokenizer` do. With `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError,
+    AddressError, ImportError without ragorder[live].
     """
     case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
     if not case.log.requests:
@@ -63,7 +63,6 @@ def examine_requests(
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
-    """Complete the case by the server's answers; rules report missing ones."""
     name = model or _first_model(server)
     if case.block_size is None:
         with suppress(ServerError):
@@ -85,8 +84,7 @@ def _first_model(server: Server) -> str | None:
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """Compare the reported share of cached tokens with the common prefixes. The cache is blamed only if no other
-    finding explains the difference."""
+    """The cache is blamed only if no other finding explains the difference."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}

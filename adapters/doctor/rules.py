@@ -93,7 +93,6 @@ def _reusable(case: Case) -> tuple[float, float]:
 
 
 def _granularity(case: Case) -> Finding:
-    """Compare the steps of the cache, large in hybrid models, with common prefixes."""
     check = "cache granularity"
     sharing = [tokens for _, found in case.beginnings if (tokens := case.tokens(found.characters)) >= _LEAST_STEP]
     if not sharing:
@@ -122,7 +121,6 @@ def _granularity(case: Case) -> Finding:
 
 
 def _history(case: Case) -> Finding:
-    """Count later turns that do not begin with the turn before."""
     check, turns = "earlier turns", case.turns
     if not turns:
         return Finding(check, "good", "no request continues another one of this log")
@@ -159,7 +157,6 @@ def _kind(turn: Turn, changed: int) -> str:
 
 
 def _minimum(case: Case) -> Finding:
-    """Count prompts and common prefixes shorter than a cloud's minimum for caching."""
     check = "provider's minimum"
     rules = {model: _rules_of(model) for model in {each.model for each in case.log.requests}}
     minima = {model: found.minimum_tokens for model, found in rules.items() if found and found.minimum_tokens}
@@ -199,7 +196,6 @@ class _Comparison(NamedTuple):
 
 
 def _template(case: Case) -> Finding:
-    """Compare the tokens of turns with those of the next ones: of the log, or else made up."""
     check = "chat template"
     if case.template is None:
         return Finding(check, "unknown", "not checked", "give the URL of a vLLM server, or --tokenizer")
@@ -248,7 +244,6 @@ def _compare(template: ChatTemplate, first: Chat, second: Chat) -> _Comparison:
 
 
 def _topic(case: Case) -> Finding:
-    """Send one random prompt several times with the same topic: each repetition must be cached."""
     check = "topic's replica"
     if case.probe is None:
         return Finding(check, "unknown", "not checked", _TOPIC)
@@ -302,7 +297,6 @@ def _volatile(case: Case) -> Finding:
 
 
 def _writes(case: Case) -> Finding:
-    """Compare the savings of reads with the extra cost of writes into a cloud's cache."""
     check, written, read = "writes and reads", 0, 0
     on_top = saved = 0.0
     for request in case.log.requests:

@@ -78,9 +78,9 @@ def examine(
         for finding in examine("http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
-    `document_marker`: the text that begins the documents in a prompt (default: guessed). `timeout_s` limits each
-    request and, up to 10 s, the wait for an event. Findings quote at most 40 characters of each prompt, at their first
-    difference. Raises ServerError for an unreachable server or a refused key, ImportError without ragorder[live].
+    `document_marker`: the text that begins the documents in a prompt (default: guessed). Findings quote at most 40
+    characters of each prompt, at their first difference. Raises ServerError for an unreachable server or a refused key,
+    ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)

@@ -51,7 +51,7 @@ def make_engine_app(
     worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT, web_pages: bool = False
 ) -> ASGIApp:
     """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
-    of any origin may read its answers: the proxy must check a key or the origin.
+    of any origin may read its answers.
 
         app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """

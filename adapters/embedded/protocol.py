@@ -132,8 +132,6 @@ class ChatCompletionRequest(CommonRequest):
 
 @readable_by_threads
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of vLLM's /tokenize: a prompt, or a chat."""
-
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -188,7 +186,6 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
 
 
 def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
-    """Return the undecoded fields. Raises HTTPError for too many values, and the decoder's errors."""
     try:
         count_values(content, MAX_VALUES)
     except TooManyValuesError:
@@ -211,7 +208,6 @@ def _no_json() -> HTTPError:
 
 
 def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
-    """Raise HTTPError for more than `limit` values plus `besides`, those of the prompt."""
     try:
         count_values(content, limit + besides)
     except TooManyValuesError:
@@ -268,7 +264,6 @@ def _unsupported(name: str) -> HTTPError:
 
 
 def _invalid(message: str) -> HTTPError:
-    """msgspec's complaint names the type and path of a value, never the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):

@@ -30,8 +30,6 @@ _MAX_COMPLAINT = 200
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest(Generic[B]):
-    """A body, and an engine request for each of its prompts. `readable`: its facts are not malformed."""
-
     body: B
     requests: tuple[Request, ...]
     facts: RequestFacts | None
@@ -39,9 +37,8 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """Translator for use in one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest`
-    limits prompt plus answer, in tokens; `fusion` is the engine's own. Raises HTTPError for requests that cannot be
-    served."""
+    """Translator for use in one thread. Without a `tokenizer` prompts must be token ids. `longest` limits prompt plus
+    answer, in tokens. Raises HTTPError for requests that cannot be served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer
@@ -215,7 +212,6 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """Join parts by newlines, as vLLM does."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     named = {} if message.name is None else {"name": message.name}

@@ -34,18 +34,15 @@ class EngineStoppedError(RagorderError, RuntimeError):
 
 
 class TooManyWaitingError(RagorderError, RuntimeError):
-    """Too many requests are unfinished: try again later."""
-
     status_code = 503
 
 
-class TooManyAtOnceError(RagorderError, ValueError):
-    """Too many prompts in one request: send fewer."""
+class TooManyAtOnceError(RagorderError, ValueError): ...
 
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together; `verdict` (None if accepted), then `progress` are passed to the event loop."""
+    """Requests submitted together; `verdict` (None if accepted), then `progress` go to the event loop."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
@@ -103,10 +100,8 @@ class EngineWorker:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block.
-
-        Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
-        """
+        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block. Raises the
+        engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration."""
         if self.failure is not None:
             raise EngineStoppedError(self.failure)
         if len(requests) > self.max_unfinished:
@@ -168,7 +163,7 @@ class EngineWorker:
         return self.failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
 
     def _run_commands(self) -> bool:
-        """Run commands; wait if the engine is idle. Returns False once the worker must end."""
+        """Wait if the engine is idle. Returns False once the worker must end."""
         idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -232,7 +227,7 @@ class EngineWorker:
 
 def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
     """Return the settings with the engine's kind of reuse, its tiers' sizes unless `capacity_tokens` is given, and its
-    profile if that has load times."""
+    profile."""
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,

@@ -45,7 +45,7 @@ class DocumentsInside:
 
     @classmethod
     def find(cls, text: str, documents: Sequence[str]) -> Self | None:
-        """Return the documents' positions, or None unless each one is there whole, without overlaps."""
+        """Return None unless each document is there whole, without overlaps."""
         taken: list[tuple[int, int, int]] = []
         # A short one may be a part of a longer one.
         for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
@@ -109,8 +109,8 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` the content for a
-    cloud with breakpoints consists of parts."""
+    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` contents consist of
+    parts."""
 
     def __init__(
         self,
@@ -133,8 +133,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
         """Prepare the messages of a request. Never raises.
 
         Messages after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
-        (None: it is sent unchanged), and with `repeat="name"` tool results name the documents that earlier messages
-        have.
+        (None: unchanged), and with `repeat="name"` tool results name documents of earlier messages.
         """
         sent = list(messages)
         answers = (place for place, message in enumerate(sent) if isinstance(message, AIMessage))
@@ -181,7 +180,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             self.confirm(request.turn, request.messages[-1], answer, usage, written_tokens(answer))
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """Return the messages without documents, for a prompt that rephrases a question."""
         return [
             message.model_copy(update={"content": self.question_in(text_of(message))})
             if isinstance(message, HumanMessage)

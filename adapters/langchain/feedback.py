@@ -40,7 +40,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
     - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
     - Without such a call, the only call served after it counts; with several or none, there are no numbers.
-    - If its call failed, the next one with the same documents counts: a retry, a fallback. Otherwise it is discarded.
+    - If its call failed, the next one with the same documents counts. Otherwise it is discarded.
     - A stream that ends early after its first token counts as served, without numbers.
     - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
 
@@ -127,8 +127,7 @@ class FeedbackHandler(BaseCallbackHandler):
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage. Returns
-        False after an error."""
+        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage."""
         return bool(self._handle(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -66,8 +66,8 @@ def content_parts(
     mark_key: str | None = None,
     show: Callable[[Document], str] = _text,
 ) -> list[dict[str, Any]]:
-    """Return the content of a HumanMessage: a text part for each document, by `show`, then the question. With the
-    `mark_key` of `CacheOrderRetriever`, its breakpoints become cache_control (Anthropic, Bedrock).
+    """Return the content of a HumanMessage: a part for each document, by `show`, then the question. With the `mark_key`
+    of `CacheOrderRetriever`, its breakpoints become cache_control (Anthropic, Bedrock).
 
         documents = CacheOrderRetriever(retriever=retriever, orderer=orderer, mark_key="mark").invoke(question)
         model.invoke([HumanMessage(content_parts(documents, question, mark_key="mark"))])

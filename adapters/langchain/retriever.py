@@ -168,9 +168,9 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost retriever: inside a
-    compressor, ensemble or MultiQueryRetriever this class orders nothing and degrades its orderer. Around a chain with
-    a mapping as input it becomes `retriever | CacheOrderTransformer(…)`.
+    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost retriever: inside
+    another one this class orders nothing and degrades its orderer. Around a chain with a mapping as input it becomes
+    `retriever | CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.

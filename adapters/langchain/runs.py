@@ -25,8 +25,8 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """An LLM call. `claimed`: orderings whose documents are in its prompt, in prompt order; without any, `unclaimed`
-    are all pending orderings. `alone`: not part of a batch."""
+    """`claimed`: orderings whose documents are in the call's prompt, in prompt order; without any, `unclaimed` are all
+    pending orderings. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -38,8 +38,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """An ordering without an outcome. `calls`: claiming calls in progress; `answer`: number and usage of a finished
-    one; `others`: at most two served calls without any ordering's documents."""
+    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: at most two served
+    calls without any ordering's documents."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -104,7 +104,7 @@ class Runs:
 
     @_in_turn
     def call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
-        """Note the start of an LLM call. One without a parent is ignored: its documents were retrieved elsewhere."""
+        """A call without a parent is ignored: its documents were retrieved elsewhere."""
         root = None if parent is None else self.roots.get(parent)
         if root is None or run in self.roots:
             return

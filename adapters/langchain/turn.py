@@ -49,17 +49,17 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         result = chain.invoke({"input": question, "chat_history": history})
         history += result["messages"]
 
-    The input has `context`, the documents as retrieved, not from a `CacheOrderRetriever`, and either `input` and
-    `chat_history`, or `messages` that end with the question (a LangGraph node). The result has `messages`, to be stored
-    unchanged; `answer`, the last of them; and `sources`, the documents.
+    The input has `context`, the documents as retrieved, and either `input` and `chat_history`, or `messages` that end
+    with the question (a LangGraph node). The result has `messages`, to be stored unchanged; `answer`, the last of them;
+    and `sources`, the documents.
 
-    - `model`: a chat model. Its usage reports cached tokens; a `FeedbackHandler` is not needed.
+    - `model`: a chat model. Its usage reports cached tokens, without a `FeedbackHandler`.
     - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
     - `label`: returns the label that cites and names a Document (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the input. A string is the `cache_salt`.
-    - `marks`: content parts, with a cloud orderer's cache breakpoints in sent messages: True for ChatAnthropic,
-      "openai" for ChatOpenAI, "bedrock" for ChatBedrockConverse.
+    - `marks`: send a cloud orderer's cache breakpoints: True for ChatAnthropic, "openai" for ChatOpenAI, "bedrock" for
+      ChatBedrockConverse.
 
     Errors in these functions leave retrieval order, and the orderer counts them. Raises TypeError for a model that is
     no Runnable, ValueError for wrong options.
@@ -88,7 +88,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         )
 
     def label(self, document: Document) -> str:
-        """Return a document's label, for `cited(answer, sources, turn.label)`."""
+        """For `cited(answer, sources, turn.label)`."""
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
@@ -202,7 +202,6 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
-    """Return history and question. Raises LangChain's errors for invalid messages."""
     if "messages" in input:
         return convert_to_messages(input["messages"]), []
     question = input["input"]

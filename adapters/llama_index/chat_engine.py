@@ -44,7 +44,7 @@ class _Asked:
 
 
 async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
-    """Call a method of the memory in its asynchronous form; early versions of LlamaIndex 0.12 have only `aput`."""
+    """Early versions of LlamaIndex 0.12 have only `aput`."""
     method = getattr(memory, f"a{name}", None)
     if method is None:
         return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
@@ -113,7 +113,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         )
 
     def label(self, node: NodeWithScore) -> str:
-        """Return a node's label, for `cited(response.response, response.source_nodes, engine.label)`."""
+        """For `cited(response.response, response.source_nodes, engine.label)`."""
         return self._turns.label(node)
 
     @trace_method("chat")
@@ -138,7 +138,7 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     @trace_method("chat")
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """Stream the answer; it counts as a turn once it has been read to its end."""
+        """The answer counts as a turn once it has been read to its end."""
         asked = self._ask(message, chat_history)
 
         def chunks() -> Generator[ChatResponse, None, None]:
@@ -206,7 +206,6 @@ class CacheOrderChatEngine(BaseChatEngine):
         return await off_loop(partial(self._next, message, query, nodes, history), texts)
 
     def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
-        """Return None to search by the message itself."""
         if not self._condense or not history:
             return None
         users = MessageRole.USER

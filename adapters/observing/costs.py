@@ -34,7 +34,7 @@ class CostMetrics:
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 
     def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:
-        """Count a request in the `served` order; the cost of the `other` one is predicted."""
+        """The cost of the `other` order is predicted."""
         orders = {served: cost.input_tokens, _UNCACHED: cost.prompt_tokens}
         if other_cost is not None:
             orders[other] = other_cost.share * cost.prompt_tokens
@@ -49,7 +49,7 @@ class CostMetrics:
 @dataclass(frozen=True, slots=True)
 class CostStats:
     """Costs of requests to clouds, in `tokens` at the plain price; None if not compared. Money covers models in the
-    table of `prices_date` (None without any, or if tables differ)."""
+    table of `prices_date`."""
 
     tokens: float
     uncached_tokens: float

@@ -35,7 +35,6 @@ _PLAIN: OrdererOptions = {
 
 
 def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Give a wrapper the signature of the orderer's method."""
     return lambda wrapper: wraps(method)(wrapper)
 
 
@@ -45,8 +44,7 @@ class Observation:
 
     - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for each order; None if not compared
     - `documents_end`: prompt tokens up to the end of the documents
-    - `order_s`: seconds that ragorder's order took; `moves`: the documents that it moves
-    - `ordered_cost`, `retrieval_cost`: predicted costs at a cloud
+    - `order_s`: seconds that ragorder's order took
     """
 
     shadow: bool
@@ -62,7 +60,6 @@ class Observation:
 
     @property
     def predicted_tokens(self) -> int:
-        """Cached tokens predicted for the served order."""
         return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
 
 
@@ -128,7 +125,6 @@ class ObservedOrderer:
 
     @property
     def fallbacks(self) -> int:
-        """Internal errors in the served order and in ragorder's."""
         return sum(orderer.fallbacks for orderer in {self._orderer, self._ours})
 
     @property

@@ -14,8 +14,8 @@ __all__ = ["SpanTracer", "Tracing"]
 
 
 class SpanTracer:
-    """Base of classes that make spans. `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises
-    ImportError without ragorder[live]."""
+    """`tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
+    ragorder[live]."""
 
     def __init__(self, tracer: Any = None) -> None:
         with needs("live", type(self).__name__):

@@ -168,8 +168,8 @@ class _StateCollector:
 
 @contextmanager
 def shared_metrics() -> Iterator[None]:
-    """Store metrics made in this block in files, by prometheus_client's multiprocess mode: none is lost with its
-    process. Counters sum all processes, gauges the running ones."""
+    """Store metrics made in this block in files, by prometheus_client's multiprocess mode. Counters sum all processes,
+    gauges the running ones."""
     from prometheus_client import values
 
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
@@ -190,10 +190,8 @@ def forget_process(pid: int) -> None:
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one process of a `shared_metrics` block; `whole` has the metrics of all.
-
-    Other processes cannot read values that are computed when a page is made: `copy` stores them in the files.
-    """
+    """`Metrics` of one process of a `shared_metrics` block; `whole` has the metrics of all. Other processes cannot read
+    values that are computed when a page is made: `copy` stores them in the files."""
 
     def __init__(self) -> None:
         self._collectors: list[Collector] = []
@@ -214,7 +212,7 @@ class SharedMetrics(Metrics):
         self._collectors.append(collector)
 
     def copy(self) -> None:
-        """Copy the values. Call it now and then, in one thread."""
+        """Call it now and then, in one thread."""
         for collector in self._collectors:
             for family in collector.collect():
                 (sample,) = family.samples

@@ -58,8 +58,7 @@ def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other
     """Correct the prediction for the other order by reports on the served one.
 
     If reports exceed predictions, the mean excess is added. If they fall short, other clients used the cache: the
-    prediction shrinks in proportion. Uncertainty: half the mean absolute error (a bias may differ between the orders)
-    plus three standard errors of the mean.
+    prediction shrinks in proportion. Uncertainty: half the mean absolute error plus three standard errors of the mean.
     """
     count = reports.count
     if not served:
@@ -102,10 +101,9 @@ class Stats:
         print(fetch_stats("http://proxy:8000").saved_share)
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order (None if not compared), which `comparison` corrects. Errors and biases are means per request;
-    `order_us`: percentiles of the ordering time. Of the `ordered` requests, `reordered` have moved documents,
-    `reordered_cold` although nothing should be cached, and `best_moved` begin with another document than the best.
-    `passed`: unchanged requests by reason, in no other figure; `cost`: at clouds.
+    the other order, which `comparison` corrects. `order_us`: percentiles. Of the `ordered` requests, `reordered` have
+    moved documents, `reordered_cold` although nothing should be cached, and `best_moved` begin with another document
+    than the best. `passed`: unchanged requests by reason, in no other figure.
     """
 
     shadow: bool
@@ -133,7 +131,6 @@ class Stats:
 
     @property
     def other_cached_tokens(self) -> int | None:
-        """Cached tokens of the order that is not served; None if unknown."""
         return self.comparison.other_tokens
 
     @property
@@ -195,7 +192,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """Read the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
+        """Read metric families of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
@@ -261,8 +258,8 @@ class Stats:
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """Return the figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises
-    ServerError, ImportError without ragorder[live]."""
+    """Return the figures of the proxy, or of an application with its metrics at `url`/metrics. Raises ServerError,
+    ImportError without ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
@@ -282,7 +279,7 @@ def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None)
 
 
 def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
-    """As Prometheus' histogram_quantile: linear within a bucket; above the last bound, that bound."""
+    """As Prometheus' histogram_quantile."""
     finite = [(bound_s, count) for bound_s, count in buckets if not isinf(bound_s)]
     rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
     below_s = below = 0.0

@@ -26,7 +26,7 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 @dataclass(frozen=True, slots=True)
 class Hits:
     """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
-    without named sources. Counted at admission, including tokens that a tier then fails to load."""
+    without named sources. Tokens that a tier then fails to load are included."""
 
     device: int = 0
     host: int = 0
@@ -46,7 +46,7 @@ class Hits:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
-        """Read a server's metric families, all engines together. Raises ValueError without vLLM's metrics."""
+        """Read metric families, all engines together. Raises ValueError without vLLM's metrics."""
         queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
         for family in families:
             for sample in family.samples:
@@ -62,8 +62,6 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier. `oldest_s` is the age of the oldest chunk; the counters are since the server's start."""
-
     tier: str
     chunks: int
     bytes: int
@@ -105,8 +103,7 @@ class TierStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """Read metric families as `Hits.of`. Raises ValueError without ragorder's metrics, LookupError if they are
-        still empty."""
+        """Raises ValueError without ragorder's metrics, LookupError if they are still empty."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -157,7 +154,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """Return the figures of the vLLM server at `url`. Raises ServerError, ImportError without ragorder[live]."""
+    """Return the figures of a vLLM server. Raises ServerError, ImportError without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)

@@ -24,7 +24,6 @@ BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], H
 """A query, its documents in retrieval order, and optionally a scope."""
 
 BatchOutcome = tuple[int, Answer | Exception]
-"""The index of a request, and its answer or error."""
 
 # Number of waiting requests that an ordering considers.
 _FORESEEN = 8
@@ -96,7 +95,7 @@ class BatchBacklog:
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """Yield outcomes, with a thread for each request in flight. Closing ends each request at its next piece."""
+    """Use a thread for each request in flight. Closing ends each request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -127,7 +126,7 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """Yield outcomes, with a task for each request in flight. Closing cancels them."""
+    """Use a task for each request in flight. Closing cancels them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:

@@ -29,8 +29,6 @@ _logger = logging.getLogger("ragorder")
 
 @dataclass(eq=False, repr=False)
 class CallSetup:
-    """Configuration and statistics of a client, see `OrderedClient`."""
-
     client: Any
     _: KW_ONLY
     model: str
@@ -93,7 +91,7 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """Make an ordering, and finish it when the block ends. Swallows an error if another attempt follows."""
+        """Make an ordering, and finish it at the block's end. Swallows an error if another attempt follows."""
         ordering = self.ordering = self._order()
         reply = Reply(ordering)
         try:
@@ -120,7 +118,7 @@ class Call:
                 ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
-        """Return the result of create(). Call it at once: requests are sent in the order of their orderings."""
+        """Call it at once: requests are sent in the order of their orderings."""
         request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
@@ -138,7 +136,7 @@ class Call:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """The caller's own header stays. All attempts share one topic, so that documents count once."""
+        """All attempts share one topic, so that documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):

@@ -59,15 +59,15 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request, for usage at the end of its stream. Omitted in later requests if the server
-    refuses them and accepts the request without."""
+    """The `stream_options` of one request. Omitted in later requests if the server refuses them and accepts the request
+    without."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Leave the option out if this error refuses it. Returns True if the request should then be sent again."""
+        """Return whether this error refuses the option, so that the request should be sent again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
@@ -87,7 +87,7 @@ def _refuses_stream_options(error: Exception) -> bool:
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
     """Return the caller's options for create(), without None, with the scope's salt. Raises TypeError or ValueError,
-    which name options but never their values."""
+    which never quote values."""
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
     for name in _OWNED:
@@ -129,8 +129,8 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer; the last chunk has the usage. Raises the openai client's errors (APIConnectionError for a
-        cut-off answer), and before sending those of `checked_options`."""
+        """Stream an answer. Raises the openai client's errors (APIConnectionError for a cut-off answer) and those of
+        `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()

@@ -133,8 +133,8 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
-        """Stream the answer. Starts at the first piece; closing it early ends retrieval and requests. Options and
-        errors as for `OrderedClient.generate`, and the errors of retrieval."""
+        """Stream the answer, from the first piece on; closing it early ends retrieval and requests. Options and errors
+        as for `OrderedClient.generate`, and the errors of retrieval."""
         return self._runner.stream(self._question(query, scope, max_tokens, temperature, options))
 
     def answer(
@@ -146,7 +146,7 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
-        """Return the whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
+        """Return a stream that has ended, with its `text`, `usage` and `trace`."""
         return self._runner.answer(self._question(query, scope, max_tokens, temperature, options))
 
     def _question(
@@ -170,8 +170,7 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
     - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
     - `report_load`: poll vLLM's /metrics for its number of requests during searches.
 
-    Other options and errors as for `OrderedClient` and `ordered_pipeline`. A failed speculation or warm-up does not
-    affect the answer.
+    Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
     @property

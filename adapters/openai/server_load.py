@@ -31,8 +31,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class PromptLoad(EngineLoad):
-    """Load of a shared engine: other clients' requests (`requests()`) count as pending. The default `max_prefill_bs` is
-    the number of prompts of mean length in `token_budget`, and 1 before the first prompt."""
+    """Load of a shared engine: other clients' requests count as pending. The default `max_prefill_bs` is the number of
+    prompts of mean length in `token_budget`, and 1 before the first prompt."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class PromptLoad(EngineLoad):
 
 
 class MetricsPoll:
-    """Poll of the number of requests on a vLLM server, by its /metrics: during searches, at most every 100 ms, and at
-    least once a minute while it does not answer. None without a recent answer."""
+    """Number of requests on a vLLM server, polled from its /metrics during searches, at most every 100 ms. None without
+    a recent answer."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client

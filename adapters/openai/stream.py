@@ -70,12 +70,12 @@ class _BaseStream:
 
     @property
     def ordering(self) -> Ordering[Document] | None:
-        """The ordering of the request; None before it is sent."""
+        """None before the request is sent."""
         return self._call.ordering
 
     @property
     def answer(self) -> Answer | None:
-        """The whole answer; None before the last piece."""
+        """None before the last piece."""
         return self._call.answer
 
 

@@ -62,9 +62,8 @@ class SystemPrefix:
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled after the prefix: the
-    embedded engine selects tokens by it. After a failure of its `engine`, prefixes count as evicted. Raises ValueError
-    for invalid `prompts`.
+    With `reuse="fused"` each question is prefilled after the prefix: the embedded engine selects tokens by it. After a
+    failure of its `engine`, prefixes count as evicted. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(

@@ -139,10 +139,10 @@ def make_application(
 
     - `make_engine` makes, in each replica, an ASGI application with OpenAI's API: `EmbeddedEngine`, or a function that
       returns the proxy's `make_app` for the replica's own server. Ray pickles it.
-    - `topics` are the same in all processes of the ingress; across deployments they need a secret.
-    - `replicas` and `ingress` are options of the two deployments. Above `max_ongoing_requests` (64) of a replica its
-      requests go to the next one.
-    - `proxy`: options of the proxy's `make_app` that find documents or limit clients (`template`, `api_key`, …).
+    - `topics`: across deployments they need a secret.
+    - `replicas`, `ingress`: options of the two deployments. Above `max_ongoing_requests` (64) of a replica its requests
+      go to the next one.
+    - `proxy`: options of the proxy's `make_app` that find documents or limit clients.
 
     Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for a request router in `replicas`.
     """

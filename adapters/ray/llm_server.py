@@ -33,7 +33,7 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
 
     def make_calls(self) -> OrderedCalls:
         """Return the calls with the orderer of this replica's cache, by default from the environment. A subclass may
-        give another orderer, a tokenizer or a template."""
+        give another one, a tokenizer or a template."""
         return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:

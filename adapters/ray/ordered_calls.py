@@ -32,8 +32,7 @@ class MalformedDocumentsError(RagorderError, ValueError):
 
 
 class OrderedCalls:
-    """Orders the documents of requests to `LLMServer.chat` or `.completions`, found as in the proxy, and learns from
-    the answers."""
+    """Orders the documents of requests to `LLMServer.chat` or `.completions`, found as in the proxy."""
 
     def __init__(
         self, orderer: OrdererLike, *, tokenizer: Any = None, template: DocumentTemplate | None = None

@@ -93,17 +93,13 @@ class ReplicaRequest(NamedTuple):
 
     @property
     def session(self) -> str | None:
-        """The topic, or the client's own session."""
         named = header(self.headers, b"x-session-id")
         return named.decode("latin-1") if named else None
 
 
 class EngineReplica:
-    """Replica that answers requests by the ASGI application that `make_engine` makes in this process.
-
-    Chats and completions yield no item before their first token, whole ones none before their end: until then a caller
-    may send the request to another replica.
-    """
+    """Replica that answers requests by an ASGI application in this process. Chats and completions yield no item before
+    their first token, whole ones none before their end: until then a caller may send the request to another replica."""
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
         app = make_engine()
@@ -141,7 +137,7 @@ class EngineReplica:
         return await self._transport.handle_async_request(sent)
 
     async def __del__(self) -> None:
-        """End the application. Ray calls it when the replica is drained."""
+        """Ray calls it when the replica is drained."""
         await self._lifespan.end()
 
 

@@ -35,8 +35,7 @@ REFUSED = (502, 503)
 """Statuses of a replica whose engine takes no requests: another one may."""
 
 
-class ReplicaLostError(UpstreamError):
-    """The replica ended before the end of its answer."""
+class ReplicaLostError(UpstreamError): ...
 
 
 class ReplicaAnswer(httpx2.AsyncByteStream):

@@ -32,11 +32,10 @@ CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.serve.handle:DeploymentResponseGenerator.__anext__": (),
     "ray.serve.handle:DeploymentResponseGenerator.cancel": (),
 }
-"""Names that the application uses, as "module:name", with the parameters that it passes or receives."""
+"""Used names, as "module:name", with the parameters that are passed or received."""
 
 
-class UnsupportedRayError(RagorderError, RuntimeError):
-    """The installed Ray lacks parts that the application uses."""
+class UnsupportedRayError(RagorderError, RuntimeError): ...
 
 
 def check_ray() -> None:

@@ -48,8 +48,8 @@ class UnreadableError(RagorderError, ValueError):
 
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. `process` is the
-    writer. Keys and scopes are texts or bytes of at most 1,024, or integers; a scope may be None."""
+    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. Keys and scopes
+    are texts or bytes of at most 1,024, or integers; a scope may be None."""
 
     process: bytes
     scope: Any
@@ -61,14 +61,13 @@ class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     prefix_tokens: int | None = None
 
     def encode(self) -> bytes:
-        """Raises UnreadableError for an order that no reader accepts, OverflowError for integers above 64 bits,
-        UnicodeEncodeError for a text that UTF-8 cannot encode."""
+        """Raises UnreadableError, OverflowError for integers above 64 bits, UnicodeEncodeError for a text that UTF-8
+        cannot encode."""
         _check(self)
         return _bounded(msgspec.msgpack.encode(self))
 
 
 def read_order(content: bytes) -> SharedOrder:
-    """Raises UnreadableError."""
     try:
         order = msgspec.msgpack.decode(_bounded(content), type=SharedOrder)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -102,10 +101,9 @@ def _check(order: SharedOrder) -> None:
 class OrderLog:
     """Log that appends orders, and passes orders of other processes to `apply`, which must not raise.
 
-    One thread writes, one reads, from the first order or `start` on. Nothing waits for the server: while it is lost, up
-    to `LENGTH` orders are kept, and `lost` is called. Afterwards the stream is read from its start, but no order is
-    applied twice: a new primary may lack the last entries. Raises ValueError for a malformed URL, ImportError without
-    ragorder[proxy].
+    One thread writes, one reads. Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and
+    `lost` is called. Afterwards the stream is read from its start, but no order is applied twice: a new primary may
+    lack the last entries. Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class OrderLog:
                 Thread(target=self._again, args=(work,), name=name, daemon=True).start()
 
     def append(self, order: SharedOrder) -> None:
-        """Append an order without waiting: above `LENGTH` the oldest order is dropped."""
+        """Above `LENGTH` the oldest order is dropped."""
         self._waiting.append(order.encode())
         self._news.set()
         if not self._started:

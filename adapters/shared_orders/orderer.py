@@ -36,11 +36,11 @@ class SharedOrderer(Orderer):
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server. The other processes add them to
-    their trees; a new process reads those of the last 10,000 requests. Ordering reads memory only. Without the server
-    each process continues alone, with one `DegradedWarning`, and catches up later. The stream has digests and lengths
-    of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order
-    (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
+    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, without texts. The other
+    processes add them to their trees; a new process reads those of the last 10,000 requests. Ordering reads memory
+    only. Without the server each process continues alone, with one `DegradedWarning`, and catches up later. With
+    `at_once=False` only `share` shares an order (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed
+    URL, ImportError without ragorder[proxy].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
@@ -70,7 +70,7 @@ class SharedOrderer(Orderer):
     def share(
         self, documents: Sequence[Any], permutation: Sequence[int], *, scope: Hashable = None, lengths: Lengths = USUAL
     ) -> None:
-        """Share that these documents are sent in the order of this permutation of their ranks."""
+        """Share that these documents are sent in this order of their ranks."""
         given: list[Any] = list(documents)
         if not given:
             return

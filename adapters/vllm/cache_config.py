@@ -55,8 +55,7 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """Return the cache configuration of the vLLM server at `base_url`. Raises ServerError, also without an answer
-    within `timeout_s` or with missing metrics; ImportError without ragorder[live]."""
+    """Return the cache configuration of a vLLM server. Raises ServerError; ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 
@@ -85,8 +84,7 @@ def cache_config(server: Server) -> CacheConfig:
 
 
 def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
-    """Return the sizes of one engine's tiers after the device; `capacity_tokens` of all engines take the device's
-    bytes."""
+    """Return the sizes of one engine's tiers after the device, whose bytes `capacity_tokens` of all engines take."""
     sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
     for tier, size in _CAPACITY.findall(page):
         sizes[tier] = sizes.get(tier, 0.0) + float(size)
@@ -134,6 +132,6 @@ def _why(page: str) -> str:
 
 
 def requests_on(page: str) -> int | None:
-    """Return the number of waiting and running requests in a server's /metrics, or None if it is missing."""
+    """Return the number of waiting and running requests in a /metrics page, or None if it is missing."""
     counts = [int(float(count)) for count in _REQUESTS.findall(page)]
     return sum(counts) if counts else None

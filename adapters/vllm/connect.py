@@ -78,7 +78,7 @@ def connect(
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """Return the settings completed by the server, its deficiencies, and whether its model is treated as hybrid."""
+    """Return the completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:

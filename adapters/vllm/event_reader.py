@@ -38,9 +38,8 @@ _BELOW = (Place.HOST, Place.DISK)
 
 @dataclass(slots=True)
 class EventCounters:
-    """`gaps`: losses of batches; `start_overs`: the engine's first events were no longer available; `restarts`: new
-    engines; `silences`: no answer; `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown
-    parent."""
+    """`start_overs`: the engine's first events were no longer available; `restarts`: new engines; `silences`: no
+    answer; `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown parent."""
 
     batches: int = 0
     stored: int = 0
@@ -57,8 +56,6 @@ class EventCounters:
 
 
 class EventReader:
-    """Reader that applies batches to `EngineBlocks` and counts their events. `decode` decodes msgpack."""
-
     def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
         self.counters = counters
         self._decode = decode

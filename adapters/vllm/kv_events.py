@@ -99,7 +99,6 @@ class KVEventSubscriber:
 
     @property
     def synchronised(self) -> bool:
-        """Whether `blocks` should match the engine."""
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
@@ -265,7 +264,7 @@ class KVEventSubscriber:
                         wanted, heard = batch.number + 1, heard + 1
 
     def _ask(self, first: int) -> Generator[_EventBatch, None, None]:
-        """Yield one answer of the server; a long one may lack batches and its end."""
+        """A long answer may lack batches and its end."""
         heard = 0
         with self._context.socket(self._zmq.DEALER) as socket:
             self._connect(socket, self._replay_endpoint or "")

@@ -39,8 +39,8 @@ Advance = Callable[[], None]
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Return the seconds to copy a token of `token_bytes` to the device from "host" memory, and from "disk" through it:
-    from the loads so far, else from the copies in the other direction. A tier without either is left out."""
+    """Return the seconds to copy a token to the device from "host" memory, and from "disk" through it: from the loads
+    so far, else from the copies in the other direction."""
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):
         sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])
@@ -60,8 +60,6 @@ def copy_times(page: str, token_bytes: float) -> dict[str, float]:
 
 
 class Answered(NamedTuple):
-    """Seconds to the first token, and the server's reported tokens."""
-
     seconds: float
     cached_tokens: int
     prompt_tokens: int
@@ -78,8 +76,8 @@ class _Salted(NamedTuple):
 
 
 class TierLoads:
-    """Measurement of an idle server with ragorder's tiers: `capacity_tokens` are its device's. Raises ServerError, also
-    if the server takes no prompt of a block."""
+    """Measurement of an idle server with ragorder's tiers. Raises ServerError, also if the server takes no prompt of a
+    block."""
 
     def __init__(
         self,
@@ -114,11 +112,9 @@ class TierLoads:
     def measure(
         self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
     ) -> PrefillProfile:
-        """Return the profile with `loads`: medians of up to `repeats` samples of each tier within `limit_s`.
-
-        A tier is skipped if filling the tiers before it takes longer. The server's own copy times are a lower bound,
-        and replace missing samples (`load_missing` among the facts).
-        """
+        """Return the profile with `loads`: medians of up to `repeats` samples of each tier within `limit_s`. A tier is
+        skipped if filling the tiers before it takes longer. The server's own copy times are a lower bound, and replace
+        missing samples."""
         samples = self._samples
         self._deadline = time.monotonic() + limit_s
         self._fill(1)

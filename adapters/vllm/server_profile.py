@@ -39,11 +39,11 @@ _TOKEN_IDS = range(100, 256)
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """Return the cached profile of the server at `base_url`, or measure one with load times and cache it: the engine
-    finds it if it runs on this machine, for this user.
+    """Return the cached profile of the server at `base_url`, or measure one with load times and cache it for an engine
+    on this machine, of this user.
 
-    Returns None if the server awaits no profile (its tiers have no `--profile auto`). Raises ServerError with the
-    reason if it cannot be measured.
+    Returns None if the server awaits no profile (`--profile auto`). Raises ServerError with the reason if it cannot be
+    measured.
     """
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
@@ -123,8 +123,7 @@ def _measure_tiers(
 
 
 class _Prefills:
-    """Times of requests for one token. A row's prefix is sent first, under its own salt, so that nothing else is
-    cached. Raises ServerError."""
+    """A row's prefix is sent first, under its own salt, so that nothing else is cached. Raises ServerError."""
 
     def __init__(self, server: Server, model: str, longest: int) -> None:
         self.model = model

@@ -23,8 +23,6 @@ __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """Worker metadata with the host chunks of failed stores."""
-
     failed_chunks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> TierWorkerMetadata:
@@ -34,11 +32,9 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for an offloading connector whose copies may fail, unlike vLLM's.
-
-    Our worker reports failed copies as finished, and separately. vLLM's scheduler recomputes failed loads
-    (`failed_recving`); the manager drops chunks of failed stores.
-    """
+    """Mixin for an offloading connector whose copies may fail, unlike vLLM's. Our worker reports failed copies as
+    finished, and separately. vLLM's scheduler recomputes failed loads (`failed_recving`); the manager drops chunks of
+    failed stores."""
 
     connector_scheduler: Any
     connector_worker: Any

@@ -30,8 +30,6 @@ class FailedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Block `block` of the device is part `part` of chunk `chunk`."""
-
     block: int
     chunk: int
     part: int

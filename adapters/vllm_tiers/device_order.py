@@ -27,7 +27,7 @@ _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher, which must not raise: it sees every block taken or freed."""
+    """vLLM's free queue; the watcher sees every block taken or freed, and must not raise."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -62,7 +62,7 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._watcher.returned(blocks)
 
     def bring_forward(self, blocks: Iterable[Any]) -> None:
-        """Move blocks of the queue to its front, unwatched. The queue is consistent after each block."""
+        """Move blocks to the queue's front, unwatched. The queue is consistent after each block."""
         for block in blocks:
             if block.prev_free_block is not None and block.next_free_block is not None:
                 super().remove(block)

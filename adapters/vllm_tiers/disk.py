@@ -48,8 +48,7 @@ class _DiskTransfer:
     is_load: bool
 
 
-class _Written(set[OffloadKey]):
-    """Chunks that a request has stored, which counts as their use."""
+class _Written(set[OffloadKey]): ...
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
@@ -57,7 +56,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
     them.
 
     A corrupt chunk is dropped and recomputed by vLLM. With an unusable folder (another engine's or model's) the tier
-    stays empty, which is logged and counted. At most `bytes`, in a folder for each data-parallel engine.
+    stays empty, which is logged and counted.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE

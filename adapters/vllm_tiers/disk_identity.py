@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 MEMORY = "weights.json"
-"""File of cached digests, in the folder of the disk tier."""
 _TOKENS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config")
 _NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)
 _NOT_WEIGHTS = frozenset({".md", ".txt", ".jinja", ".png", ".jpg"})
@@ -184,7 +183,6 @@ def _commits(model: str, hub: Path | None) -> dict[str, Path]:
 
 
 def note_model(vllm_config: Any) -> None:
-    """Add facts of vLLM's whole configuration to `kv_connector_extra_config`. Never raises."""
     vllm_config.kv_transfer_config.kv_connector_extra_config[_NOTE] = model_facts(vllm_config)
 
 

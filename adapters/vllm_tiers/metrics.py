@@ -54,8 +54,6 @@ class _Counters:
 
 @dataclass(slots=True)
 class TierCounts(_Counters):
-    """Metrics of one tier ("device", "host" or "disk")."""
-
     tier: str
     chunks: int = 0
     bytes: int = 0

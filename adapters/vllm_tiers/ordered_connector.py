@@ -114,5 +114,4 @@ def _block_bytes(kv_cache_config: Any) -> int:
     return int(tensors[0].size) // int(kv_cache_config.num_blocks) if tensors and kv_cache_config.num_blocks else 0
 
 
-class OrderedTierConnector(RecomputesFailedLoads, DeviceOrderConnector):
-    """Host and disk tiers, with the device's blocks in the order of the policy."""
+class OrderedTierConnector(RecomputesFailedLoads, DeviceOrderConnector): ...

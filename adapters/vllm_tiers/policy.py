@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class RequestPath:
-    """The chunks of a request's prompt, root first; chunks of several groups of layers are adjacent. `last` and
-    `admitted`: numbers of chunks that count as used, and that may be stored (None for all)."""
+    """The chunks of a request's prompt, root first. `last` and `admitted`: numbers of chunks that count as used, and
+    that may be stored (None for all)."""
 
     # vLLM's own dictionary, which grows while the request is answered.
     _positions: dict[OffloadKey, int]
@@ -52,7 +52,6 @@ class RequestPath:
         return key in self._positions
 
     def parent_of(self, key: OffloadKey) -> OffloadKey | None:
-        """Return the parent, or None for the first chunk and other requests' chunks."""
         place = self._place(key)
         return self.keys[place - 1] if place else None
 
@@ -97,8 +96,6 @@ class RequestPath:
 
 @dataclass(frozen=True, slots=True)
 class ReadFacts:
-    """The facts of a request, if any; not `readable` if they are malformed."""
-
     facts: RequestFacts | None
     readable: bool = True
 

@@ -41,7 +41,7 @@ _MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Manager of the tiers. Raises ValueError if the host tier's policy is not a `HostPolicy`."""
+    """Raises ValueError if the host tier's policy is not a `HostPolicy`."""
 
     def __init__(
         self,

