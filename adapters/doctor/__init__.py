@@ -1,7 +1,7 @@
 """Checks of a server, its KV events, its prompts, and request logs."""
 
+from ragorder.adapters.doctor.case import Finding, Verdict
 from ragorder.adapters.doctor.events import Events
-from ragorder.adapters.doctor.finding import Finding, Verdict
 from ragorder.adapters.doctor.prompts import PromptSample
 from ragorder.adapters.doctor.requests import examine_requests
 from ragorder.adapters.doctor.server import examine

@@ -1,4 +1,4 @@
-"""Request log, its common prefixes and conversations, and server data, for the rules."""
+"""Input of the rules, from a request log and a server, and their results."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from ragorder.adapters.doctor.chat_template import ChatTemplate
-from ragorder.adapters.doctor.finding import Verdict
 from ragorder.adapters.doctor.request_log import LoggedRequest, Message, RequestLog
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.errors import RagorderError
 
 __all__ = [
     "Case",
+    "ChatTemplate",
+    "Finding",
+    "LocalTemplate",
     "Parting",
+    "RenderError",
+    "ServerTemplate",
     "SharedBeginning",
     "Turn",
+    "Verdict",
     "common_length",
     "counted",
     "find_partings",
@@ -26,6 +32,9 @@ __all__ = [
     "shared_beginnings",
 ]
 
+Verdict = Literal["good", "warning", "bad", "unknown"]
+Chat = Sequence[Mapping[str, Any]]
+_CLOCK = "strftime_now"
 _CHUNK = 256
 # The first chunks are shorter, for requests that differ early.
 _FIRST = (16, 32, 64, 128, 256)
@@ -35,6 +44,62 @@ _ASKS = ("user", "tool")
 # Applications store the bare question, and send it after or before retrieved text.
 _ENDS = (64, 32, 16)
 _LEAST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check; `advice` says what to change."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    advice: str | None = None
+
+
+class RenderError(RagorderError):
+    """The chat template fails. The message does not quote the chat."""
+
+
+class ChatTemplate(Protocol):
+    dated: bool
+    """Whether it writes today's date."""
+
+    def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
+        """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
+
+
+class ServerTemplate:
+    dated = False
+
+    def __init__(self, server: Server, model: str | None) -> None:
+        self._server = server
+        self._model = {} if model is None else {"model": model}
+
+    def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
+        body = {"messages": list(messages), "add_generation_prompt": open_end, **self._model}
+        try:
+            answer = self._server.post_json("/tokenize", body)
+        except ServerError as error:
+            raise RenderError(str(error)) from None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
+            raise RenderError(f"{self._server.root}/tokenize returned no tokens: give --tokenizer")
+        return tokens
+
+
+class LocalTemplate:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.dated = _CLOCK in str(getattr(tokenizer, "chat_template", None) or "")
+
+    def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_end)
+            tokens: Sequence[Any] = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:
+            # A template may raise anything, and the error may quote a message.
+            raise RenderError(f"the chat template fails on it ({type(error).__name__})") from None
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.case import Finding
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES
+from ragorder.adapters.vllm.kv_events import LARGEST_MESSAGE_BYTES
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import printable
 

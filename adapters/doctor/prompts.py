@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.doctor.case import common_length
-from ragorder.adapters.doctor.finding import Finding, Verdict
+from ragorder.adapters.doctor.case import Finding, Verdict, common_length
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.common.jsonl import printable
 

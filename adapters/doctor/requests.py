@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragorder.adapters.doctor.case import Case
-from ragorder.adapters.doctor.chat_template import LocalTemplate, ServerTemplate
-from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.case import Case, Finding, LocalTemplate, ServerTemplate
 from ragorder.adapters.doctor.request_log import EXAMPLE, read_log
 from ragorder.adapters.doctor.rules import RULES
-from ragorder.adapters.doctor.sending import probe_topic
+from ragorder.adapters.doctor.server import probe_topic
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 

@@ -9,9 +9,18 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ragorder.adapters.cloud_orderers import find_rules
-from ragorder.adapters.doctor.case import Case, Turn, common_length, counted, graded, repeated_parts
-from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, RenderError
-from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.case import (
+    Case,
+    Chat,
+    ChatTemplate,
+    Finding,
+    RenderError,
+    Turn,
+    common_length,
+    counted,
+    graded,
+    repeated_parts,
+)
 from ragorder.adapters.doctor.prompts import recognise
 from ragorder.adapters.http_client import ServerError
 from ragorder.clouds import CacheRules

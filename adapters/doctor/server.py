@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from ragorder.adapters.doctor.case import Finding
 from ragorder.adapters.doctor.events import Events, check_events
-from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
-from ragorder.adapters.doctor.sending import count_of, random_tokens, send
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.common.jsonl import printable
 
-__all__ = ["Kind", "examine", "for_kind", "kind_of"]
+__all__ = ["Kind", "count_of", "examine", "for_kind", "kind_of", "probe_topic", "random_tokens", "send"]
 
 T = TypeVar("T")
 
+# Ordinary or at least harmless tokens in any vocabulary.
+_TOKEN_IDS = range(100, 256)
+# Statuses of a server that lacks a route or does not take token ids.
+_OTHER_FORM = (400, 404, 405, 422, 501)
+_REPEATS = 7
+_PROBE_TOKENS = 512
 Kind = Literal["engine", "proxy", "embedded", "other"]
 """engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine."""
 _ENGINES = ("vllm", "sglang", "")
@@ -252,3 +259,50 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
         return finding
     known = "the server does not publish its cache size" if check == "capacity" else finding.found
     return replace(finding, found=known if finding.verdict == "unknown" else finding.found, advice=_OTHER[check])
+
+
+def random_tokens(count: int) -> list[int]:
+    return random.choices(_TOKEN_IDS, k=count)
+
+
+def send(
+    server: Server, model: str | None, token_ids: list[int], headers: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], bool]:
+    """Return the answer's usage, and whether the prompt was sent as token ids. Raises ServerError."""
+    if model is None:
+        raise ServerError(f"{server.root} got no test request, because it lists no model: give --model")
+    text = " ".join(map(str, token_ids))
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": token_ids}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ]
+    refusals = []
+    for path, prompt in forms:
+        try:
+            answer = server.post_json(path, {"model": model, "max_tokens": 1, "temperature": 0, **prompt}, headers)
+        except ServerError as error:
+            if error.status not in _OTHER_FORM:
+                raise
+            refusals.append(error)
+            continue
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        return usage if isinstance(usage, dict) else {}, prompt.get("prompt") is token_ids
+    raise refusals[0]
+
+
+def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
+    """Return the cached tokens of each repetition of a prompt with the same topic. A random balancer over two replicas
+    passes once in 128 probes."""
+    topic = {header: secrets.token_hex(16)}
+    token_ids = random_tokens(tokens)
+    found = []
+    for _ in range(_REPEATS + 1):
+        usage, _exact = send(server, model, token_ids, topic)
+        found.append(count_of(usage.get("prompt_tokens_details"), "cached_tokens"))
+    return found[1:]
+
+
+def count_of(value: object, name: str) -> int | None:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None

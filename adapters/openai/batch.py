@@ -10,11 +10,10 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from ragorder import Document
-from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.call import Call, CallSetup, OrderedStream, generate_async
 from ragorder.adapters.openai.endpoint import checked_options
 from ragorder.adapters.openai.prompts import predict_lengths
 from ragorder.adapters.openai.reply import Answer
-from ragorder.adapters.openai.stream import OrderedStream, generate_async
 from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ragorder import Document
 from ragorder.adapters.openai.batch import BatchBacklog, BatchOutcome, BatchRequest, answer_many, answer_many_async
-from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.call import AsyncOrderedStream, Call, CallSetup, OrderedStream, generate, generate_async
 from ragorder.adapters.openai.conversation import Conversation
 from ragorder.adapters.openai.endpoint import check_client
 from ragorder.adapters.openai.reply import Answer
-from ragorder.adapters.openai.stream import AsyncOrderedStream, OrderedStream, generate, generate_async
 from ragorder.conversation import REFERENCE, Message, Repeat
 
 __all__ = ["AsyncOrderedClient", "OrderedClient"]

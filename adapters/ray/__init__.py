@@ -10,7 +10,6 @@ with needs("ray", "Ray Serve"):
     import ray.serve  # noqa: F401
     import starlette  # noqa: F401
 
-from ragorder.adapters.ray.application import EmbeddedEngine, make_application
-from ragorder.adapters.ray.versions import UnsupportedRayError
+from ragorder.adapters.ray.application import EmbeddedEngine, UnsupportedRayError, make_application
 
 __all__ = ["EmbeddedEngine", "UnsupportedRayError", "make_application"]

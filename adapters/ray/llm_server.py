@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Any
 
-from ragorder.adapters.ray.application import BY_SESSION
+from ray.serve.config import RequestRouterConfig
+
+from ragorder.adapters.ray import application
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.common.extras import needs
 from ragorder.orderer import Orderer
@@ -15,6 +17,9 @@ with needs("ray,vllm", "Ray's LLM server"):
     from ray.serve.llm.deployment import LLMServer
 
 __all__ = ["BY_SESSION", "OrderedLLMServer"]
+
+BY_SESSION = RequestRouterConfig(request_router_class=application.BY_SESSION)
+"""The `request_router_config` that sends requests with the same `x-session-id` to the same replica."""
 
 
 class OrderedLLMServer(LLMServer):  # type: ignore[misc]

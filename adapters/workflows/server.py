@@ -7,9 +7,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from ragorder import Document, Ordering, PromptBuilder
+from ragorder.adapters.openai.pipelined import PromptLoad, SystemPrefix
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
-from ragorder.adapters.openai.server_load import PromptLoad
-from ragorder.adapters.openai.system_prefix import SystemPrefix
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, CommittedRequest, StreamingEngine, Usage, WarmUp
 from ragorder.pipelining.servers import observer_of

@@ -420,7 +420,7 @@ class TestShared:
 class TestLangGraph:
     def test_a_node(self, workflows: SharedWorkflows) -> None:
         graphs = pytest.importorskip("langgraph.graph")
-        from ragorder.adapters.workflows.langgraph import workflow_node
+        from ragorder.adapters.workflows.langchain import workflow_node
 
         class Asked(TypedDict, total=False):
             question: str
@@ -446,7 +446,7 @@ class TestLangGraph:
 
     def test_inputs_and_scope_come_from_the_state(self) -> None:
         pytest.importorskip("langchain_core")
-        from ragorder.adapters.workflows.langgraph import workflow_node
+        from ragorder.adapters.workflows.langchain import workflow_node
 
         graph = RAGraph("styled", inputs=["style"]).add_generation("a", prompt="{query} in {style}")
         server = PlainServer()
