@@ -87,6 +87,13 @@ class Server:
     def post_json(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         return self._json(path, self._call("POST", path, body, headers))
 
+    def models(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models that have an id."""
+        answer = self.get_json("/v1/models")
+        listed = answer.get("data") if isinstance(answer, dict) else None
+        entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        return [each for each in entries if isinstance(each.get("id"), str)]
+
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> bytes:

@@ -61,7 +61,9 @@ def examine_requests(
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
-    name = model or _first_model(server)
+    name = model
+    with suppress(ServerError):
+        name = name or next((each["id"] for each in server.models()), None)
     if case.block_size is None:
         with suppress(ServerError):
             case.block_size = cache_config(server).block_size
@@ -69,16 +71,6 @@ def _ask(case: Case, server: Server, model: str | None) -> None:
         case.template = ServerTemplate(server, name)
     if case.topic_header is not None:
         case.probe = partial(probe_topic, server, name, case.topic_header)
-
-
-def _first_model(server: Server) -> str | None:
-    try:
-        answer = server.get_json("/v1/models")
-    except ServerError:
-        return None
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    names = (each.get("id") for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict))
-    return next((name for name in names if isinstance(name, str)), None)
 
 
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:

@@ -115,13 +115,11 @@ def examine(
 
 def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
     try:
-        answer = server.get_json("/v1/models")
+        listed = {entry["id"]: entry for entry in server.models()}
     except ServerError as error:
         if error.status in (None, 401, 403):
             raise
         return _unlisted(server, model, str(error))
-    entries = answer.get("data") if isinstance(answer, dict) else None
-    listed = {entry["id"]: entry for entry in _dicts(entries) if isinstance(entry.get("id"), str)}
     if not listed:
         return _unlisted(server, model, f"{server.root}/v1/models lists no model")
     name = model or next(iter(listed))
@@ -218,10 +216,6 @@ def _attempt(ask: Callable[[], T]) -> T | ServerError:
         return ask()
     except ServerError as error:
         return error
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:

@@ -74,12 +74,11 @@ def measure_server(base_url: str, *, api_key: str | None = None, budget_s: float
 
 
 def _model_of(server: Server) -> tuple[str, int]:
-    answer = server.get_json("/v1/models")
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict) or "id" not in listed[0]:
+    first = next(iter(server.models()), None)
+    if first is None:
         raise ServerError(f"{server.root} lists no models: give the address of an OpenAI-compatible server")
-    longest = listed[0].get("max_model_len")
-    return str(listed[0]["id"]), longest if isinstance(longest, int) else LONGEST_TOKENS
+    longest = first.get("max_model_len")
+    return first["id"], longest if isinstance(longest, int) else LONGEST_TOKENS
 
 
 def _awaited(server: Server, prefills: _Prefills, clock: Callable[[], float] = time.monotonic) -> str | None:

@@ -52,25 +52,21 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
         groups = len(self._kv_cache_config.kv_cache_groups)
         self.device_order = order_device(gpu_block_pool, groups, self._tier_settings)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         # After a preemption a request finds the blocks that it has computed itself.
         if self.device_order is not None and not request.num_preemptions:
             loaded = 0 if request.skip_reading_prefix_cache else found[0] or 0
             self._cached_tokens[request.request_id] = num_computed_tokens + loaded
         return found
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         self._learn(request, block_ids)
-        ended: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return ended
+        return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         self._learn(request, *block_ids)
-        ended: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
-        return ended
+        return super().request_finished_all_groups(request, block_ids)
 
     def get_kv_connector_stats(self) -> Any:
         stats = super().get_kv_connector_stats()
