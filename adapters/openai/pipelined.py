@@ -89,6 +89,22 @@ class WatchedEngine:
         finally:
             self.running -= 1
 
+    async def prefill(
+        self, request: PromptRequest, confirm: Callable[[Usage | None], None], discard: Callable[[], None]
+    ) -> None:
+        usage: Usage | None = None
+        began = False
+        try:
+            async with aclosing(self.stream(request)) as chunks:
+                async for chunk in chunks:
+                    began = True
+                    usage = chunk.usage or usage
+        finally:
+            if began:
+                confirm(usage)
+            else:
+                discard()
+
     def _note_answer(self, scope: Hashable) -> None:
         if self._answered is not None:
             if len(self._answered) >= _MAX_SCOPES:
@@ -138,18 +154,7 @@ class SystemPrefix:
         lengths = Lengths(suffix=(request.prompt_tokens or 0) - self._builder.prefix_tokens)
         ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, lengths=lengths)
         ordered_s = time.perf_counter()
-        usage: Usage | None = None
-        began = False
-        try:
-            async with aclosing(self.engine.stream(request)) as chunks:
-                async for chunk in chunks:
-                    began = True
-                    usage = chunk.usage or usage
-        finally:
-            if began:
-                finish(ordering, usage, ordered_s)
-            else:
-                ordering.discard()
+        await self.engine.prefill(request, lambda usage: finish(ordering, usage, ordered_s), ordering.discard)
 
     def _request(self, question: Question) -> PromptRequest:
         options = _shaping(question.options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from ragorder import Document, Ordering, PromptBuilder
@@ -81,17 +80,7 @@ class WorkflowPrefix:
     async def prefill(self, question: NodeQuestion, /) -> None:
         """Raises the engine's errors; cancelling aborts the request."""
         committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
-        usage, began = None, False
-        try:
-            async with aclosing(self._prefix.engine.stream(committed.request)) as chunks:
-                async for chunk in chunks:
-                    began = True
-                    usage = chunk.usage or usage
-        finally:
-            if began:
-                committed.confirm(usage)
-            else:
-                committed.discard()
+        await self._prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
