@@ -37,9 +37,9 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
     - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again. The tool's message
-      is rewritten before its first use, and replaced in the agent's state, if it has all of its documents whole. By
-      default all results stay as the tools wrote them.
+    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again: its message, if it
+      has all of its documents whole, is rewritten before its first use and in the agent's state. By default all results
+      stay as the tools wrote them.
     - `documents`: the documents of a tool's message (default: its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it).
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
@@ -47,8 +47,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
     - `reference`, `label`, `marks`: as for `CacheOrderTurn`; breakpoints are not in the agent's state.
 
     Errors in these functions leave messages unchanged, or documents in retrieval order, and the orderer counts them;
-    the retriever's errors are raised. Raises TypeError for a retriever that is no Runnable, ValueError for wrong
-    options.
+    the retriever's errors are raised. Raises TypeError, ValueError for wrong options.
     """
 
     def __init__(

@@ -56,13 +56,13 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     - `model`: a chat model. Its usage reports cached tokens, without a `FeedbackHandler`.
     - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: returns the label that cites and names a Document (default: `number_label` of its text).
+    - `label`: the label that cites and names a Document (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the input. A string is the `cache_salt`.
     - `marks`: send a cloud orderer's cache breakpoints: True for ChatAnthropic, "openai" for ChatOpenAI, "bedrock" for
       ChatBedrockConverse.
 
-    Errors in these functions leave retrieval order, and the orderer counts them. Raises TypeError for a model that is
-    no Runnable, ValueError for wrong options.
+    Errors in these functions leave retrieval order, and the orderer counts them. Raises TypeError, ValueError for wrong
+    options.
     """
 
     def __init__(

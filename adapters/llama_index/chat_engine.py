@@ -60,15 +60,15 @@ class CacheOrderChatEngine(BaseChatEngine):
         sources = cited(response.response, response.source_nodes, engine.label)
 
     The memory stores each answered question with its nodes, as sent; a failed turn does not change it. `source_nodes`
-    are the sent nodes, in prompt order, then nodes only named because earlier messages have them.
+    are the sent nodes, in prompt order, then those only named because earlier messages have them.
 
-    - `llm`: a chat model (default: that of `Settings`). A `FeedbackHandler` is not needed.
-    - `memory`: default as LlamaIndex's. Each truncation of the history costs its reuse.
+    - `llm`: a chat model. A `FeedbackHandler` is not needed.
+    - `memory`: each truncation of the history costs its reuse.
     - `builder`: writes the prompt, with the system prompt.
     - `condense`: search by a question that the model rephrases from the history, by `condense_prompt`.
     - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: returns the label that cites and names a NodeWithScore (default: `number_label` of its text).
+    - `label`: the label that cites and names a NodeWithScore (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the QueryBundle.
 
     Errors in these functions leave retrieval order, and the orderer counts them. Raises ValueError for wrong options.

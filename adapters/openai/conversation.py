@@ -66,7 +66,6 @@ class Conversation(Generic[A, S]):
 
     - `messages`: everything sent and answered, for the application to store; a failed turn leaves them unchanged
     - `turn`: the last answered turn, with its documents `new` and `repeated`
-    - `rebase`: documents of stored messages, to rebase a conversation that the engine has evicted
     """
 
     def __init__(

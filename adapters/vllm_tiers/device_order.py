@@ -81,9 +81,8 @@ class DeviceOrder:
     """Eviction of cached blocks from vLLM's block pool by a tier's policy, in O(log n) a block.
 
     vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds cached
-    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks with the
-    same content, vLLM finds one; the other is spare, and evicted first. An error turns this order off for good: no
-    allocation fails.
+    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. A block whose content
+    vLLM finds in another one is spare, and evicted first. An error turns this order off for good.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
