@@ -57,14 +57,14 @@ def connect(
             "carry tokens, which identify the documents"
         )
     settings, missing, hybrid = _read_settings(base_url, settings, api_key)
-    if hybrid:
-        return _for_hybrid(for_cloud, settings, builder, missing)
     options: dict[str, Any] = {}
-    if builder is not None:
+    if builder is not None and not hybrid:
         options["tokens"] = builder.document_tokens
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
-    if builder is None or settings.events_endpoint is None:
+    if hybrid:
+        orderer = for_cloud(rules=hybrid_rules(settings.block_size), settings=settings, builder=builder)
+    elif builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
         orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
@@ -77,18 +77,8 @@ def connect(
     return orderer
 
 
-def _for_hybrid(
-    for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
-) -> OrdererT:
-    rules = hybrid_rules(settings.block_size)
-    orderer = for_cloud(rules=rules, settings=settings, builder=builder)
-    for reason in missing:
-        orderer.degrade(reason)
-    return orderer
-
-
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """Return the settings completed by the server, its deficiencies, and whether its model is treated as hybrid."""
+    """Return the completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -153,11 +143,7 @@ def _following_events(
     options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
     orderer = orderer_class(settings, **options)
     orderer.events = KVEventSubscriber(
-        blocks,
-        endpoint,
-        settings.replay_endpoint,
-        topic=settings.events_topic,
-        on_pause=_degrade_on_silence(orderer),
+        blocks, endpoint, settings.replay_endpoint, topic=settings.events_topic, on_pause=_degrade_on_silence(orderer)
     )
     return orderer
 

@@ -468,7 +468,7 @@ def _run(
         return
 
     from ragorder.adapters.http_server.processes import Supervisor, WorkerError
-    from ragorder.adapters.observing.shared_metrics import SharedMetrics, forget_process, shared_metrics
+    from ragorder.adapters.observing.prometheus import SharedMetrics, forget_process, shared_metrics
 
     def serve(listening: socket.socket, on_started: Callable[[], None], is_orphaned: Callable[[], bool]) -> None:
         metrics = SharedMetrics()

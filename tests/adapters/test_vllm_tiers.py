@@ -199,9 +199,9 @@ class TestFacts:
 def tiers() -> Any:
     """The modules that vLLM loads; importing vLLM takes seconds."""
     pytest.importorskip("vllm")
-    from ragorder.adapters.vllm_tiers import connector, cpu_worker, manager, metrics, plugin, policy, spec
+    from ragorder.adapters.vllm_tiers import connector, cpu_worker, metrics, plugin, policy, spec
 
-    modules = (connector, cpu_worker, manager, metrics, plugin, policy, spec)
+    modules = (connector, cpu_worker, metrics, plugin, policy, spec)
     return type("Tiers", (), {module.__name__.rpartition(".")[2]: module for module in modules})
 
 
@@ -228,7 +228,7 @@ class Host:
         )
         self.policy = primary._policy
         self.policy.configure(**{"policy": "pgdsf", "history": 100} | settings)
-        self.manager = tiers.manager.TierManager(primary, [], CHUNK_BYTES)
+        self.manager = tiers.spec.TierManager(primary, [], CHUNK_BYTES)
         self.requests = 0
 
     def begin(self, word: str, facts: Any = None) -> tuple[Any, list[Any]]:
@@ -489,7 +489,7 @@ class TestTheHostsPolicy:
             tier.policy.configure("lru")
         tier.manager.primary_tier._policy = LRUCachePolicy(4)
         with pytest.raises(ValueError, match="eviction_policy is LRUCachePolicy"):
-            tiers.manager.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
+            tiers.spec.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
 
     def test_all_is_counted(self, host: Any, tiers: Any) -> None:
         names = tiers.metrics

@@ -17,7 +17,7 @@ PACKAGES = (
     "ragorder",
     "ragorder.adapters.dspy",
     "ragorder.adapters.haystack",
-    "ragorder.adapters.haystack_chat",
+    "ragorder.adapters.haystack",
     "ragorder.adapters.http_client",
     "ragorder.adapters.langchain",
     "ragorder.adapters.llama_index",

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from typing import Any, Protocol
 
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
-from ragorder.adapters.openai.engine import OpenAIStreams
+from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.common.extras import needs
 from ragorder.eval.engines.server import VLLMServer

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder import Orderer
+from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import OrderedPrompts
-from ragorder.adapters.openai.server_load import PromptLoad
-from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.benchmarks.hedra.workflows.costs import SYSTEM_PROMPT_WORDS
 from ragorder.benchmarks.hedra.workflows.embedder import Embedder
