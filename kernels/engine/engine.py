@@ -285,6 +285,7 @@ class TieredEngine:
             self._cache.clear()
 
     def close(self) -> None:
+        """Abort all requests, release the disk's folder, and restore the model."""
         with self._lock:
             if self._closed:
                 return

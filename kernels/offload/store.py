@@ -81,9 +81,6 @@ class LayerStore:
             raise LayerReadError(f"layer {chunk.layer} cannot be read: {error}") from error
         return chunk.length
 
-    def read_layer(self, layer: int, buffer: torch.Tensor) -> int:
-        return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
-
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:

@@ -71,7 +71,8 @@ def test_a_thread_that_cannot_be_started_loses_no_bytes(
     assert source.gate.is_set()
     assert not [each.name for each in threading.enumerate() if each.name.startswith("ragorder-layer-reader")]
     expected = torch.zeros(store.slot_bytes, dtype=torch.uint8)
-    store.read_layer(1, expected)
+    for chunk in store.chunks(1):
+        store.read(chunk, expected)
     assert torch.equal(found, expected)
     assert made.bytes == store.stored_bytes(1)
     made.close()

@@ -45,6 +45,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def read_layer(store: LayerStore, layer: int, buffer: Any) -> int:
+    return sum(store.read(chunk, buffer) for chunk in store.chunks(layer))
+
+
 def model_of(name: str) -> Any:
     if name in FAMILIES:
         return family(name)
@@ -71,7 +75,7 @@ class TestLayers:
         assert len(store) == len(layers) == 3
         for number, layer in enumerate(layers):
             buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-            assert store.read_layer(number, buffer) == store.stored_bytes(number)
+            assert read_layer(store, number, buffer) == store.stored_bytes(number)
             expected = dict(layer.named_parameters())
             parameters = store.layouts[number].parameters
             assert {each.name for each in parameters} == set(expected)
@@ -90,7 +94,7 @@ class TestLayers:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
         _, layers = decoder_layers(loaded)
         buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        store.read_layer(1, buffer)
+        read_layer(store, 1, buffer)
         for each in store.layouts[1].parameters:
             assert torch.equal(each.view(buffer), layers[1].get_parameter(each.name))
         assert store.stored_bytes(1) == sum(each.numel() * 4 for each in layers[1].parameters())
@@ -250,23 +254,23 @@ class TestFaults:
         folder = saved(family("llama"), tmp_path / "model")
         store, _ = opened(folder)
         buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        store.read_layer(0, buffer)
+        read_layer(store, 0, buffer)
         file = folder / "model.safetensors"
         with file.open("r+b") as opened_:
             opened_.truncate(2000)
         with pytest.raises(LayerReadError, match=r"layer 2 cannot be read: .*model.safetensors has changed"):
-            store.read_layer(2, buffer)
+            read_layer(store, 2, buffer)
         store.close()
 
     def test_a_file_that_is_replaced_by_name_is_not_the_one_that_is_read(self, tmp_path: Path) -> None:
         folder = saved(family("llama"), tmp_path / "model")
         store, _ = opened(folder)
         buffer, again = (torch.empty(store.slot_bytes, dtype=torch.uint8) for _ in range(2))
-        store.read_layer(0, buffer)
+        read_layer(store, 0, buffer)
         shutil.copy(folder / "model.safetensors", tmp_path / "other")
         (folder / "model.safetensors").unlink()
         os.replace(tmp_path / "other", folder / "model.safetensors")
-        store.read_layer(0, again)
+        read_layer(store, 0, again)
         nbytes = store.layouts[0].parameters[0].nbytes
         assert torch.equal(buffer[:nbytes], again[:nbytes])
         store.close()
@@ -279,14 +283,14 @@ class TestFaults:
 
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(LayerReadError, match=r"layer 1 cannot be read: .*model.safetensors.*Input/output error"):
-            store.read_layer(1, torch.empty(store.slot_bytes, dtype=torch.uint8))
+            read_layer(store, 1, torch.empty(store.slot_bytes, dtype=torch.uint8))
         store.close()
 
     def test_after_closing_nothing_is_read(self, tmp_path: Path) -> None:
         store, _ = opened(saved(family("llama"), tmp_path / "model"))
         store.close()
         with pytest.raises(LayerReadError, match="closed"):
-            store.read_layer(0, torch.empty(store.slot_bytes, dtype=torch.uint8))
+            read_layer(store, 0, torch.empty(store.slot_bytes, dtype=torch.uint8))
 
 
 class TestResidency:
