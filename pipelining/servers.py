@@ -20,7 +20,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
-    """Text of an answer as it is generated. Closing it early, or leaving `async with`, ends its request."""
+    """Text of an answer as it is generated. Closing it early ends its request."""
 
     def __init__(self, parts: AsyncGenerator[P, None]) -> None:
         self._parts = parts
@@ -32,7 +32,7 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
 
     @abstractmethod
     def _read(self, part: P) -> str:
-        """Return the text of a part, or "" if it has none."""
+        """Return the text of a part, or ""."""
 
     async def __anext__(self) -> str:
         async for part in self._parts:
@@ -83,7 +83,7 @@ async def run_batch(
 
 
 def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
-    """Return the result or error of a task that has ended. Raises errors such as KeyboardInterrupt."""
+    """Return the result or error of an ended task; raise errors such as KeyboardInterrupt."""
     if task.cancelled():
         return RuntimeError(f"the {name} was cancelled")
     error = task.exception()
@@ -95,7 +95,7 @@ def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function: a coroutine function runs on the event loop, any other in a thread."""
+    """Return a function's result: coroutine functions run on the event loop, others in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(*args)
     result = await asyncio.to_thread(function, *args)
@@ -110,10 +110,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> None:
-    """Wait until all `tasks()` have ended, including tasks that are added meanwhile.
-
-    A caller that is cancelled meanwhile waits, too; then its CancelledError is raised.
-    """
+    """Wait until all `tasks()` have ended, including later ones; raise CancelledError only then."""
     cancelled: asyncio.CancelledError | None = None
     while left := [task for task in tasks() if not task.done()]:
         try:
@@ -125,7 +122,7 @@ async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> No
 
 
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:
-    """Return one observer that calls all; an observer that fails is logged once and no longer called."""
+    """Return one observer that calls all; one that fails is logged once and no longer called."""
     left = list(observers)
 
     def observe(observed: T) -> None:

@@ -30,7 +30,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request. `off_engine` is called when it is no longer on the engine."""
+    """A speculative request. `off_engine` is called when it has left the engine."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Speculation(Generic[R]):
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield all chunks, those so far first. Closing early aborts the request."""
+        """Yield all chunks from the first. Closing early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -108,8 +108,7 @@ class SpeculationGain:
         self._stages: dict[int, tuple[RunningMean, RunningMean]] = {}
 
     def learn(self, stages: Sequence[tuple[bool, float]], numbers: Iterable[int] | None = None) -> None:
-        """Learn whether each stage was right, and the seconds left after it. `numbers`: of the stages (default: from
-        1)."""
+        """Learn whether each stage was right, and the seconds left after it; `numbers` default to 1, 2, …."""
         for number, seen in zip(count(1) if numbers is None else numbers, stages, strict=False):
             if number not in self._stages:
                 self._stages[number] = RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)
@@ -121,8 +120,10 @@ class SpeculationGain:
         return self._stages[stage][0].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds that a speculation after this stage saves, at most `saved_s`, less the time by which
-        a wrong one, of `wasted_s`, exceeds the search; None before the first search."""
+        """Return the mean seconds that a speculation after this stage saves, or None before the first search.
+
+        A right one saves at most `saved_s`; a wrong one costs the part of `wasted_s` that exceeds the search.
+        """
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None

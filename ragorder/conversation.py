@@ -48,8 +48,6 @@ _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_cal
 
 
 class OrdersTurns(Protocol):
-    """The methods of an orderer that a turn needs."""
-
     def order(
         self,
         documents: Iterable[Document],
@@ -77,7 +75,7 @@ class MessageFormat:
 
     `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
     one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
-    after an answer. `estimated`: tokens are estimated from characters.
+    after an answer.
     """
 
     system: str
@@ -103,12 +101,11 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: the messages to send, the history's unchanged; for a cloud that resumes at breakpoints the new one has
-      one part per document
+    - `messages`: the messages to send, the history's unchanged
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
     - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, before the first
-      question, and this turn's are `repeated`
+    question, and this turn's are `repeated`
     """
 
     messages: list[dict[str, Any]]
@@ -135,7 +132,7 @@ class Turn:
     def anthropic(self) -> dict[str, Any]:
         """Return arguments for `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`.
 
-        Raises ValueError for messages of tools, which need another format.
+        Raises ValueError for messages of tools.
         """
         return self._parts().anthropic()
 
@@ -148,8 +145,7 @@ class Turn:
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer, a text or an assistant's message, so that later turns find it in the
-        cache.
+        """Return the messages with their answer, so that later turns find it in the cache.
 
         Call it before `ordering.confirm`.
         """
@@ -167,8 +163,7 @@ class Turn:
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Record the engine's answer and return the next turn's history. Token counts are those of
-        `Ordering.confirm`."""
+        """Record the engine's answer and return the next turn's history. Counts are those of `Ordering.confirm`."""
         messages = self.answered(answer)
         counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)
@@ -192,7 +187,7 @@ class Turn:
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the messages after the system prompt, and the message of the system prompt.
 
-    Raises TypeError for objects that are not messages, ValueError for a system prompt other than the builder's.
+    Raises TypeError for objects that are not messages, ValueError for another system prompt.
     """
     messages = []
     for message in history:
@@ -222,8 +217,7 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 
 
 def message_key(message: Message) -> str:
-    """Return a digest of the fields that a chat template can show. Raise TypeError for a message that is not valid
-    JSON."""
+    """Return a digest of the fields that a chat template can show."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
     return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 
@@ -269,7 +263,7 @@ class ShownDocuments(Protocol):
 def appears_in(
     form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
-    """Return whether the texts contain the document, and its last version there is this one, complete."""
+    """Return whether the texts contain the document, complete and in its last version there."""
     text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
     header = form.escape(form.header(document))
     # Without a header the text may be a part of another document.

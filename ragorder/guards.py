@@ -101,17 +101,11 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Return the discount of a place, numbered from the middle's first rank.
-
-        Documents kept last are among these ranks, but do not come before the middle.
-        """
+        """Return the discount of a place, numbered from the middle's first rank."""
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
-        """Return the discounted cumulative gain lost if a rank comes now, followed by the better remaining ranks.
-
-        Only ranks that lose at most `most` are included.
-        """
+        """Return the gain lost, up to `most`, if each rank comes now, followed by the better remaining ranks."""
         losses: dict[int, float] = {}
         now, moved, next_place = self._discount(place), 0.0, place
         for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):

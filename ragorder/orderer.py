@@ -113,12 +113,12 @@ class Orderer:
     and `group` (for `keep_groups`; default: the metadata's "source").
 
     `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
-    tokens before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a
-    scope is then the requests' `cache_salt`, or None.
+    tokens before the documents) locate documents among the engine's `blocks`; a scope is then the requests'
+    `cache_salt`, or None.
 
-    Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are not
-    documents. After an internal error the documents stay in retrieval order and `fallbacks` counts it; `strict=True`
-    raises it. A copy (copy, pickle, process pool) starts empty, without events.
+    Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
+    retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
+    empty, without events.
     """
 
     def __init__(
@@ -174,13 +174,11 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics` unless
-        given.
+        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics`.
 
-        With `events_endpoint`, better also `replay_endpoint`, KV events (`events` is the subscriber) keep the residency
-        exact, across processes; this needs `builder` with the model's tokenizer. A hybrid model (Mamba, GDN) uses
-        `hybrid_rules`. Each missing feature of the server is a `DegradedWarning`. Close the orderer, or use a `with`
-        block.
+        With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact, across processes;
+        this needs `builder` with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
+        Close the orderer, or use a `with` block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -213,7 +211,7 @@ class Orderer:
         `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
         table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt. `prices` may be
         the path of a file. Raises ValueError for an unknown table and settings of other engines, OSError for an
-        unreadable file of prices.
+        unreadable file.
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -345,8 +343,7 @@ class Orderer:
         lengths: Lengths = USUAL,
         history: History | None = None,
     ) -> tuple[int, int]:
-        """Return the cached tokens that `order` would predict, without recording anything, and the tokens up to the end
-        of the question of `history`, or else of the documents."""
+        """Return the cached tokens that `order` would predict, and the tokens up to the end of question or documents."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -358,8 +355,7 @@ class Orderer:
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Return whether no warm-up is needed: the engine should hold or be computing the tokens before the documents,
-        or they fill no block."""
+        """Return whether no warm-up is needed: the tokens before the documents are cached, in work, or too few."""
         try:
             return self._look(scope, None, Scope.holds_prefix)
         except Exception as error:
@@ -367,11 +363,7 @@ class Orderer:
             return True
 
     def has_lost(self, history: History, *, scope: Hashable = None) -> bool:
-        """Return whether the engine should have evicted a conversation, except perhaps the documents of its first
-        message.
-
-        False for a history that this orderer has not seen served.
-        """
+        """Return whether the engine should have evicted a conversation. False for an unknown history."""
         history = _checked(history)
         try:
             return self._look(scope, None, Scope.has_lost, history)
@@ -427,7 +419,6 @@ class Orderer:
 
         The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
         (default: no bound), and in flight once accessed. Predicted hits are at least those of `order` for each in turn.
-        Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -511,7 +502,6 @@ class Orderer:
         work: Callable[[Scope, *Arguments], T],
         *arguments: *Arguments,
     ) -> T:
-        """Call a method that changes the scope, or a new one."""
         return self._lock.run(self._work_in, name, prefix_tokens, work, *arguments)
 
     def _look(
@@ -608,7 +598,6 @@ def _checked(history: H) -> H:
 
 
 def _read_lengths(lengths: Lengths) -> Lengths:
-    """Raise TypeError or ValueError for invalid lengths."""
     return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
 
 

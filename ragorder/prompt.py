@@ -54,11 +54,9 @@ class Span:
 class Prompt:
     """One prompt in the formats of engines.
 
-    `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
-    themselves, which may differ slightly between parts. Without a tokenizer `token_ids` is None and `spans` is empty.
-
-    `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
-    `Orderer.for_cloud`.
+    `token_ids` are exact; engines tokenise `text` or `messages` themselves, which may differ slightly between parts.
+    Without a tokenizer `token_ids` is None and `spans` is empty. `anthropic()`, `openai()` and `bedrock()` have one
+    content part per document and the breakpoints of an `Orderer.for_cloud`.
     """
 
     text: str
@@ -101,17 +99,15 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank, which would
-      prevent reuse
-    - `label` returns the {label} by which an answer cites a document, independent of its position
+    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank
+    - `label` returns the {label} by which an answer cites a document
     - `question_template` has {query} and everything that varies between requests
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
     - `state_ranking` adds the retrieval ranking, by id, after the documents
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged. Raises
-    ValueError for a wrong template, or for `align_to` without a tokenizer.
+    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged.
     """
 
     def __init__(
@@ -166,7 +162,7 @@ class PromptBuilder:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the first document; estimated at four characters per token without a tokenizer."""
+        """Tokens before the first document; estimated without a tokenizer."""
         return len(self._head_ids) if self._tokenizer else estimate_tokens(self._head)
 
     def document_tokens(self, document: Document) -> int:
@@ -174,7 +170,7 @@ class PromptBuilder:
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """Return `document_tokens` without caching, so that timing does not reveal whether a document was seen before.
+        """Return `document_tokens` uncached, so that timing does not reveal documents seen before.
 
         Long texts are counted in pieces, each with an error of one or two tokens.
         """
@@ -244,8 +240,6 @@ class PromptBuilder:
         `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
         computation, those in its messages and this turn's are ordered together, placed before the first question, and
         named where they were. No other text changes; store the new messages.
-
-        Raises TypeError or ValueError for an invalid history, one with another system prompt, and wrong options.
         """
         from ragorder.turns import make_turn
 

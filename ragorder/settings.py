@@ -25,8 +25,7 @@ class Settings(BaseSettings):
 
         Settings(capacity_tokens=262_144, block_size=16, moves="prefix")
 
-    The environment sets them too (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or
-    value.
+    The environment sets them too (RAGORDER_CAPACITY_TOKENS=…).
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
@@ -180,7 +179,7 @@ class Settings(BaseSettings):
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups, self.max_gain_lost)
 
     def changed(self, **changes: Any) -> Self:
-        """Return a copy with other values, which are not validated. Raise ValueError for an unknown name."""
+        """Return a copy with other values, which are not validated."""
         _check_names(changes, type(self).model_fields)
         return self.model_copy(update=changes)
 

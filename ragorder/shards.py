@@ -30,8 +30,6 @@ def plan_shards(
     Requests that share documents are in one shard; shards have about equal tokens. Documents, `key` and `tokens` are
     those of `Orderer`. `prefix_documents` and `cached_tokens` are shared with the request before. `confirm` and
     `discard` have no effect. Plan tenants separately. For batches larger than memory use `ragorder plan`.
-
-    Raises TypeError for objects that are not documents, ValueError for less than one shard.
     """
     reader = RequestReader(key, tokens, None, None, by_group=False)
     read = [_read(reader, list(documents)) for documents in requests]

@@ -36,8 +36,10 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text before and after the user's turn. The turn opens with the system prompt unless
-    `system_role`."""
+    """The chat template's text before and after the user's turn.
+
+    The turn opens with the system prompt unless `system_role`.
+    """
 
     before: str
     after: str
@@ -45,7 +47,7 @@ class PromptFrame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a transformers tokenizer. Thread-safe. Raises TypeError for any other object."""
+    """Wraps a transformers tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -59,7 +61,7 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids. Lone surrogates, which tokenizers refuse, are replaced."""
+        """Return the token ids; lone surrogates, which tokenizers refuse, are replaced."""
         text = repair_unicode(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -74,8 +76,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """Return the template's text around the user's turn. Raise ValueError unless the template shows it exactly
-        once."""
+        """Return the template's text around the user's turn, which it must show exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -93,10 +94,7 @@ class SegmentTokenizer:
         return PromptFrame(before, after, system_role)
 
     def between_turns(self, system: str) -> str:
-        """Return the chat template's text between an answer and the user's next turn.
-
-        Returns "" if the template does not show them one after the other.
-        """
+        """Return the chat template's text between an answer and the user's next turn, or "" if unclear."""
         if not getattr(self._tokenizer, "chat_template", None):
             return ""
         said = [PLACEHOLDER, f"{PLACEHOLDER} answered", f"{PLACEHOLDER} again"]
@@ -122,9 +120,9 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """Return a function that escapes special tokens in a text by a space after the first character, or removes them.
+    """Return a function that escapes special tokens by a space after the first character, or removes them.
 
-    `special_tokens` are the served model's (None means those of common chat templates).
+    `special_tokens` are the served model's (None: those of common chat templates).
     """
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:

@@ -33,12 +33,10 @@ class Topics:
 
     A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
     next popular document is added. Popularity is compared in orders of magnitude (8 times), ties by a digest. So a
-    topic does not depend on the documents' order, seldom changes, and is the same in processes that see samples of the
-    same traffic.
+    topic seldom changes, and is the same in processes that see samples of the same traffic.
 
     These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, else one of this process alone).
-    Without it a topic reveals nothing about its documents. Raises ValueError for an empty secret, and for a `share`
-    outside 0 (exclusive) to 1.
+    Without it a topic reveals nothing about its documents.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:

@@ -34,8 +34,7 @@ _MESSAGES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class DocumentInMessage:
-    """A document in a message: its whole `text`, which begins with its `header`, and the line that names it,
-    `named`."""
+    """A document in a message: its whole `text`, which begins with its `header`, and the line `named`."""
 
     document: Document
     text: str
@@ -50,8 +49,7 @@ class DocumentInMessage:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rebased conversation: its `documents`, removed from `messages` and named where they were, except in the first
-    message.
+    """A rebased conversation: `documents` removed from `messages`, and named except in the first message.
 
     They belong before that message's content, after the `system` prompt if it has no message of its own.
     """
@@ -62,7 +60,6 @@ class Layout:
 
 
 def read_earlier(documents: Iterable[Document]) -> list[Document]:
-    """Raise TypeError for objects that are not documents."""
     wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
     if isinstance(documents, bool) or not isinstance(documents, Iterable):
         raise TypeError(f"{wanted}, got {documents!r}")

@@ -22,7 +22,7 @@ _Documents = frozenset[int]
 Planned = tuple[int, list[Key]]
 
 _SCARCITY = 0.05
-"""Price of a document that a merge leaves unshared: this share of its tokens for every e-fold of its popularity."""
+"""Price of a document that a merge leaves unshared: this share of its tokens per e-fold of its popularity."""
 
 _MOST_HOLDERS = 512
 """Documents with more requests than this become branches, which bounds the lists of candidates."""
@@ -35,7 +35,7 @@ def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[P
     """Return (index of the request, its documents in order) in serving order.
 
     Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
-    suffices. Never worse than the given orders, and near-linear in the number of documents.
+    suffices. Never worse than the given orders; near-linear in the number of documents.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -70,7 +70,7 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents. Leaves are the distinct requests.
+    """A trie over sets of documents; leaves are the distinct requests.
 
     A node holds *all* documents of its path. Siblings share only their parent's documents, so at most one child
     continues with a given document (`branch`).
@@ -171,7 +171,7 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """Return (leaf, its documents) depth first. Unshared documents keep their preferred order."""
+        """Yield (leaf, its documents) depth first; unshared documents keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -219,11 +219,9 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise. A cluster has the documents that its members share beyond the
-    base.
+    """Clusters of the members of `base`, merged pairwise, with the documents that members share beyond it.
 
-    A merge saves the tokens of the intersection, and costs the other documents by their popularity: they might have
-    been shared.
+    A merge saves the tokens of the intersection, and costs the other documents by their popularity.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -330,8 +328,7 @@ def plan_backlog(
 ) -> list[Planned]:
     """Plan for a cache that holds a path for each request.
 
-    Requests that gain more from their path than from a plan from scratch are served before it is evicted: least
-    recently used paths first.
+    Requests that gain more from their path than from a new plan are served before it is evicted.
     """
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}

@@ -16,10 +16,8 @@ C = TypeVar("C")
 class Registry(Generic[P]):
     """Policies of one kind, registered by their modules.
 
-        @tails.register("prefix", "only the cached prefix moves")
-        class RankTail(Tail): ...
-
-    A new policy is one new class.
+    @tails.register("prefix", "only the cached prefix moves")
+    class RankTail(Tail): ...
     """
 
     def __init__(self, kind: str) -> None:
@@ -54,7 +52,7 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
-        """Raise ValueError for an unknown name."""
+        """Return the name, or raise ValueError if it is unknown."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

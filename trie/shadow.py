@@ -29,8 +29,7 @@ class Shadow:
         self._uses: deque[tuple[int, Node]] = deque()
 
     def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
-        """Serve documents `keys[i]` of `tokens[i]` tokens after the path to `found`, for i in `rest`. Stamps must
-        increase."""
+        """Serve documents `keys[i]`, for i in `rest`, after the path to `found`. Stamps must increase."""
         node: Node | None = found
         while node is not None:
             node.stamp = stamp

@@ -26,8 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class ShardRequest(NamedTuple):
-    """A request for `ShardPaths`: numbers of its distinct documents (not negative), their lengths, and its tenant's
-    number."""
+    """Numbers of a request's distinct documents (not negative), their lengths, and its tenant's number."""
 
     documents: Sequence[int]
     tokens: Sequence[int]
@@ -61,8 +60,7 @@ class ShardPaths:
     shards of about equal tokens.
 
     Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share, so a
-    document of one topic ranks above a more frequent one of all topics. A shard depends on the request alone, so counts
-    of a sample suffice.
+    document of one topic outranks a more frequent one of all topics. Counts of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
@@ -163,7 +161,7 @@ class ShardPaths:
 class _Group:
     """Requests of one path.
 
-    A large group has a child for each frequent next document, and cells for requests without one. An open group counts
+    A large group has a child for each frequent next document, and cells for other requests. An open group counts
     requests.
     """
 
@@ -194,8 +192,6 @@ class _Counted(NamedTuple):
 
 
 class _Facts:
-    """Statistics of a document's requests."""
-
     __slots__ = ("last", "requests", "shared", "squares")
 
     def __init__(self, last: Sequence[int]) -> None:
@@ -260,8 +256,7 @@ def _cell(value: int, cells: int) -> int:
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
     """Return the `plan` of each shard, which may be empty.
 
-    For engines that share nothing, and batches too large for one plan: time and memory are those of the largest shard.
-    Raises ValueError for less than one shard.
+    For engines that share nothing, and for large batches: time and memory are those of the largest shard.
     """
     number: dict[Key, int] = {}
     counted = [
@@ -279,7 +274,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 
 
 class PlannedRequest(NamedTuple):
-    """A request with the ranks of its documents in prompt order, and the prefix shared with the request before it."""
+    """A request with the ranks of its documents in prompt order, and the prefix shared with the one before."""
 
     number: int
     permutation: list[int]

@@ -20,9 +20,8 @@ class DecayedSketch:
         counts.step()
         counts.add(digest)
 
-    A count-min sketch with conservative updates (Estan and Varghese 2002). A count is too large only if a more frequent
-    digest shares its cell in each of four rows of `width` (a power of two). Digests have 16 bytes. Concurrent threads
-    may lose counts.
+    A count-min sketch with conservative updates (Estan and Varghese 2002): four rows of `width` cells, a power of two.
+    Digests have 16 bytes. Concurrent threads may lose counts.
     """
 
     def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:

@@ -57,14 +57,13 @@ class Tail(ABC):
         """Record a request's path, from the root, that the engine has computed."""
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
-        """Return the expected requests with the first document, the first two, …, or nothing without a forecast."""
+        """Return the expected requests with the first document, the first two, …, or nothing."""
         return ()
 
     def coming_uses(
         self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
     ) -> Sequence[float]:
-        """Return for each of `candidates` how many of the next `expected_uses.HORIZON` requests will contain it and
-        `placed`, or nothing."""
+        """Return for each of `candidates` the expected requests with it and `placed`, or nothing."""
         return ()
 
     def copy(self) -> Self:
@@ -153,8 +152,8 @@ _CHOICES = 64
 class CohortTail(Tail):
     """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    A document moves forward only if that should save `min_gain` tokens for each place, in the next
-    `expected_uses.HORIZON` requests: 0 moves for any gain, infinity keeps rank order.
+    It moves forward only if that should save `min_gain` tokens for each place, in the next `expected_uses.HORIZON`
+    requests: 0 moves for any gain, infinity keeps rank order.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
@@ -231,8 +230,6 @@ class CohortTail(Tail):
 
 @tails.register("free", "queue for waiting requests, cohort without any")
 class FreeTail(QueueTail):
-    """Uses `QueueTail` while requests wait, else `CohortTail`."""
-
     fallback: CohortTail
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
@@ -270,7 +267,7 @@ class EarnedTail(FreeTail):
         self._gate.pays = pays
 
     def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
-        """Return the order of `rest` after `prefix` for the expected requests, even if `pays` is False."""
+        """Return the order of `rest` for the expected requests, even if `pays` is False."""
         return self._gate.forecast(request, prefix, rest)
 
     @property

@@ -28,7 +28,7 @@ class Node:
     """One document after a particular sequence of documents.
 
     `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
-    lacks the last `missing` of its `blocks`; it holds `provisional` blocks only for requests in flight. `stamp` is the
+    lacks the last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the
     time of the last use, `leases` the requests in flight.
     """
 

@@ -119,7 +119,7 @@ class TrieKV(Generic[Q, D]):
     - `own_tokens`: question and answer of a request; `prefix_tokens`: the system prompt
     - `scope`: requests of different scopes share nothing
 
-    Requests are identified by the objects of their question and documents, which are read once while they run.
+    Requests are identified by the objects of their question and documents, which are read once.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Held(NamedTuple):
 
 
 def largest_prefix(count: int, fits: Callable[[int], bool]) -> int:
-    """Return how many of the first items fit, at least 1. Items never need less room if one is added."""
+    """Return how many of the first items fit, at least 1, by bisection."""
     low, high = 1, count
     while low < high:
         middle = (low + high + 1) // 2

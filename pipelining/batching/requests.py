@@ -28,13 +28,11 @@ RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """State of a worker after an event: a batch began or requests joined it, ended or failed, memory was freed, or a
-    hook ran between two batches.
+    """State of a worker after a batch began, ended or failed, memory was freed, or a hook ran.
 
     - `at_s`: by the server's clock; `seconds`: of the batch or request that has ended
-    - `batch`: the chosen limit of running requests; `running`, `waiting`: requests of the worker
-    - `kv_tokens`: of the running requests, None without a limit
-    - `partitions`: in memory, None for a search without partitions
+    - `batch`: the chosen limit of running requests
+    - `kv_tokens` of the running requests, `partitions` in memory: None if not applicable
     """
 
     at_s: float
@@ -93,13 +91,11 @@ _NO_LIMIT = 1 << 30
 
 
 class AnswerChangedError(RagorderError, RuntimeError):
-    """A partly streamed answer failed, was generated again, and differs from the streamed text."""
+    """A repeated generation differs from the text that was streamed before a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedAnswer(Generic[D]):
-    """`documents` in rank order; `usage` as the engine reports."""
-
     text: str
     documents: Sequence[D]
     usage: Usage | None
@@ -144,7 +140,7 @@ class BatchedRequest(Generic[Q, D]):
         self.trace.generation = type(self.trace.generation)()
 
     def add(self, chunk: AnswerChunk) -> None:
-        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before a failure."""
+        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before."""
         self._usage = chunk.usage or self._usage
         if not chunk.text:
             return
@@ -203,7 +199,7 @@ class BatchedRequest(Generic[Q, D]):
 
 
 class BatchedStream(AnswerStream[str | BatchedAnswer[D]]):
-    """Text of an answer, with the whole `answer` at the end, see `AnswerStream`."""
+    """Text of an answer, with the whole `answer` at the end."""
 
     answer: BatchedAnswer[D] | None = None
 

@@ -24,8 +24,11 @@ D_co = TypeVar("D_co", covariant=True)
 
 
 class SearchTask(Protocol[Q_co]):
-    """A question of a batch. `checkpoint`: results of the retrieval before the batch failed, replaced by another object
-    whenever there are more. `abandoned`: no result is needed any more; then `cancel_search` is called."""
+    """A question of a batch.
+
+    `checkpoint`: results from before a failure, a new object whenever there are more. `abandoned`: no result is needed
+    any more; then `cancel_search` is called.
+    """
 
     checkpoint: Any
     cancel_search: Callable[[], object] | None
@@ -41,8 +44,10 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
     def search_batch(
         self, tasks: Sequence[SearchTask[Q_contra]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """Yield (position of the task, documents in rank order or the task's error) as soon as each is final. An error
-        that is raised is the error of all tasks without a result."""
+        """Yield (position of the task, documents in rank order or error) as soon as each is final.
+
+        A raised error is that of all tasks without a result.
+        """
 
 
 class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]):
@@ -51,13 +56,14 @@ class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]
     def search_joined(
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """As `search_batch`. `more` is called in the event loop whenever requests may join, and returns those that do;
-        their positions follow all earlier ones."""
+        """As `search_batch`. `more` is called on the event loop whenever requests may join, and returns them.
+
+        Their positions follow all earlier ones.
+        """
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
-    """A batch of separate, parallel searches: for searches that share their time themselves, such as `ContinuousIVF`,
-    and for services."""
+    """A batch of separate, parallel searches: for `ContinuousIVF` and for services."""
 
     def __init__(self, retrieval: Retrieval[Q, D]) -> None:
         self._retrieval = retrieval
@@ -87,16 +93,15 @@ class ConcurrentRetrieval(Generic[Q, D]):
 
 
 class PartitionedRetrieval(Generic[Q, D]):
-    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2). Others join at the
-    next partition and continue until they have passed all.
+    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2).
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
     - `embed` returns the vectors of several questions, an array of shape (questions, dimensions)
     - `document` returns the document of an index id
 
-    Both functions and each stage run in a thread. After an error each question continues with the partitions that it
-    still needs, in any later batch. Raises ValueError for a `top_k` below 1.
+    Both and each stage run in a thread. Other questions join at the next partition. After an error each continues with
+    the partitions that it still needs, in any later batch.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ class PartitionedRetrieval(Generic[Q, D]):
 
 
 class _Entry(Generic[Q]):
-    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass with the task."""
+    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass."""
 
     __slots__ = ("begun", "position", "stages", "task")
 

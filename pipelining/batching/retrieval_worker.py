@@ -20,10 +20,10 @@ D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
-    """Searches for one batch of requests at a time; calls `found` with each request once its documents are final.
+    """Searches for one batch of requests at a time; calls `found` with each that is final.
 
-    Other requests join the batch if the retrieval allows it (`JoinableRetrieval`) and no hook waits for its end. At
-    most `room()` requests are searched for at once, because the next queue is bounded.
+    Others join if the retrieval allows it (`JoinableRetrieval`) and no hook waits. At most `room()` requests are
+    searched for at once, because the next queue is bounded.
     """
 
     name = "retrieval"
@@ -186,7 +186,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests that are searched for together, by position, without those that have an outcome."""
+    """Requests without an outcome that are searched for together, by position."""
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         self.left: dict[int, BatchedRequest[Q, D]] = {}

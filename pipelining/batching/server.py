@@ -36,7 +36,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class ServingPlacement(Protocol):
-    """What the server needs of a placement: the most requests at once, and partitions in memory."""
+    """The most requests at once, and partitions in memory."""
 
     @property
     def batch(self) -> int: ...
@@ -54,21 +54,18 @@ class DecoupledServer(Generic[Q, D, R]):
             async with server.stream("Which drawer?") as stream: ...
             async for number, answer in server.batch(questions): ...
 
-    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches then run in parallel
+    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches run in parallel
     - `placement`: the largest generation batch and the partitions in memory; `place` changes it
     - `batching`: of generations; `searching`: of searches (default: all that wait)
-    - `joins`: whether the engine lets requests join between two steps; otherwise a batch runs to its end
+    - `joins`: whether the engine lets requests join between two steps
     - `kv`, `kv_limit`: KV tokens of the requests that run together
-    - `lengths`: cached and computed tokens of a question and its documents; the largest cached share goes first, within
-      `window`
-    - `reliefs`: free memory if a single request runs out of it; engine and retrieval follow if they have `relieve`
+    - `lengths`: cached and computed tokens; the largest cached share goes first, within `window`
+    - `reliefs`: free memory, before `relieve` of engine and retrieval
     - `shortage`: errors after which a request is tried again, `max_retries` times alone
-    - `max_requests`: in the server at once, further ones raise QueueFullError; `max_contexts`: of these, waiting for
-      generation
+    - `max_requests`: in the server at once; `max_contexts`: of these, waiting for generation
     - `observer`: called with each `BatchEvent`, and the `RequestTrace` of each request that has ended
 
-    A request ends exactly once, with its answer or its own error. Raises ValueError for limits below 1, and for a
-    `kv_limit` without `kv`.
+    A request ends exactly once, with its answer or its own error.
     """
 
     def __init__(
@@ -159,31 +156,33 @@ class DecoupledServer(Generic[Q, D, R]):
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Return the answer. Raises the error of retrieval or generation, QueueFullError, and RuntimeError if the
-        server is closed. Cancelling it ends its generation; a search leaves it out from the next stage."""
+        """Return the answer. Raises the error of retrieval or generation, QueueFullError, or RuntimeError if closed.
+
+        Cancelling it ends its generation; a search omits it from the next stage.
+        """
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
-        """Stream the answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation
-        fails after its first words and the repeated one differs."""
+        """Stream the answer; lazy. Raises what `run` raises, and AnswerChangedError."""
         return BatchedStream(self._stream(question))
 
     def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """Yield (number of the question, answer or error) in the order of their ends. At most half of `max_requests`
-        run at a time; they wait while the server is full. `on_progress` is called with the number of ended requests."""
+        """Yield (number of the question, answer or error) in the order of their ends.
+
+        At most half of `max_requests` run at a time; they wait while the server is full.
+        """
         at_once = max(1, self.max_requests // 2)
         return run_batch(
             questions, lambda each: self._run(each, patient=True), at_once=at_once, on_progress=on_progress
         )
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Change to another placement, each part when no batch of its worker runs: partitions, largest batch, and
-        layers and KV of an engine with `place`.
+        """Change to another placement, each part when no batch of its worker runs.
 
-        Fewer partitions are set first and more last, so that memory suffices. Raises ValueError for a placement that
-        the retrieval cannot use, and errors of the engine, possibly after a part is done.
+        Fewer partitions are set first and more last, so that memory suffices. An engine with `place` gets the
+        placement. Errors of the engine may be raised after a part is done.
         """
         self._check_placement(placement)
 
@@ -233,7 +232,6 @@ class DecoupledServer(Generic[Q, D, R]):
                 await self._leave(request, told)
 
     def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
-        """Return a slot in the server; a `patient` request waits for it."""
         self._check_open()
         if not patient and not self._limiter.has_room:
             raise QueueFullError(

@@ -27,7 +27,7 @@ _logger = logging.getLogger("ragorder")
 class Worker(ABC, Generic[Q, D]):
     """Serves the requests in its queue, `running` of them now. For one event loop.
 
-    Hooks run while no request runs, and requests wait until hooks have ended; the other worker is not affected.
+    Hooks run while no request runs, and requests wait until hooks have ended.
     """
 
     name: WorkerName
@@ -89,8 +89,10 @@ class Worker(ABC, Generic[Q, D]):
     async def between_batches(self, hook: Callable[[], T]) -> T: ...
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
-        """Call `hook` once while no batch runs and return its result: a coroutine function in the event loop, another
-        function in a thread. Raises what it raises, and RuntimeError if the server is closed first."""
+        """Call `hook` once while no batch runs and return its result.
+
+        Plain functions run in a thread. Raises what it raises, and RuntimeError if the server is closed first.
+        """
         if self._closed:
             raise RuntimeError("the server was closed")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -247,8 +249,6 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Occupancy(Generic[R]):
-    """Counts running requests over time."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._counted_s = clock()
@@ -261,7 +261,7 @@ class Occupancy(Generic[R]):
         self._began[request] = self._counted_s, self._area
 
     def end(self, request: R) -> tuple[int, float] | None:
-        """Return the mean number of running requests, itself included, and the seconds; None if it had not begun."""
+        """Return the mean number of running requests, itself included, and the seconds, or None."""
         self._count()
         if (began := self._began.pop(request, None)) is None:
             return None

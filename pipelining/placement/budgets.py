@@ -27,8 +27,7 @@ _FILES = {
 
 
 def device_memory() -> int | None:
-    """Return the free bytes of the first visible GPU (CUDA_VISIBLE_DEVICES), by nvidia-smi of the driver, or None
-    without a GPU."""
+    """Return the free bytes of the first visible GPU by nvidia-smi, or None without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return None
@@ -46,8 +45,7 @@ def device_memory() -> int | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of RAM available without swapping: the least of machine, control group and RLIMIT_AS. Raises
-    ImportError without psutil."""
+    """Return the bytes of RAM available: the least of machine, control group and RLIMIT_AS."""
     with needs("live", "reading this machine's memory"):
         import psutil
 
@@ -70,8 +68,7 @@ def disk_memory(folder: Path | str) -> int:
 
 
 def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """Return the bytes that the process's control groups (version 2 or 1) and their parents leave, or None without a
-    limit."""
+    """Return the bytes that the process's control groups (version 2 or 1) leave, or None without a limit."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -104,13 +101,11 @@ def _free_of(group: Path, limit_file: str, use_file: str, reclaimable: str) -> i
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budgets:
-    """Bytes that may be used on the device, in host memory and on the disk. The disk is for KV only: weights and index
-    are read from their own files.
+    """Bytes that may be used on the device, in host memory, and on the disk (for KV only).
 
         Budgets("6GiB", "24GiB", disk_bytes="100GiB")
 
-    `unified`: the device computes in host memory, as a CPU does; both together are within `host_bytes`. Raises
-    ValueError for sizes that are negative or unreadable.
+    `unified`: the device computes in host memory, as a CPU does; both together are within `host_bytes`.
     """
 
     device_bytes: int
@@ -128,8 +123,7 @@ class Budgets:
 
     @classmethod
     def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
-        """Return `share` of the free memory: of the first GPU, of RAM within the limits of control group and RLIMIT_AS,
-        and of the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
+        """Return `share` of the free memory of the first GPU (else CPU), of RAM, and of the disk of `folder`."""
         if not 0 < share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {share}")
         host, gpu = host_memory(), device_memory()

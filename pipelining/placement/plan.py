@@ -119,12 +119,12 @@ _MORE = 0.25
 
 
 class PlacementError(RagorderError, ValueError):
-    """A budget below one layer and one request. The message names the missing bytes and what to change."""
+    """A budget below one layer and one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPlacement(Placement):
-    """A placement with the inputs of its plan; `backlog`: waiting requests whose mean latency was minimised."""
+    """A placement with the inputs of its plan."""
 
     budgets: Budgets
     costs: PlacementCosts
@@ -182,9 +182,8 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     - `backlog`: default is the largest measured batch
 
     A batch takes KV and workspace from the device; the rest is for layers. In host memory each resident partition
-    replaces layers. For each batch, all numbers of resident partitions are tried. The paper stops where retrieval and
-    generation take equally long (4.4), but times that are not convex, and backlogs of a single batch, have their
-    optimum elsewhere. Remaining memory is for KV of documents. Raises PlacementError, and ValueError for no backlog.
+    replaces layers. All batches and numbers of resident partitions are tried: the paper stops where retrieval and
+    generation take equally long (4.4), but that is not always the optimum. Remaining memory is for KV of documents.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
@@ -258,7 +257,7 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
 
 
 def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[int, int, int, int] | None:
-    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None if nothing fits."""
+    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None."""
     model, count = costs.model, len(costs.model.layers)
     left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
     # Choose all layers with the largest step that leaves room for them; else the largest step with a moderate

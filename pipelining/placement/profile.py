@@ -35,8 +35,7 @@ class _Sample(BaseModel):
 
 
 class GenerationSample(_Sample):
-    """Seconds of a batch of requests with these decoder layers on the device and in host memory; the others were on the
-    disk."""
+    """Seconds of a batch with these decoder layers in each tier; the others were on the disk."""
 
     kind: Literal["generation"] = "generation"
     batch: int = Field(ge=1)
@@ -60,18 +59,17 @@ class RetrievalSample(_Sample):
 
 
 class PlacementProfile(BaseModel):
-    """Times of generation by batch and layers, and of retrieval by resident partitions, with the sizes of both.
+    """Times of generation by batch and layers, and of retrieval by resident partitions, with sizes.
 
         profile = PlacementProfile.from_file("placement.json")
         profile.generation_s(16, Spread(device=8, host=24), profile.step_tokens)  # seconds
 
     - by batch: a power law (Eq. 4) for each measured number of layers, fitted to at least two batches
     - by layers on the device: linear in between; more layers never take longer. Streamed layers are measured all in
-      host memory, all on the disk, or both ways; a mixture counts in proportion
+    host memory, all on the disk, or both ways; a mixture counts in proportion
     - retrieval: linear in resident partitions, never rising, the same for all batches (4.4)
 
-    Times are for steps of up to `step_tokens` tokens: with shorter steps prefill takes longer. Raises ValueError for
-    too few samples.
+    Times are for steps of up to `step_tokens` tokens: with shorter steps prefill takes longer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -137,7 +135,7 @@ class PlacementProfile(BaseModel):
 
     @cached_property
     def _rows(self) -> tuple[_Rows, _Rows]:
-        """Power laws by layers on the device, ascending, with the other layers in host memory, and on the disk."""
+        """Power laws by layers on the device, with the other layers in host memory, and on the disk."""
         times: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for each in self.generation:
             times.setdefault((each.device_layers, each.host_layers), []).append((each.batch, each.seconds))
@@ -158,7 +156,6 @@ class PlacementProfile(BaseModel):
 
     @classmethod
     def from_file(cls, path: Path | str) -> Self:
-        """Raises OSError, and ValueError for another file."""
         text = Path(path).read_bytes()
         try:
             content = decode(text)
@@ -200,10 +197,9 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Return the sizes of an index written by FAISS. An IVF index is cut into `partitions` (at most one per cluster),
-    as in `PartitionedSearch`; any other index is in memory as a whole.
+    """Return the sizes of an index written by FAISS, cut into `partitions` as in `PartitionedSearch`.
 
-    Raises ImportError, OSError, and ValueError for a file that is not an index, and for less than one partition.
+    An index other than IVF is in memory as a whole.
     """
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")
@@ -235,10 +231,7 @@ R = TypeVar("R")
 def shared_tokens(requests: Sequence[R], kv_tokens: Callable[[Sequence[R]], int], batches: Iterable[int]) -> Curve:
     """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`.
 
-    - `requests`: past ones, in order of arrival
-    - `kv_tokens`: of a batch, such as `TrieKV`, which counts the trie of `trie.plan`
-
-    Sizes above the number of requests are left out. Raises ValueError for no requests, or sizes below 1.
+    `kv_tokens` counts a batch, such as `TrieKV`. Sizes above the number of requests are omitted.
     """
     sizes = sorted(set(batches))
     if not requests or not sizes or sizes[0] < 1:

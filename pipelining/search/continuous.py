@@ -42,11 +42,10 @@ def fill(
     order: PieceOrder,
     now_s: float,
 ) -> list[tuple[RunningSearch, int]]:
-    """Return the searches of a piece, each with the cluster before which its part ends, until the cores have work for
-    the piece's time.
+    """Return the searches of a piece, each with the cluster before which its part ends.
 
-    `searches`: oldest first. One is filled after the other, because equal shares of a core would delay all. Speculative
-    searches get the rest.
+    The cores get work for the piece's time. `searches`: oldest first. One is filled after the other, because equal
+    shares of a core would delay all. Speculative searches get the rest.
     """
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
@@ -79,15 +78,14 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `nprobe`: clusters of each search (default: the index's own)
     - `cores`: to scan a piece (default: FAISS's threads)
-    - `order`: "oldest" search first, or "shortest" remaining search first, for a lower mean if lengths differ
+    - `order`: "oldest" search first, or "shortest" remaining search first
     - `budget`: duration of a piece
-    - `patience`: end a search after this many clusters without a change of its k best: faster, not exact
-    - `tiers`: keeps the most used clusters in a faster tier, whose distances may differ by rounding
+    - `patience`: end a search after this many clusters without a change: faster, not exact
+    - `tiers`: a faster tier for the most used clusters, whose distances may differ by rounding
     - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
 
-    Without `patience` and `tiers` the last stage equals `index.search` including ties, independently of other searches.
-    The index must not change during a search. Raises TypeError for an index whose parts do not add up to its search,
-    and ValueError for an untrained index and for invalid settings.
+    Without `patience` and `tiers` the last stage equals `index.search` including ties. The index must not change during
+    a search. Raises TypeError for an index whose parts do not add up to its search.
     """
 
     def __init__(

@@ -21,8 +21,6 @@ _ID_BYTES = 8
 
 
 class PartitionLists:
-    """The inverted lists of one partition in memory."""
-
     __slots__ = ("invlists", "read_bytes")
 
     def __init__(self, invlists: Any, read_bytes: int) -> None:
@@ -35,11 +33,8 @@ class PartitionFile:
 
     Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
     Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
-    for cluster -1).
-
-    `drop_pages`: drop pages from the operating system's cache once they are read. Raises TypeError for an argument that
-    is not a path or an index whose parts do not add up to its search, ValueError for another file and for an invalid
-    `count`, and OSError for a file that cannot be read.
+    for cluster -1). `drop_pages`: drop pages from the operating system's cache once read. Raises TypeError for an index
+    whose parts do not add up to its search, ValueError for another file or `count`, and OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:
@@ -78,7 +73,6 @@ class PartitionFile:
         self.show({})
 
     def read(self, partition: int) -> PartitionLists:
-        """Raises MemoryError, and OSError for a file that cannot be read or is cut off."""
         faiss = load_faiss()
         first, last = int(self.bounds[partition]), int(self.bounds[partition + 1])
         lists, total = faiss.ArrayInvertedLists(last - first, self.code_size), 0

@@ -31,8 +31,7 @@ _START_S = 120.0
 _END_S = 10.0
 
 
-class SearchProcessError(RagorderError, RuntimeError):
-    """The search process has ended."""
+class SearchProcessError(RagorderError, RuntimeError): ...
 
 
 class SearchProcess(SharedSearch["_Request"]):
@@ -46,13 +45,9 @@ class SearchProcess(SharedSearch["_Request"]):
     without an answer in between. More than `max_searches` in flight raise QueueFullError. A script needs `if __name__
     == "__main__":`.
 
-    - `tiers`: returns the index's tiers in that process, on its device: a function of a module, or
-      functools.partial(IndexTiers, TorchClusterScan("L2", "cuda"), 4 << 30)
+    - `tiers`: returns the index's tiers in that process: a function of a module, or functools.partial(IndexTiers,
+    TorchClusterScan("L2", "cuda"), 4 << 30)
     - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
-      IDSelectorBatch does not return its ids and raises ValueError.
-
-    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, and TypeError for `tiers` that
-    cannot be sent.
     """
 
     def __init__(

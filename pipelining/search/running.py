@@ -69,8 +69,7 @@ class RunningSearch:
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
-        """Return the cluster before which a piece with room for `codes` vectors ends. It has at least one cluster, and
-        no small rest is left."""
+        """Return the cluster before which a piece with room for `codes` vectors ends, at least one later."""
         stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
         if self.codes[-1] - self.codes[stop] < codes / 4:
             stop = self.total
@@ -104,7 +103,7 @@ class RunningSearch:
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        """Publish the best results so far, with those of an earlier search in clusters that are still to be scanned."""
+        """Publish the best results so far, with those of an earlier search in clusters not yet scanned."""
         best, recalled = self.best, self._recalled
         if recalled is not None:
             left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])

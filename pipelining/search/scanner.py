@@ -36,8 +36,7 @@ class _Rows(NamedTuple):
 class PieceScanner:
     """Shares the clusters of a piece among cores by codes; clusters of one search may go to several.
 
-    FAISS would split by queries, and scans given clusters on one thread. Results are the same for any split. `scan_s`:
-    time that the last piece spent in FAISS.
+    FAISS would split by queries, and scans given clusters on one thread. `scan_s`: time of the last piece in FAISS.
     """
 
     def __init__(
@@ -79,8 +78,7 @@ class PieceScanner:
             self._tiers.close()
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
-        """Scan a single search in one piece on one core with one call of FAISS, without split and merge; return None in
-        other cases."""
+        """Scan a single search in one piece on one core with one call of FAISS; return None in other cases."""
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
             return None

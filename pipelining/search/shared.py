@@ -33,7 +33,7 @@ class SearchHandle:
     - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
     - `done`: it has a result, has failed, or was cancelled
 
-    A caller that takes stages gets the latest one and skips those in between, but never the final one.
+    A caller that takes stages gets the latest one, and always the final one.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
@@ -67,7 +67,6 @@ class SearchHandle:
         return self.fail(CancelledError("the search was cancelled"))
 
     def stages(self) -> Iterator[Stage]:
-        """Raises what `result` raises."""
         seen: object = None
         while True:
             with self._changed:
@@ -107,8 +106,7 @@ class SearchHandle:
                 await wake.wait()
 
     def result(self, timeout_s: float | None = None) -> Stage:
-        """Return the final stage. Raises the search's error, concurrent.futures.CancelledError if it was cancelled, and
-        TimeoutError."""
+        """Return the final stage. Raises the search's error, futures.CancelledError, or TimeoutError."""
         if self._drive is None:
             with self._changed:
                 if not self._changed.wait_for(lambda: self.done, timeout_s):
@@ -177,9 +175,7 @@ class SharedSearch(ABC, Generic[S]):
         """Cancel searches in flight; later ones raise RuntimeError."""
 
     def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector. Also raises
-        TypeError for other parameters, ValueError if k exceeds the vectors of the index or `max_codes` or
-        `parallel_mode` exclude parts, and RuntimeError after `close`."""
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector."""
         request = self._read(queries, k, params)
 
         def stages() -> Iterator[Stage]:
@@ -219,8 +215,7 @@ class SharedSearch(ABC, Generic[S]):
     ) -> SearchHandle:
         """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
-        - `history`: earlier searches of this request; their clusters are scanned first, and this search is added. Not
-          with a selector.
+        - `history`: earlier searches of this request; this search is added. Not with a selector.
         - `due=False`: speculative, while due searches leave cores idle
         - `whole`: in one piece
         - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier

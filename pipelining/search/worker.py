@@ -30,7 +30,6 @@ def selector_of(params: Any) -> Any:
 
 
 def pack(selector: Any) -> _PackedSelector:
-    """Raises ValueError for a selector that does not return its ids."""
     name = type(selector).__name__
     if name == "IDSelectorAll":
         return name, ()
@@ -62,7 +61,7 @@ def _copied(pointer: Any, count: int, kind: Any) -> Any:
 
 
 class Asked(NamedTuple):
-    """A search as it is sent. `params`: nprobe and selector; `past`: the searches of its history, None without one."""
+    """A search as it is sent. `params`: nprobe and selector; `past`: searches of its history, or None."""
 
     queries: NDArray[np.float32]
     k: int

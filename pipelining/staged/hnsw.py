@@ -29,8 +29,8 @@ class StagedHNSW:
     - `stages`: each has four times the efSearch of the one before
     - `schedule`: the growing efSearch of all stages instead
 
-    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does: each
-    stage starts over. Raises TypeError for another index, and ValueError for a schedule that does not grow.
+    Stages with fewer than k candidates become one. FAISS cannot resume a traversal, as RAGCache does: each stage starts
+    over.
     """
 
     def __init__(

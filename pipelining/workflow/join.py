@@ -45,8 +45,7 @@ class Tokens:
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
     become one, and their states are joined. A token that returns to the head of a loop waits until all others have left
-    the loop or are at its head, too: then the next round begins. So results do not depend on the order or duration of
-    runs.
+    the loop or are there, too. So results do not depend on the order or duration of runs.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:
@@ -98,8 +97,7 @@ class Tokens:
         return started
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        """Store the values of a run and follow its edges. Raises GraphError and NodeError for a conditional edge that
-        fails."""
+        """Store the values of a run and follow its edges. Raises GraphError and NodeError for a failing edge."""
         del self._running[run.id, run.round]
         state = run.state.updated(values)
         self._ages[run.id] = state.age

@@ -34,9 +34,8 @@ class Handle(Protocol):
 class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
-    `search`: a `ContinuousIVF` or another object with its `submit`; or a `StagedSearch`; or a function of a vector and
-    k that returns ids, best first. The latter two are not cut into parts. Functions and `embed` run in a thread,
-    coroutine functions on the event loop.
+    `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a vector and k that
+    returns ids, best first. The latter two are not cut into parts. Plain functions run in a thread.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:

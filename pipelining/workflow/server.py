@@ -29,8 +29,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class _BoundedEngine(Generic[R]):
-    """An engine with at most `limit` requests at once, including aborted ones until they have ended. Raises ValueError
-    for a limit below 1."""
+    """An engine with at most `limit` requests at once, including aborted ones until they have ended."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
@@ -43,14 +42,14 @@ class _BoundedEngine(Generic[R]):
 
 
 class RunOptions(TypedDict, total=False):
-    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes with others."""
+    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes."""
 
     state: Mapping[str, Any] | None
     scope: Hashable
 
 
 def checked_options(options: RunOptions) -> RunOptions:
-    """Raises TypeError for unknown options: with a misspelt scope a request would share the prefixes of others."""
+    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
     unknown = options.keys() - RunOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
@@ -68,16 +67,15 @@ class WorkflowServer(Generic[D, R]):
             async with server.stream(graph, "Which drawer?") as stream: ...
             async for number, result in server.batch(graph, questions): ...
 
-    - `search`, `embed`, `document`: see `Searcher`. `document` returns the document of an index id, and must be quick.
+    - `search`, `embed`, `document`: see `Searcher`; `document` must be quick
     - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
-    - `max_generations` are on the engine at once (None: no limit). The due one with the largest cached share goes next
-      if `prompts` has `lengths`; at most `window` later ones may overtake it
+    - `max_generations` are on the engine at once. The due one with the largest cached share goes next if `prompts` has
+    `lengths`; at most `window` later ones may overtake it
     - `observer`: called with the trace of each request that has ended
 
-    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only. Raises
-    ValueError for limits below 1.
+    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
     """
 
     def __init__(
@@ -116,13 +114,14 @@ class WorkflowServer(Generic[D, R]):
         self._failing: set[str] = set()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed.
-        Cancelling it ends its work."""
+        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if closed.
+
+        Cancelling it ends its work.
+        """
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
-        """Stream the answer as it is generated, or at once if a later node may change it; lazy. Raises what `run`
-        raises."""
+        """Stream the answer as it is generated, or at once if a later node may change it; lazy."""
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
@@ -134,8 +133,10 @@ class WorkflowServer(Generic[D, R]):
         scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """Yield (number of the question, result or error) in the order of their ends. At most `max_requests` questions
-        are read ahead; they wait while the queue is full. `on_progress` is called with the number of ended requests."""
+        """Yield (number of the question, result or error) in the order of their ends.
+
+        At most `max_requests` questions are read at a time; they wait while the queue is full.
+        """
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
             return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)

@@ -30,8 +30,7 @@ R = TypeVar("R", bound=EngineRequest)
 class SpeculativeGeneration(Generic[D, R]):
     """Speculations on one run of a generation, one at a time.
 
-    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one that may still be
-    used.
+    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one.
     """
 
     def __init__(
@@ -145,8 +144,7 @@ class _Guesses(NamedTuple):
 class Speculations(Generic[D, R]):
     """Speculative generations and searches of one request.
 
-    `begun` and `ended` are called with their items. `tasks`: those of searches, including cancelled ones until they
-    end.
+    `begun` and `ended` are called with their items. `tasks` has those of searches until they end.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class Speculations(Generic[D, R]):
         self._guesses: dict[RunKey, _Guesses] = {}
 
     def predicted_runs(self, tokens: Tokens, item: WorkItem) -> list[NodeRun]:
-        """Functions of a graph may fail on part of a text: then nothing is predicted."""
+        """Return predicted runs, or none if a function of the graph fails on part of a text."""
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
@@ -179,7 +177,7 @@ class Speculations(Generic[D, R]):
             return []
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        """Raises what the prompt's or query's function raises."""
+        """Begin a speculation; raise what the prompt's or query's function raises."""
         key, node = _run_key(item.run), item.node
         self._sources[key] = source
         if isinstance(node, Generation):
@@ -229,7 +227,7 @@ class Speculations(Generic[D, R]):
         return generation
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
-        """Return the speculative search for this query, or None, and its history. The item is due."""
+        """Return the speculative search for this query of a due item, or None, and its history."""
         key = _run_key(item.run)
         self._learn(key, query)
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
@@ -247,8 +245,7 @@ class Speculations(Generic[D, R]):
         return handle, speculative.history
 
     def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
-        """Drop speculations on branches that were not taken. Return generations, for which the caller must call
-        `leave`."""
+        """Drop speculations on branches not taken. The caller must call `leave` of the returned generations."""
         if any(isinstance(run.node, Step) for run in tokens.running):
             # Predicted runs may come after this step.
             return []

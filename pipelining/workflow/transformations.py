@@ -29,8 +29,7 @@ class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
     It marks items of `wavefront.new` before they start, or adds speculative items after progress of others
-    (`wavefront.progressed`). Both methods run on the event loop and must be quick. If `apply` raises, items stay as
-    they are.
+    (`wavefront.progressed`). Both methods run on the event loop and must be quick.
     """
 
     name: str
@@ -101,10 +100,7 @@ def _may_search_again(item: WorkItem) -> bool:
 
 
 class FastIndex(_Mark):
-    """Lets searches use the fast tier of the index for clusters in it, unless the cores are expected to be faster.
-
-    `IndexTiers` then measures the tier once after each exchange of clusters.
-    """
+    """Lets searches use the index's fast tier, unless the cores are expected to be faster."""
 
     name, flag = "fast_index", "fast"
 
@@ -136,8 +132,8 @@ class OrderDocuments(_Mark):
 class Prefetch(_Mark):
     """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts.
 
-    While a due search runs, the system prompt of the following generation is prefilled if it is not cached
-    (RAGCache++ section 3.6).
+    While a due search runs, the system prompt of the following generation is prefilled if it is not cached (RAGCache++
+    section 3.6).
     """
 
     name, flag = "prefetch", "prefetch"
@@ -172,13 +168,10 @@ class SpeculateGeneration:
     It is used only if its request equals the final one.
 
     - `bound`: of the generations on the engine, 16 in the paper; `EngineLoad` bounds those that wait for their first
-      token. Searches whose results are nearest to their query go first.
+    token. Searches whose results are nearest to their query go first.
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
-    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead,
-      for a prompt that shows the documents found for an answer, but not the answer
+    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead
     - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
-
-    Raises ValueError for a bound below 1.
     """
 
     name = "speculate_generation"
@@ -213,8 +206,10 @@ class SpeculateGeneration:
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search, at most the generation, if the documents are right, less the cost of a wrong
-        prefill: it may keep the engine busy after the search and delays all other generations on it."""
+        """Return the rest of the search, at most the generation, if right, less the cost of a wrong prefill.
+
+        A wrong prefill may keep the engine busy after the search and delays all other generations on it.
+        """
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -276,7 +271,7 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Embeds the predicted next query of a generation and searches for it while due searches leave cores idle.
+    """Embeds the predicted next query of a generation and searches while due searches leave cores idle.
 
     If the final query is the same, the search continues as the due one; otherwise its results order the clusters of the
     due one.
@@ -285,8 +280,6 @@ class SpeculateRetrieval:
     - `every`: tokens of a generation between two predictions; queries that have changed least go first
     - `embeddings`: of predicted queries at the same time
     - `generations`: speculated on across the searches (None: a search counts by its own gain)
-
-    Raises ValueError for values below 1.
     """
 
     name = "speculate_retrieval"
@@ -326,8 +319,9 @@ class SpeculateRetrieval:
                     request.trace.declined += 1
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the search and its embedding, at most the rest of the generation, if the query is final; otherwise the
-        gain from ordered clusters, less an embedding. In both cases the gain of a generation on its results is added.
+        """Return the search and its embedding, at most the rest of the generation, if the query is final.
+
+        Otherwise the gain from ordered clusters, less an embedding; in both cases plus a generation on its results.
         """
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
@@ -344,7 +338,7 @@ class SpeculateRetrieval:
 
 
 def all_transformations() -> tuple[Transformation, ...]:
-    """Return all, in order: those that add work items first, so that the others see these."""
+    """Return all; those that add work items come first, so that the others see these."""
     generations = SpeculateGeneration()
     return (
         generations,

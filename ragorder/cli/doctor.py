@@ -26,7 +26,6 @@ __all__ = ["doctor"]
 
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
 _REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
-"""Options that only --requests takes."""
 _MEMORY_OPTIONS = (
     "index",
     "profile",
@@ -39,7 +38,6 @@ _MEMORY_OPTIONS = (
     "backlog",
     "dtype",
 )
-"""Options that only --memory takes."""
 
 
 def _request_options() -> Decorator:
@@ -317,7 +315,7 @@ def _read(path: Path) -> PromptSample:
 def _checked_requests(
     url: str | None, *, tokenizer: str | None, block_size: int | None, topic_header: str | None
 ) -> dict[str, Any]:
-    """Return the options for `examine_requests`, with the tokenizer loaded. Raises click's errors."""
+    """Return the options for `examine_requests`, with the tokenizer loaded."""
     if topic_header is not None:
         if url is None:
             raise click.UsageError("--topic-header requires URL, the address of the balancer")
@@ -330,7 +328,6 @@ def _checked_requests(
 
 
 def _examine_log(log: Path, **options: Any) -> list[Finding]:
-    """Return the findings. Raises as `examine_requests` does for a server, and click's error for the log."""
     from ragorder.adapters.doctor import examine_requests
     from ragorder.common.jsonl import JSONLinesError
 
@@ -350,7 +347,7 @@ def _load_tokenizer(tokenizer: str) -> Any:
 
 
 def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
-    """Print the report, and return whether a placement fits the budgets. `given` has the _MEMORY_OPTIONS or None."""
+    """Print the report, and return whether a placement fits the budgets."""
     from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
     from ragorder.pipelining.placement.base import Workload
 

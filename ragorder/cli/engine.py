@@ -160,7 +160,7 @@ def engine(
 def _running(
     options: Mapping[str, Any], settings: Settings, registry: CollectorRegistry, server: ProxyServer
 ) -> Iterator[Backend]:
-    """Run the engine, with its metrics in `registry`. Raises click.ClickException if it cannot start."""
+    """Run the engine, with its metrics in `registry`."""
     try:
         from ragorder.adapters.embedded import (
             AppTransport,
@@ -221,8 +221,10 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 
 def take_model(options: dict[str, Any]) -> str:
-    """Remove the model from an engine's options, and return its folder or name. `random` and `smollm2` are made, with
-    the dtype that is fast here."""
+    """Remove the model from an engine's options, and return its folder or name.
+
+    `random` and `smollm2` are made, with the dtype that is fast here.
+    """
     from ragorder.kernels.engine.loading import may_be_on_hub
 
     model: str = options.pop("model")

@@ -67,8 +67,6 @@ _folder = click.argument("folder", type=click.Path(path_type=Path, exists=True, 
 
 
 class Shard(ParamType[tuple[int, int]]):
-    """A part of a build: i/n."""
-
     name = "i/n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:

@@ -61,7 +61,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """click's group, which imports a command when it runs, and shows an OSError as one line without a traceback."""
+    """click's group, which imports a command when it runs, and shows an OSError as one line."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -117,8 +117,7 @@ def main() -> None:
 
 
 def end_on_signals() -> None:
-    """Unwind the stack on SIGTERM as on Ctrl-C, so that contexts close and child processes end, and treat the SIGHUP
-    of a closed terminal as SIGTERM.
+    """Unwind the stack on SIGTERM as on Ctrl-C, and treat the SIGHUP of a closed terminal as SIGTERM.
 
     Signals that have a handler or are ignored (nohup) stay as they are, and so do all outside the main thread.
     """

@@ -130,8 +130,7 @@ def _unquoted(context: click.Context) -> Iterator[None]:
 
 
 def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
-    """Yield each value that an error must not show and the words to show instead, the longest value first. Choices
-    may be shown."""
+    """Yield each value that an error must not show and the words to show instead, the longest value first."""
     found: dict[str, str] = {}
     for param in context.command.params:
         known = getattr(param.type, "choices", ())
@@ -190,16 +189,13 @@ def kv_events(*, environment: bool = False) -> Decorator:
 def events_address(
     endpoint: str | None, replay_endpoint: str | None, topic: str | None
 ) -> tuple[str, str | None, str] | None:
-    """Return the values of the three options, or None if none is given. Raises click.UsageError if only the first is
-    missing."""
+    """Return the values of the three options, or None if none is given."""
     if not endpoint and (replay_endpoint or topic):
         raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     return (endpoint, replay_endpoint, topic or "") if endpoint else None
 
 
 def together(*options: Decorator) -> Decorator:
-    """Return several options as one decorator."""
-
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for add in reversed(options):
             command = add(command)
@@ -231,8 +227,8 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
     """Return an option for each named field of a pydantic model or dataclass.
 
     Type, bounds, choices, help and environment variable are the field's; choices come from a Literal or from "enum" in
-    its `json_schema_extra`. An option that is not given is None, so that the model applies its default. The help shows
-    this default, or for None the text "unset" in `json_schema_extra`. Fields that a description names become options.
+    its `json_schema_extra`. An option that is not given is None, so that the model applies its default, which the help
+    shows, or for None the text "unset" in `json_schema_extra`. Fields that a description names become options.
 
     A sequence is a repeatable option. A field that ends in `_s` is a duration, spelt without it. A switch has its
     opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field: `flag` is another
@@ -329,7 +325,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Return whether an option was given to this command, and not by a variable that other programs read too."""
+    """Return whether an option was given to this command, and not by a variable that other programs read."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]
@@ -347,8 +343,7 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
 
 
 def build_orderer(options: Mapping[str, Any]) -> Orderer:
-    """Return an orderer with the settings that were given. Raises click.UsageError, also for a policy or a profile that
-    the orderer refuses."""
+    """Return an orderer with the settings that were given."""
     from ragorder.orderer import Orderer
     from ragorder.settings import Settings
 
@@ -360,8 +355,7 @@ def build_orderer(options: Mapping[str, Any]) -> Orderer:
 
 
 def in_options(message: str, model: type[Any]) -> str:
-    """Return a message with options instead of the names of the model's fields, or with environment variables where
-    the running command lacks the option."""
+    """Return a message with options, or environment variables, instead of the names of the model's fields."""
 
     def option_of(found: re.Match[str]) -> str:
         return _spelling_of(found[0], model) if found[0] in _fields_of(model) else found[0]
@@ -385,7 +379,7 @@ def _spelling_of(name: str, model: type[Any]) -> str:
 
 
 def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
-    """Give each option of a command that has no variable one of its own: `prefix` and the option's name."""
+    """Give each option without a variable one of its own: `prefix` and the option's name."""
 
     def decorate(command: click.Command) -> click.Command:
         for param in command.params:
@@ -416,7 +410,7 @@ def config_option() -> Decorator:
 
 
 def _read(command: click.Command, path: Path) -> dict[str, Any]:
-    """Return values by parameter. Raises click.UsageError."""
+    """Return values by parameter."""
     try:
         values = decode_toml(path.read_bytes())
     except OSError as error:
@@ -439,7 +433,7 @@ def _read(command: click.Command, path: Path) -> dict[str, Any]:
 
 
 def _as_given(param: Option, value: Any, where: str) -> Any:
-    """Return a file's value as the command line would have it. Raises click.UsageError."""
+    """Return a file's value as the command line would have it."""
     if param.is_bool_flag:
         if not isinstance(value, bool):
             raise click.UsageError(f"{where}: write true or false")

@@ -201,10 +201,9 @@ def _as_json(request: RequestToOrder, ordering: Ordering[RequestDocument]) -> di
 
 
 class PromptFiles:
-    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder, which is made if missing.
+    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder.
 
-    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read: "prompt", and the answer's
-    length as "output_tokens" and "output_tokens_count". "output_tokens" of a request replaces the given length.
+    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read.
     """
 
     def __init__(self, folder: Path, output_tokens: int) -> None:
@@ -229,7 +228,7 @@ class PromptFiles:
         self._open.close()
 
     def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
-        """Yield the requests, and write each in retrieval order. Raises ClickException if one has no prompt."""
+        """Yield the requests, and write each in retrieval order."""
         for request in requests:
             self._write(self._retrieval, request, request.documents)
             yield request

@@ -141,7 +141,6 @@ class ServerSettings(BaseModel):
 
 
 def server_options(*names: str) -> Decorator:
-    """Return the options of these fields of `ServerSettings`."""
     known: dict[str, Mapping[str, Any]] = {"body_limit": _MEBIBYTES, "bodies_limit": _MEBIBYTES}
     known |= {"access_log": {"is_flag": True}, "ssl_certfile": _FILE, "ssl_keyfile": _FILE}
     return options_from(ServerSettings, *names, **{name: known[name] for name in names if name in known})
@@ -183,7 +182,6 @@ def process_options(*names: str) -> Decorator:
 
 
 def upstream_key_option() -> Decorator:
-    """Return --upstream-api-key."""
     return option(
         "--upstream-api-key",
         metavar="KEY",
@@ -195,7 +193,6 @@ def upstream_key_option() -> Decorator:
 
 
 def secret_option() -> Decorator:
-    """Return --topic-secret."""
     return option(
         "--topic-secret",
         metavar="TEXT",
@@ -218,7 +215,7 @@ def check_packages() -> None:
 
 
 def topics_of(header: str, secret: str | None) -> Topics:
-    """Return the topics of a header. Raises click.UsageError for a header that HTTP does not allow."""
+    """Return the topics of a header."""
     try:
         checked_header(header)
     except ValueError as error:
@@ -229,7 +226,7 @@ def topics_of(header: str, secret: str | None) -> Topics:
 
 
 def with_loads(profile: Path) -> Path | None:
-    """Return the profile, or None if it has no load times. Raises click.UsageError if it cannot be read."""
+    """Return the profile, or None if it has no load times."""
     from ragorder.trie.profile import PrefillProfile
 
     try:
@@ -277,8 +274,7 @@ def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None
 class ProxyServer:
     """The proxy's sockets, access control, certificate and processes.
 
-    `options` are a command's values; those of the server are removed from them. Raises click.UsageError for options
-    that contradict each other, and click.ClickException if a package is missing.
+    `options` are a command's values; those of the server are removed from them.
     """
 
     def __init__(self, context: click.Context, options: dict[str, Any]) -> None:
@@ -308,7 +304,7 @@ class ProxyServer:
 
     @contextmanager
     def listening(self) -> Iterator[list[socket.socket]]:
-        """Open a socket for each worker. Raises click.ClickException."""
+        """Open a socket for each worker."""
         from ragorder.adapters.http_server.processes import listen_together
         from ragorder.adapters.http_server.server import listen
 
@@ -373,8 +369,7 @@ class ProxyServer:
         return AccessLog(app) if settings.access_log else app
 
     def run(self, make: Callable[[Metrics], ASGIApp], sockets: list[socket.socket], *said: str) -> None:
-        """Write what is `said` and the address, and serve until stopped. Raises click.ClickException if the workers
-        cannot start."""
+        """Write what is `said` and the address, and serve until stopped."""
         from ragorder.adapters.http_server.server import address_of
         from ragorder.adapters.proxy.app import PROBES
 
@@ -414,7 +409,7 @@ def _check_keys(context: click.Context) -> None:
 
 
 def _certificate_of(settings: ServerSettings) -> Certificate | None:
-    """Return the certificate, or None for HTTP. Raises click.UsageError if it cannot be used."""
+    """Return the certificate, or None for HTTP."""
     from ragorder.adapters.http_server.certificate import Certificate
 
     if settings.ssl_certfile is None:
@@ -430,8 +425,7 @@ def _certificate_of(settings: ServerSettings) -> Certificate | None:
 
 
 def _connections(context: click.Context, wanted: int) -> int:
-    """Return `wanted`, or what the system's limit of open files allows. Raises click.UsageError if --max-connections is
-    more."""
+    """Return `wanted`, or what the system's limit of open files allows."""
     from ragorder.adapters.http_server.server import most_connections
 
     allowed = most_connections()
@@ -445,7 +439,7 @@ def _connections(context: click.Context, wanted: int) -> int:
 
 
 def _log_to(settings: ServerSettings) -> None:
-    """Log to standard error, and only warnings of other packages: their debugging would show headers, and so keys."""
+    """Log to standard error, and only warnings of other packages: their debugging would show keys."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("ragorder").setLevel(settings.log_level.upper())
     if settings.access_log:

@@ -142,7 +142,7 @@ def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> F
 
 
 def _read_folder(folder: Path) -> Figures:
-    """Return the figures of a folder. Raises click.ClickException if it is neither a build nor a disk tier."""
+    """Return the figures of a folder that is a build or a disk tier."""
     from ragorder.kernels.preprocessing.manifest import NoBuildError
     from ragorder.kernels.store import survey
 
@@ -164,8 +164,6 @@ def _read_folder(folder: Path) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class _FolderFigures:
-    """The content of a disk tier's folder."""
-
     found: Survey
 
     def show(self) -> Table:
@@ -351,8 +349,7 @@ def _age(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BuildFigures:
-    """A build's documents, and the KV of them that is on the disk. `other_chunks` are of the system prompt, or added by
-    a server."""
+    """A build's documents, and their KV on the disk. `other_chunks` are of the system prompt or a server."""
 
     model: str
     documents: int

@@ -141,8 +141,7 @@ class ProfileSource(ParamType[Any]):
 
 
 class Model(ParamType[Any]):
-    """A model's folder or name on the Hub; smollm2 is converted from its package. `path`: return a Path; `exists`: the
-    folder must exist."""
+    """A model's folder or name on the Hub; smollm2 is converted from its package."""
 
     name = "FOLDER|smollm2"
 

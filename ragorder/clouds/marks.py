@@ -34,8 +34,7 @@ _PROMPTS = 4
 
 
 def cell_of(count: int, places: int) -> int:
-    """Return the cell of prefixes that `count` requests contained and that end `places` documents after the cached
-    ones."""
+    """Return the cell of prefixes in `count` requests that end `places` documents after the cached ones."""
     return min(count.bit_length(), _COUNTS - 1) * _RATED_PLACES + min(places, _RATED_PLACES - 1)
 
 
@@ -156,7 +155,7 @@ class MarkSamples:
                     rates.passed(sample.cells[place - sample.cached])
 
     def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
-        """Observe a request whose first `cached` documents can be read already, unless there are too many samples."""
+        """Observe a request whose first `cached` documents can be read already, unless there are too many."""
         samples, rates = self._samples, self._rates
         sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
         if len(samples) < _SAMPLES and sparse:
@@ -224,8 +223,7 @@ class MarkChoice:
     def choose(
         self, keys: Sequence[Key], ends: Sequence[int], held: int, live: Sequence[int], prompt_tokens: int, now: float
     ) -> tuple[int, ...]:
-        """Return a request's breakpoints as numbers of documents before each, ascending. The request counts from the
-        next one on.
+        """Return a request's breakpoints as numbers of documents before each, ascending.
 
         `ends[i]`: tokens up to the end of document i; `ends[0]`: before the first. The request can resume after `held`
         documents (-1: nowhere), if one of its breakpoints is there or less than `lookback_parts` after it. `live` are

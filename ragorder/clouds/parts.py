@@ -1,6 +1,6 @@
 """Content parts with cache breakpoints for the APIs of clouds.
 
-A mark is the number of texts before a breakpoint. Empty texts are left out, because these APIs refuse them.
+A mark is the number of texts before a breakpoint. Empty texts are omitted, because these APIs refuse them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | 
 
 
 def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts that are more than white space, and whether a breakpoint follows each. A breakpoint after an
-    empty text follows the last text before it."""
+    """Yield the texts that are more than white space, and whether a breakpoint follows each.
+
+    A breakpoint after an empty text follows the last text before it.
+    """
     after = set(marks)
     pending: tuple[str, bool] | None = None
     for number, text in enumerate(texts, 1):
@@ -88,10 +90,11 @@ def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, b
 
 
 class PromptParts:
-    """A prompt in parts: `system`, a text for each document, and `question`. A mark is the number of documents before a
-    breakpoint; 0: directly after the system prompt.
+    """A prompt in parts: `system`, a text for each document, and `question`.
 
         PromptParts("Answer briefly.", ["[a]\\n…", "[b]\\n…"], "Question: …", marks=[0, 2]).anthropic()
+
+    A mark is the number of documents before a breakpoint; 0: directly after the system prompt.
     """
 
     __slots__ = ("_escape", "documents", "explicit", "marks", "question", "system", "ttl")
@@ -121,14 +124,12 @@ class PromptParts:
         return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
     def anthropic(self) -> dict[str, Any]:
-        """Return arguments of `client.messages.create`."""
         found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": anthropic_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
         )
 
     def openai(self) -> dict[str, Any]:
-        """Return arguments of `client.chat.completions.create`."""
         messages: list[dict[str, Any]] = []
         if self.system.strip():
             messages.append({"role": "system", "content": openai_content([self.system], self.before)})
@@ -138,7 +139,6 @@ class PromptParts:
         return {"messages": messages} | cache_options(self.ttl)
 
     def bedrock(self) -> dict[str, Any]:
-        """Return arguments of Bedrock's `converse`."""
         found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}

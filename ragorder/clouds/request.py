@@ -108,7 +108,7 @@ _KNOWN = (
 
 
 class CloudUsage(NamedTuple):
-    """Tokens of a prompt: read from the cache, written into it, and all. A missing or impossible count is None."""
+    """Tokens of a prompt: read from the cache, written into it, and all. A missing count is None."""
 
     cached_tokens: int | None = None
     written_tokens: int | None = None
@@ -116,8 +116,7 @@ class CloudUsage(NamedTuple):
 
 
 def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
-    """Return the counts in an answer's `usage`, a mapping or an object, by the field names of `rules` or of the known
-    APIs."""
+    """Return the counts in an answer's `usage`, by the field names of `rules` or of the known APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:

@@ -40,8 +40,8 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
     `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, where a hybrid model keeps its state. Predicts `cached_tokens`, then
-    `written_tokens`, and `prompt_tokens` (without the answer).
+    renews. `states`: places, in tokens, where a hybrid model keeps its state. Token counts are predictions, without the
+    answer.
     """
 
     __slots__ = (
@@ -134,8 +134,8 @@ class MarksResidency(LRUResidency):
         residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
     Entries can be read from their request's first token (`publish`) on. Their TTL begins with the request; requests
-    that use them renew it. Nodes leave the tree with the last entry below them. `clock()` is in seconds; backward steps
-    count as no time.
+    that use them renew it. Nodes leave the tree with the last entry below them. Backward steps of the clock count as no
+    time.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
@@ -211,7 +211,7 @@ class MarksResidency(LRUResidency):
                 tree.marks.move_to_end(node)
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop entries that the provider should have found, if it found only `cached_tokens` of a request's prompt."""
+        """Drop entries that the provider should have found, if it found only `cached_tokens` of a prompt."""
         likely = cached_tokens * (_ESTIMATES_EXCEED if estimated else 1)
         if likely >= lease.cached_tokens * (1 - _TOLERANCE) - _TOLERANCE_TOKENS:
             return
@@ -393,7 +393,7 @@ class JunctionsResidency(MarksResidency):
                 states[node] = max(end, states.get(node, 0))
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop states that the engine should have found, if it found only `cached_tokens` of a request's prompt."""
+        """Drop states that the engine should have found."""
         if cached_tokens >= lease.cached_tokens * (1 - _TOLERANCE):
             return
         states = self.marked.states

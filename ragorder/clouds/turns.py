@@ -16,8 +16,7 @@ _SPEAKERS = ("user", "assistant")
 
 
 class HistoryMark(NamedTuple):
-    """A breakpoint after `parts` of the `of` parts of message number `message`. If both are equal, it is after the
-    whole message, for any number of parts."""
+    """A breakpoint after `parts` of the `of` parts of message number `message`; all parts if equal."""
 
     message: int
     parts: int
@@ -25,8 +24,7 @@ class HistoryMark(NamedTuple):
 
 
 class TurnMarks(NamedTuple):
-    """Breakpoints of a turn: after the system prompt, in messages of the history, after these numbers of documents, and
-    after the question."""
+    """Breakpoints of a turn: after the system prompt, in history messages, after documents, after the question."""
 
     system: bool = False
     history: tuple[HistoryMark, ...] = ()
@@ -35,8 +33,10 @@ class TurnMarks(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
-        """Return the breakpoints of `places`, the numbers of nodes before each. The messages of the history have
-        `sizes` nodes; the documents and the question follow."""
+        """Return the breakpoints of `places`, the numbers of nodes before each.
+
+        The messages of the history have `sizes` nodes; the documents and the question follow.
+        """
         ends = list(accumulate(sizes))
         start = ends[-1] if ends else 0
         history = []
@@ -87,8 +87,7 @@ class TurnParts:
         return self._split(converse)
 
     def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
-        """Return the content of each message, as parts with the fields of `mark` at breakpoints, or with `apart` as
-        parts with `mark` after them."""
+        """Return each message's content as parts with the fields of `mark`, or with `apart` `mark` as a part."""
         contents: list[Any] = []
         for number, message in enumerate(self._messages):
             content, places = message.get("content"), self._places(number, mark)
@@ -96,7 +95,6 @@ class TurnParts:
         return contents
 
     def openai(self) -> dict[str, Any]:
-        """Return arguments of `client.chat.completions.create`."""
         messages = []
         contents = self.contents(prompt_cache_breakpoint())
         for message, content in zip(self._messages, contents, strict=True):
@@ -121,7 +119,7 @@ class TurnParts:
     def _places(self, number: int, mark: Part | None) -> list[int]:
         """Return the number of parts before each breakpoint of a message.
 
-        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are left out where the
+        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are omitted where the
         application's own would make them wrong.
         """
         places = self._chosen(number)

@@ -48,7 +48,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class JSONLinesError(RagorderError, ValueError):
-    """A file of JSON lines cannot be read. The message names file, line and remedy, and quotes no content."""
+    """A file of JSON lines cannot be read. The message quotes no content."""
 
 
 class JSONLines:

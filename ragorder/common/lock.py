@@ -86,7 +86,7 @@ class ReentryError(RagorderError, RuntimeError):
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock, which its own thread may hold. It runs at once if the lock is free, else on
+    Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
     its release, and always before other work.
     """
 
@@ -156,7 +156,7 @@ class DeferringLock:
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Renew the state. Called first in the child process, where the parent's other threads do not exist."""
+        """Renew the state, first thing in the child process, without the parent's other threads."""
 
 
 _followed: WeakSet[Forked] = WeakSet()

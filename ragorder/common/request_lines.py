@@ -47,8 +47,7 @@ PositiveLength = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 
 
 def seconds_of(time: float | str) -> float:
-    """Return seconds, from seconds of any origin or from ISO 8601 (UTC without an offset). Raise ValueError
-    otherwise."""
+    """Return seconds, from seconds of any origin or from ISO 8601 (UTC without an offset)."""
     if isinstance(time, str):
         try:
             moment = datetime.fromisoformat(time)
@@ -140,10 +139,7 @@ class RequestLine(BaseModel):
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """Return the documents' lengths. A document without length and text has `document_tokens`.
-
-        Estimates are `Estimate`s.
-        """
+        """Return the documents' lengths, of which unknown ones have `document_tokens`. Estimates are `Estimate`s."""
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
@@ -160,11 +156,7 @@ class RequestLine(BaseModel):
         return Lengths(tokens, estimated, assumed)
 
     def tokens_after_documents(self, tokens_before: int) -> int | None:
-        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if the line does not
-        give them.
-
-        Raises ValueError for a prompt that is shorter than its documents.
-        """
+        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if unknown."""
         if self.prompt_tokens is None:
             return self.suffix_tokens
         if self.prompt_tokens <= tokens_before:

@@ -35,10 +35,10 @@ def plan_batch(
     max_wait: int | None,
     suffix_tokens: int | None = None,
 ) -> list[Step]:
-    """Return the steps of the plan with most cached tokens, in serving order, none more than `max_wait` places late.
+    """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late.
 
-    Each plan is dry-run on a copy of `scope`. Time is near-linear in the number of requests, and proportional to
-    `max_wait` up to 64.
+    Each plan is dry-run on a copy of `scope`, in time near-linear in the requests and proportional to `max_wait` up to
+    64.
     """
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:

@@ -48,7 +48,6 @@ class CloudCache:
         prices: Prices | str | PathLike[str] | None,
         clock: Callable[[], float],
     ) -> CloudCache:
-        """Return the cache of a model. Raise OSError or ValueError."""
         if rules is None:
             if provider is None or model is None:
                 raise ValueError("give provider and model, or rules=CacheRules(…)")
@@ -60,10 +59,7 @@ class CloudCache:
 
 
 def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given.
-
-    Raises ValueError for settings of other engines.
-    """
+    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given."""
     if settings is None:
         settings = Settings(**options)
     given = settings.model_fields_set

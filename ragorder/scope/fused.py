@@ -40,8 +40,7 @@ class Investment:
 
     The request computes all tokens of such a document instead of the share `recompute`; later requests with this
     prefix, as `tail` forecasts them, compute none instead of that share. Forecasts are scaled by the rate at which
-    earlier ones came true: paths are evicted, and a request uses only one of two fitting paths. At most 1 % of the
-    recomputed tokens is spent before it is saved.
+    earlier ones came true. At most 1 % of the recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
@@ -91,8 +90,7 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Return the expected uses of a document after those `placed`, or None if it does not pay after `spent`
-        tokens."""
+        """Return the expected uses of a document after those `placed`, or None if it does not pay."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
@@ -215,8 +213,7 @@ class FusedReuse:
         return FusedPlaces(len(permutation), invested, [])
 
     def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
-        """Return the tokens to compute (a share of reused documents) and to load, each document from its fastest
-        tier."""
+        """Return the tokens to compute and to load, each document from its fastest tier."""
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):

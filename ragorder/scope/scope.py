@@ -49,7 +49,6 @@ class EngineContents(NamedTuple):
 class ScopeOwner(Protocol):
     tiers: EngineTiers
     segments: KnownSegments
-    """Known segments of all conversations."""
     defer: Callable[[Callable[[], None]], None]
     """Runs an outcome when the scope is free."""
 
@@ -60,9 +59,8 @@ class Scope:
     """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
 
     Documents after a history are shared with no other request, so they keep retrieval order, except for the best one
-    and those that the engine holds in another order.
-
-    `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be rebased.
+    and those that the engine holds in another order. `follows_histories`: the engine can resume a prompt anywhere.
+    `rebases`: an evicted conversation may be rebased.
     """
 
     follows_histories = True
@@ -142,8 +140,7 @@ class Scope:
             return self._arrange(request, waiting, history)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
-        """Return the cached tokens in the order of `preview`, and the tokens up to the end of the question or the
-        documents."""
+        """Return the cached tokens in the order of `preview`, and the tokens up to the end of question or documents."""
         end = self.tree.root.end + sum(self._tokens(request))
         if history is None:
             self.residency.refresh(request)

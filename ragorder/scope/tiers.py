@@ -20,8 +20,7 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """The tiers and their load costs, from the settings. Raises ValueError for an unknown policy or an unreadable
-    profile."""
+    """The tiers and their load costs, from the settings."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -35,7 +34,7 @@ class EngineTiers:
         return self._several and self._profile is not None and not self._profile.loads
 
     def make_pool(self, max_nodes: int) -> Pool:
-        """Return an empty pool for all scopes. It evicts by the tiers' policy, or with one tier in LRU order."""
+        """Return an empty pool for all scopes, which evicts by the tiers' policy, or in LRU order."""
         settings = self._settings
         held_tokens = settings.held_tokens
         options = held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first

@@ -16,10 +16,9 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree in the engine's tiers, by the tiers' policy.
+    """The nodes of one scope's tree in the engine's tiers.
 
-    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
-    names share keys.
+    A node's key there is a digest of its path, so it outlives the tree, as KV does. Scopes of equal names share keys.
     """
 
     pool: TieredPool
@@ -77,10 +76,10 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers only count the room of tokens after the documents, so an answer counts as recomputed."""
+        """Ignore the answer: the tiers count only the room of tokens after the documents."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Also drop everything that the tiers evict before the last node that should have been cached."""
+        """Evict everything with a lower priority than the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
         return self.pool.evict_before(self._priorities.get(lease, ()), self, kept, only)

@@ -37,8 +37,10 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit. Return the evicted nodes, children first; awaited ones only if nothing else
-        makes room."""
+        """Insert the arrivals that fit and return the evicted nodes, children first.
+
+        `awaited` nodes are evicted only if nothing else makes room.
+        """
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -69,7 +71,6 @@ class MirroredTier:
         return victims
 
     def victims_up_to(self, priority: float) -> list[Hashable]:
-        """Return the first evictions, up to `priority`."""
         victims: list[Hashable] = []
         for key in self.tier.victims():
             node = self.tier.get(key)
@@ -89,8 +90,6 @@ class MirroredTier:
 
 
 class TierPriority(NamedTuple):
-    """The priority of a node in a tier."""
-
     tier: MirroredTier
     priority: float
 
@@ -100,7 +99,7 @@ class TierMirror:
 
     With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise it takes the
     nodes evicted above, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts nodes of requests in
-    flight last, as in both.
+    flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -137,9 +136,9 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """Bring a request's path to the device, with a suffix that no other request will use, until `settle`.
+        """Bring a request's path to the device, and a private suffix until `settle`.
 
-        `expected` maps nodes to forecast uses. Return the nodes that are now in no tier.
+        `expected` maps nodes to forecast uses. Returns the nodes that no tier has any more.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
@@ -175,8 +174,10 @@ class TierMirror:
         kept: Container[Hashable] = (),
         only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge their room to other clients.
-        Return the nodes that are now in no tier."""
+        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge other clients.
+
+        Returns the nodes that no tier has any more.
+        """
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
             victims = [key for key in tier.victims_up_to(priority) if key not in kept and (only is None or key in only)]
@@ -185,8 +186,10 @@ class TierMirror:
         return self._lost(gone)
 
     def evict_tokens(self, tokens: int) -> list[Hashable]:
-        """Evict `tokens` tokens, slowest tier first, and charge their room to other clients. Return the nodes that are
-        now in no tier."""
+        """Evict `tokens` tokens, slowest tier first, and charge other clients.
+
+        Returns the nodes that no tier has any more.
+        """
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             victims = tier.next_victims(tokens)

@@ -15,8 +15,8 @@ __all__ = ["Lease", "Loads", "Place", "Places", "RequestedDocuments", "Residency
 class Lease:
     """A request in flight since `stamp`.
 
-    At its start the engine held `cached_documents` and `cached_tokens` (including the system prompt) of its `path`.
-    After the documents it fills `suffix_blocks` blocks and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
+    At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
+    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the last
     use of the last cached node (0: in use).
     """
 
@@ -71,11 +71,10 @@ class Residency(Protocol):
     """
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply the engine's news, and look for the requested documents in its cache. Called before each search."""
+        """Apply the engine's news, and look for the requested documents in its cache, before each search."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """Start a request with `suffix_tokens` (question and answer) after its documents. Its blocks count as held at
-        once."""
+        """Start a request with `suffix_tokens` (question and answer); its blocks count as held at once."""
 
     def release(
         self,
@@ -113,4 +112,4 @@ class Places(Protocol):
         """Return the loads of the node's held blocks."""
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
-        """Put the path of a new lease's request on the device. Without room the lease has ended already."""
+        """Put a new request's path on the device; without room, the lease has ended already."""

@@ -36,7 +36,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
-    """Return the content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
+    """Return the content of the block with these tokens after `parent`; raise as `pack_tokens` does."""
     return _digest(parent, pack_tokens(token_ids))
 
 
@@ -49,8 +49,7 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 
 class PathContents:
-    """Contents of the `blocks` that a path's last part fills, of the `last` complete block, and packed tokens after it,
-    `rest`."""
+    """Contents of a path's last part: its `blocks`, the `last` complete block, and packed tokens after it."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -130,9 +129,9 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """Record consecutive blocks after the block `parent` (None means the start of a prompt).
+        """Record consecutive blocks after the block `parent` (None: the start of a prompt).
 
-        `extra_keys`: each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
+        `extra_keys` are each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
         Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid token id.
         """
         size = self.block_size
@@ -163,7 +162,7 @@ class EngineBlocks:
             self._forget_oldest()
 
     def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
-        """Record blocks that a tier stored, by hash. Return the number of unknown ones."""
+        """Record blocks that a tier stored, by hash, and return the number of unknown ones."""
         with self._lock:
             known = [block_hash for block_hash in hashes if block_hash in self._contents]
             for block_hash in known:
@@ -172,7 +171,7 @@ class EngineBlocks:
         return len(hashes) - len(known)
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """Record blocks that a tier evicted. Unknown ones are ignored."""
+        """Record blocks that a tier evicted; unknown ones are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)

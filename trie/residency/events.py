@@ -18,7 +18,7 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """Ranks of consecutive documents and their contents. The engine holds all but the last completely."""
+    """Ranks of consecutive documents and their contents; the engine holds all but the last completely."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -34,8 +34,7 @@ def discover(
     """Yield paths of the request's documents that the engine holds but the tree does not.
 
     `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
-    looked up, at most `_BUDGET` times, depth first in rank order. With the scope's own prefix and salt, another
-    tenant's blocks cannot be found.
+    looked up, at most `_BUDGET` times, depth first in rank order. Prefix and salt exclude other tenants' blocks.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -82,8 +81,7 @@ def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
 class EventsResidency(LRUResidency):
     """The nodes of one scope's tree that the engine holds, identified by the contents of its blocks.
 
-    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Without tokens a document
-    uses the mirror alone.
+    `prefix_ids` are the tokens before the documents. Documents without tokens use the mirror alone.
     """
 
     pool: FollowedPool
@@ -234,7 +232,7 @@ class EventsResidency(LRUResidency):
         return count
 
     def _follows_held(self, node: Node) -> bool:
-        """Return whether nothing before the node is missing. A doomed parent without own blocks does not count."""
+        """Return whether nothing before the node is missing; a doomed parent without blocks is ignored."""
         parent = node.parent
         return parent is None or not (parent.missing or parent in self.pool.doomed)
 

@@ -20,8 +20,7 @@ class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
     Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
-    are ignored, and with estimated lengths all but clear ones. Residencies of different orders of the same requests may
-    share `lengths`.
+    are ignored, and with estimated lengths all but clear ones. Residencies of one engine may share `lengths`.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -118,12 +117,12 @@ class FeedbackResidency:
 
 
 def _ends_in_documents(lease: Lease) -> bool:
-    """Return whether the cached prefix ends with a document, except the last one, without a history before it."""
+    """Return whether the cached prefix ends with a document, not the last, without a history before it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
-    """Return the end, in tokens, of the prompt whose answer ends the history, or infinity without a history."""
+    """Return where the prompt whose answer ends the history ends, in tokens, or infinity without a history."""
     return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

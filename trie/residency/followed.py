@@ -82,7 +82,7 @@ class FollowedPool(Pool):
             self.blocks.unwatch(content, self)
 
     def follow(self, current: Holder) -> None:
-        """Apply the engine's news to all trees. `current` is being changed."""
+        """Apply the engine's news to all trees; `current` is being changed."""
         if self._generation != self.blocks.generation:
             self._resynchronise(current)
         changed = self.changed
@@ -112,7 +112,7 @@ class FollowedPool(Pool):
         self._unsettled.clear()
 
     def expect_events(self, lease: Lease, marker: Content | None, current: Holder) -> None:
-        """Keep evictions for a request in doubt until the engine holds `marker`, or the request has ended."""
+        """Keep evictions in doubt until the engine holds `marker`, or the request has ended."""
         displaced = [(holder, node) for holder, node in self.displaced if not holder.closed and holder.in_doubt(node)]
         if displaced:
             self.pending.append(_Pending(lease, marker, displaced))

@@ -112,7 +112,7 @@ class LRUResidency:
             pool.make_room(self)
 
     def _count_answer(self, lease: Lease, total_tokens: float) -> None:
-        """Count the reported tokens without the last token of the answer, whose KV is never computed."""
+        """Count the reported tokens without the answer's last token, whose KV is never computed."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
         kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size

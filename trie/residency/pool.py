@@ -44,7 +44,7 @@ class Holder(Protocol):
 class UseEntry:
     """A served request in the log: its deepest node, and its held blocks after that.
 
-    Without `holder` the blocks are other clients' or dropped scopes'.
+    Without `holder` the blocks belong to other clients or dropped scopes.
     """
 
     __slots__ = ("holder", "node", "stamp", "suffix_blocks")
@@ -87,8 +87,7 @@ class Pool:
     `capacity_tokens`: None means unlimited. `max_nodes` bounds all trees together. Requests in flight keep their
     blocks. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
 
-    The order of use is a log of served requests; entries older than their node's stamp are skipped. Stamps are unique
-    over all trees.
+    Entries of the `log` older than their node's stamp are skipped. Stamps are unique over all trees.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served, without the rest of its answer. Return False without one."""
+        """Count the oldest request in flight as served without the rest of its answer. Return False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
@@ -198,9 +197,9 @@ class Pool:
     def change(
         self, holder: Holder, current: Holder, work: Callable[[*Arguments], T], *arguments: *Arguments
     ) -> T | None:
-        """Do work on a holder, and count its changes.
+        """Do work on a holder and count its changes, or return None if it is closed.
 
-        A damaged holder is dropped first, unless it is `current`. Returns None for a closed one.
+        A damaged holder is dropped first, unless it is `current`.
         """
         if not holder.whole and not holder.closed and holder is not current:
             self.forget(holder)
@@ -213,8 +212,10 @@ class Pool:
         return result
 
     def lose(self, stamp: int, current: Holder, *, alone: bool = False) -> int:
-        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge it to other clients.
-        Return the remaining blocks."""
+        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge other clients.
+
+        Returns the remaining blocks.
+        """
         used_blocks = self.used_blocks
         if alone:
             for use in takewhile(lambda use: use.stamp <= stamp, self.log):
@@ -229,7 +230,7 @@ class Pool:
         return kept_blocks
 
     def shrink_to(self, blocks: int, current: Holder) -> None:
-        """Evict all but `blocks`, and charge them to other clients."""
+        """Evict all but `blocks`, and charge other clients."""
         used_blocks = self.used_blocks
         while self.log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks, current)

@@ -21,15 +21,13 @@ __all__ = ["PlanError", "PlanFolder", "write_json"]
 _FORMAT = 1
 
 
-class PlanError(RagorderError, click.ClickException):
-    """A plan cannot be made. The message says what to change."""
+class PlanError(RagorderError, click.ClickException): ...
 
 
 class PlanFolder:
     """`manifest.json` and `shard-00000.jsonl`, … of a plan; in `.plan` what is needed until it is finished.
 
-    `state` is what has been finished, by stage: the input that was read, the options that were in effect. Every file is
-    either whole or, under another name, not there.
+    `state` is what has been finished, by stage. Every file is either whole or, under another name, not there.
     """
 
     def __init__(self, path: Path) -> None:

@@ -85,7 +85,7 @@ def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
 def read_input(
     folder: PlanFolder, source: IO[bytes], document_tokens: int, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Spill all requests, and return what was read. Raises LineError, or PlanError if the disk is too small."""
+    """Spill all requests, and return what was read."""
     digested = _Digested(source)
     requests = documents = 0
     with SpillWriter(folder.whole) as spill:
@@ -101,7 +101,7 @@ def read_input(
 
 
 def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
-    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe. Raises LineError."""
+    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe."""
     try:
         known = stat.S_ISREG(os.fstat(source.fileno()).st_mode)
     except (OSError, AttributeError):

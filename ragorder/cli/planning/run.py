@@ -42,11 +42,9 @@ class PlanOptions:
 def plan_file(
     source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Plan the requests of `source` into the folder `path`, and return its manifest. `unread` counts unread
-    fields.
+    """Plan the requests of `source` into the folder `path`, and return its manifest.
 
-    Raises LineError for a line that cannot be read, and PlanError for a folder that holds another plan, for a disk or a
-    memory that is too small, and if a planning process ends.
+    `unread` counts unread fields. Raises LineError and PlanError.
     """
     folder = PlanFolder(path)
     folder.refuse_foreign(source)

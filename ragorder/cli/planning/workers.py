@@ -18,8 +18,7 @@ __all__ = ["plan_in_processes"]
 def plan_in_processes(
     folder: PlanFolder, shards: Iterable[int], processes: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (shard, figures) when a shard is ready; one worker is this process. Raises PlanError if a process fails or
-    is killed."""
+    """Yield (shard, figures) when a shard is ready; one worker is this process."""
     waiting = deque(shards)
     if processes == 1:
         for shard in waiting:
