@@ -82,7 +82,6 @@ class Attempt(Generic[Q, D, R]):
         return True
 
     def speculates_on(self, question: Q, documents: Sequence[D]) -> bool:
-        """Return whether a speculation has exactly this request."""
         speculation = self._speculation
         if speculation is None or speculation.failed:
             return False
@@ -93,7 +92,6 @@ class Attempt(Generic[Q, D, R]):
             return False
 
     async def abort(self) -> None:
-        """End all unused speculations; return when the engine is done with them."""
         self._drop()
         while self._aborted:
             # A caller that is cancelled here aborts again: it must not return before the engine is done.

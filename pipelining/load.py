@@ -57,7 +57,6 @@ class EngineLoad:
         return self.pending < self.max_prefill_bs
 
     def admit(self) -> Admission | None:
-        """Return an admission for a request that is sent soon, or None if there is no room."""
         return Admission(self) if self.has_room else None
 
     @contextmanager

@@ -35,7 +35,6 @@ class LoopThread:
             raise
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run for another event loop, without blocking it."""
         return await asyncio.wrap_future(self._submit(work))
 
     def close(self, end: Callable[[], Awaitable[None]] | None = None) -> None:

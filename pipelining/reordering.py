@@ -93,7 +93,6 @@ class CacheAwareQueue(Generic[T]):
         return max(candidates, key=attrgetter("_priority"))
 
     def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
-        """Take the next item, or `chosen`, the result of `peek` just before."""
         chosen = self.peek() if chosen is None else chosen
         candidates = self._candidates()
         for ticket in candidates:
@@ -105,14 +104,12 @@ class CacheAwareQueue(Generic[T]):
         return chosen
 
     def put_back(self, ticket: Ticket[T]) -> None:
-        """Put a taken item back in its old position."""
         later = [number for number in self._waiting if number > ticket._number]
         self._waiting[ticket._number] = ticket
         for number in later:
             self._waiting.move_to_end(number)
 
     def upcoming(self, count: int) -> list[T]:
-        """Return at most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
 

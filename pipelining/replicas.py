@@ -42,7 +42,6 @@ class BestReplica(Generic[K]):
         self._computed: dict[K, float] = {}
 
     def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
-        """Return the replica that computes the request. Omitted replicas may be given later."""
         decay = 0.5 ** (1 / (self._half_life * len(replicas)))
         decayed = {known: decay * tokens for known, tokens in self._computed.items()}
         computed = self._computed = {known: tokens for known, tokens in decayed.items() if tokens >= _NOTHING}

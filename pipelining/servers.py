@@ -31,8 +31,7 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
         return "".join(self._texts)
 
     @abstractmethod
-    def _read(self, part: P) -> str:
-        """Return the text of a part, or ""."""
+    def _read(self, part: P) -> str: ...
 
     async def __anext__(self) -> str:
         async for part in self._parts:

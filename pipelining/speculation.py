@@ -116,7 +116,6 @@ class SpeculationGain:
                 mean.add(value)
 
     def right(self, stage: int) -> float | None:
-        """Return the share of searches in which this stage was right, or None before the first."""
         return self._stages[stage][0].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:

@@ -217,7 +217,6 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 
 
 def message_key(message: Message) -> str:
-    """Return a digest of the fields that a chat template can show."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
     return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 
@@ -263,7 +262,6 @@ class ShownDocuments(Protocol):
 def appears_in(
     form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
-    """Return whether the texts contain the document, complete and in its last version there."""
     text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
     header = form.escape(form.header(document))
     # Without a header the text may be a part of another document.
@@ -293,7 +291,6 @@ def name_in(reference: str, document: Document) -> str:
 
 @lru_cache(maxsize=64)
 def check_reference(reference: str) -> None:
-    """Raise ValueError for an invalid reference template."""
     try:
         fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
         reference.format(id="", title="")

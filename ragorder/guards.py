@@ -101,7 +101,6 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Return the discount of a place, numbered from the middle's first rank."""
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
@@ -122,7 +121,6 @@ class RequestGuards:
         return losses
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """Return the allowed order that begins with `prefix` and is closest to the preferred one."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

@@ -258,7 +258,6 @@ class Orderer:
 
     @property
     def tree_size(self) -> int:
-        """Number of nodes of all scopes."""
         return self._lock.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
@@ -343,7 +342,7 @@ class Orderer:
         lengths: Lengths = USUAL,
         history: History | None = None,
     ) -> tuple[int, int]:
-        """Return the cached tokens that `order` would predict, and the tokens up to the end of question or documents."""
+        """Return the cached tokens that `order` would predict, and the tokens to the end of question or documents."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
@@ -476,8 +475,7 @@ class Orderer:
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
-    ) -> None:
-        """Hook for each ordering in flight that did not fall back."""
+    ) -> None: ...
 
     def _record(
         self, request: OrderRequest[Any], permutation: Sequence[int] | None, scope: Hashable, lengths: Lengths
@@ -511,7 +509,6 @@ class Orderer:
         work: Callable[[Scope, *Arguments], T],
         *arguments: *Arguments,
     ) -> T:
-        """Call a method that records nothing, on the scope or on a temporary one."""
         return self._lock.run(self._look_at, name, prefix_tokens, work, *arguments)
 
     def _work_in(

@@ -68,7 +68,6 @@ class Prompt:
 
     @property
     def parts(self) -> PromptParts:
-        """Content parts for a cloud's client."""
         from ragorder.clouds.parts import PromptParts
 
         return PromptParts(*self._content, **self._marked)
@@ -288,7 +287,6 @@ class PromptBuilder:
         )
 
     def _header(self, document: Document) -> str:
-        """Return the document's beginning, up to its text."""
         header = []
         for literal, name, *_ in Formatter().parse(self._document_template):
             header.append(literal)
@@ -306,19 +304,16 @@ class PromptBuilder:
         return sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
 
     def document_text(self, document: Document) -> str:
-        """Return the document as the prompt shows it."""
         text = self._render(document)
         return text if self._align_to is None else text + "\n" * self._segment(document).padding
 
     def user_message(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """`ranking`: the documents' retrieval ranks."""
         texts = map(self.document_text, documents)
         # Escaped again as a whole, because two adjacent documents must not form a special token.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     @property
     def question_opening(self) -> str:
-        """The text before a question, which ends the documents."""
         return next((text for text, *_ in Formatter().parse(self._question_template)), "")
 
     def label_of(self, document: Document) -> str:

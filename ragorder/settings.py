@@ -168,7 +168,6 @@ class Settings(BaseSettings):
 
     @property
     def held_tokens(self) -> int | None:
-        """Capacity of all tiers, without duplicates."""
         if self.capacity_tokens is None:
             return None
         tiers = self.capacity_tokens, self.host_tokens, self.disk_tokens

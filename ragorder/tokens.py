@@ -13,8 +13,6 @@ from ragorder.common.lock import follow
 __all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
 
 PLACEHOLDER = "@@ragorder-documents@@"
-"""Text in a rendered chat template in place of the documents."""
-
 # A tokenizer needs about 150 bytes for each character of a text.
 _PIECE_CHARACTERS = 1 << 15
 # A piece may end up to this far back, before white space, because tokens do not extend across the start of a word.
@@ -68,7 +66,6 @@ class SegmentTokenizer:
         return ids
 
     def special_tokens(self) -> Iterator[str]:
-        """Yield texts that become a special token at any position."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content

@@ -43,7 +43,6 @@ class DocumentInMessage:
 
     @property
     def movable(self) -> bool:
-        """Whether it can be distinguished from a part of another document."""
         return bool(self.text.strip() and self.header.strip()) and self.text.startswith(self.header)
 
 
@@ -160,7 +159,6 @@ def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None
 
 
 def _opens(standing: DocumentInMessage, text: str) -> bool:
-    """Return whether the text has the document's header, except in the line that names it."""
     place = text.find(standing.header)
     while place >= 0:
         if not text.startswith(standing.named, place):
@@ -185,7 +183,6 @@ def make_turn(
     rebase: Iterable[Document] | None = None,
     **options: Any,
 ) -> Turn:
-    """Make a turn as `PromptBuilder.turn` does. `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
@@ -249,7 +246,6 @@ class _TurnMaker:
             raise
 
     def _rebase(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
-        """Return the rebased turn, or None unless it has fewer tokens to compute."""
         form = self.form
         openings = openings_after(form, self.reference)
         asked, before = (list(map(self._in_message, documents)) for documents in (given, earlier))
@@ -277,7 +273,6 @@ class _TurnMaker:
 
     @property
     def _system(self) -> str:
-        """Text that opens the first message if the system prompt has no message of its own."""
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 

@@ -34,7 +34,6 @@ class Cohorts:
         return self.added - self._first
 
     def add(self, keys: Sequence[Key]) -> list[int]:
-        """Add a request with distinct documents and return their previous masks."""
         if len(self) == self.size:
             self._forget_first()
         masks = self.masks
@@ -60,7 +59,6 @@ class Cohorts:
         return self.all ^ self.latest(count)
 
     def newest(self, mask: int) -> Sequence[Key]:
-        """Return the documents of the newest request in a non-zero mask."""
         wrapped = mask & (1 << self.added % self.size) - 1
         return self._requests[(wrapped or mask).bit_length() - 1]
 

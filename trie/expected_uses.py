@@ -85,7 +85,6 @@ class ExpectedUses:
         return expected
 
     def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
-        """Return the expected uses of the ranks `placed` together with each of `candidates`."""
         masks, kept, votes, burst = self.cohorts.masks, self.kept, self.voters, self.burst
         for rank in placed:
             votes &= masks.get(keys[rank], 0)
@@ -222,7 +221,6 @@ class _Bursts:
                 self._shares = None
 
     def _estimate(self) -> list[float]:
-        """Return the shares by rank; insignificant differences from the mean are ignored."""
         mean = (sum(self._kept) + 1) / (sum(self._seen) + 2)
         shares = []
         for kept, seen in zip(self._kept, self._seen, strict=True):

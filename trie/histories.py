@@ -84,13 +84,11 @@ class History:
             self.chains.append(chain)
 
     def tail_keys(self) -> list[Key]:
-        """Return the keys of the nodes after the documents."""
         asked = [] if self.question is None else [self.question]
         return [_link(b"question", segment.key) for segment in (*asked, *self.following)]
 
     @property
     def chain(self) -> bytes:
-        """Digest of all segments."""
         return self.chains[-1] if self.chains else b""
 
 
@@ -119,7 +117,6 @@ class TurnEnd:
 
     @property
     def opens(self) -> bool:
-        """Whether the prompt consists of documents and a question."""
         return not self.history_nodes and not self._history.following
 
     @property
@@ -133,7 +130,6 @@ class TurnEnd:
         return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
-        """Store the nodes of a served turn for later histories."""
         if not self.message:
             return
         following = self._history.following
@@ -221,7 +217,6 @@ class Histories:
         return nodes, TurnEnd(self, history, path.sizes, len(order))
 
     def known_path(self, history: History, keys: Sequence[Key]) -> list[Node]:
-        """Return the part of a request's path that is in the tree, from the root."""
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
@@ -236,7 +231,6 @@ class Histories:
         return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
     def end(self, history: History) -> Node | None:
-        """Return the last node of a history, or None if the tree lacks it."""
         wanted = self._path(history).keys
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None
@@ -296,7 +290,6 @@ def held(node: Node) -> bool:
 
 
 def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
-    """Return the prompt tokens that a request on this path would find cached."""
     end = 0
     for node in path:
         end = max(0, tree.cached_tokens(node))

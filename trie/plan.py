@@ -143,7 +143,6 @@ class _Trie:
         return most, place
 
     def graft(self, node: int, place: int) -> None:
-        """Attach a detached subtree to the documents that it shares with `place`."""
         shared = self.documents[node] & self.documents[place]
         if place < self.root or len(shared) < len(self.documents[place]):
             fork = self.add(shared)
@@ -171,7 +170,6 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """Yield (leaf, its documents) depth first; unshared documents keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -366,7 +364,6 @@ class _Scratch:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each run of consecutive places."""
     first = last = None
     for place in places:
         if first is None or last is None:
@@ -393,7 +390,6 @@ def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int
 
 
 def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
-    """Return the tokens of the documents with which both orders begin."""
     shared = 0
     for key, opposite in zip(one, other, strict=False):
         if key != opposite:

@@ -68,7 +68,6 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: float) -> float:
-        """Return seconds; negative counts are treated as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -85,7 +84,6 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Return seconds of a prefill that first loads cached tokens from host memory and disk."""
         host_s = self.loads.get("host", 0.0)
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
@@ -179,7 +177,6 @@ class PrefillProfile:
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Return the last index not above the value, and the fraction of the distance to the next."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0

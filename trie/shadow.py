@@ -56,7 +56,6 @@ class Shadow:
         return self._uses[0][0] if self._uses else 0
 
     def forget(self, before: int) -> None:
-        """Evict paths last used before this stamp."""
         uses = self._uses
         while uses and uses[0][0] < before:
             _, node = uses.popleft()

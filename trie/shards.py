@@ -302,7 +302,6 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
 
 
 def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    """Return the number of leading documents in common."""
     shared = 0
     for document, other in zip(order, before, strict=False):
         if document != other:

@@ -36,7 +36,6 @@ class DecayedSketch:
 
     @property
     def steps(self) -> float:
-        """Number of steps, decayed like the counts."""
         return self._steps
 
     def step(self) -> None:
@@ -48,7 +47,6 @@ class DecayedSketch:
         self._weighted = cells, weight
 
     def add(self, digest: bytes) -> float:
-        """Count one occurrence and return the new count."""
         (cells, weight), width = self._weighted, self._width
         places = [row * width + (place & width - 1) for row, place in enumerate(_ROWS.unpack(digest))]
         count: float = min([cells[place] for place in places]) + weight

@@ -43,7 +43,6 @@ class Tail(ABC):
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        """Return the policy for an orderer with these `ragorder.Settings`."""
         return cls()
 
     def observe(self, request: RequestedDocuments) -> None:  # noqa: B027

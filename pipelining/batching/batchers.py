@@ -82,7 +82,6 @@ class _Backlog:
         return list(dict.fromkeys(min(size, waiting) for size in self._sizes))
 
     def sum_s(self, waiting: int, first: int, arrivals_s: Sequence[float]) -> float:
-        """Return the sum of the times, from now, at which requests are answered."""
         now_s = sum_s = 0.0
         arrived, size = 0, first
         while True:

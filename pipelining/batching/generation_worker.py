@@ -52,12 +52,10 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self._tasks: dict[BatchedRequest[Q, D], asyncio.Task[_Outcome]] = {}
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """Return the next requests, first unsent ones of the running batch."""
         own = [request for request in self.running if not request.sent][:count]
         return [*own, *super().upcoming(count - len(own))]
 
     async def end(self, request: BatchedRequest[Q, D]) -> None:
-        """Abort a request's generation and wait for the engine."""
         task = self._tasks.get(request)
         if task is not None:
             await end_all((task,))
@@ -132,8 +130,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self.wake()
 
     @abstractmethod
-    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
-        """A request has left `running`."""
+    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None: ...
 
 
 class _Outcome(NamedTuple):

@@ -177,7 +177,6 @@ class _Held(NamedTuple):
 
 
 def largest_prefix(count: int, fits: Callable[[int], bool]) -> int:
-    """Return how many of the first items fit, at least 1, by bisection."""
     low, high = 1, count
     while low < high:
         middle = (low + high + 1) // 2

@@ -71,7 +71,6 @@ class RequestTrace:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds in both queues, including failed batches."""
         times = self.retrieval_began_s, self.found_s, self.generation_began_s
         began_s, found_s, sent_s = times
         if began_s is None or found_s is None or sent_s is None:
@@ -130,7 +129,6 @@ class BatchedRequest(Generic[Q, D]):
     _usage: Usage | None = None
 
     def lift_limits(self) -> None:
-        """Reset the limits for the next worker: failures of one say nothing about the other."""
         self.most, self.alone, self.reliefs = _NO_LIMIT, 0, 0
 
     def begin_answer(self) -> None:

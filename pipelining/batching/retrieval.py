@@ -168,7 +168,6 @@ class PartitionedRetrieval(Generic[Q, D]):
             passing.close()
 
     def _begin(self, entries: Sequence[_Entry[Q]]) -> list[PassRows]:
-        """Return the rows of entries, partly searched ones first."""
         parts = [entry.begun for entry in entries if entry.begun is not None]
         if new := [entry.task.question for entry in entries if entry.is_new()]:
             vectors = self._embed(new)
@@ -180,7 +179,6 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _join(
         self, passing: PartitionedPass, entries: Sequence[_Entry[Q]]
     ) -> tuple[Sequence[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
-        """Return the entries that have joined, in the order of their rows, and the others with their errors."""
         begun = sorted(entries, key=_Entry.is_new)
         failed: list[tuple[_Entry[Q], Exception]] = []
         try:
@@ -201,7 +199,6 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _advance(
         self, passing: PartitionedPass, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Sequence[D] | Exception]], list[int]]:
-        """Run one stage; return final results, and the rows that continue."""
         stage = next(passing)
         ended = passing.rows.ended.tolist()
         found = [(row, self._documents(stage.ids[row])) for row, end in enumerate(ended) if end and wanted[row]]

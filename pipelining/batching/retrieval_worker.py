@@ -45,7 +45,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     def expected_s(self) -> Sequence[float]:
-        """Return the seconds until running requests expect their documents."""
         mean_s = self._search_s.value
         if mean_s is None:
             return ()
@@ -70,7 +69,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         return True
 
     async def _end_running(self) -> None:
-        """The batch has ended with the worker's task."""
         self.running.clear()
 
     def _policy_size(self) -> int:

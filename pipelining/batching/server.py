@@ -151,7 +151,6 @@ class DecoupledServer(Generic[Q, D, R]):
         return len(self._requests)
 
     def contexts(self, count: int = 8) -> Sequence[Context[Q, D]]:
-        """Return at most `count` contexts that wait for generation, probably the next ones."""
         upcoming = self.generating.upcoming(count)
         return [Context(request.question, request.documents) for request in upcoming]
 

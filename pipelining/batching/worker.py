@@ -69,14 +69,12 @@ class Worker(ABC, Generic[Q, D]):
         self.wake()
 
     def leave(self, request: BatchedRequest[Q, D]) -> None:
-        """Remove a waiting request; a running one will not be put back."""
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
             self._queue.leave(ticket)
             self.wake()
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """Return at most `count` waiting requests, by their priority at the last choice."""
         return self._queue.upcoming(count)
 
     def wake(self) -> None:
@@ -130,8 +128,7 @@ class Worker(ABC, Generic[Q, D]):
         """Return False to wait for a change."""
 
     @abstractmethod
-    async def _end_running(self) -> None:
-        """Cancel running requests and wait for their ends."""
+    async def _end_running(self) -> None: ...
 
     async def _run(self) -> None:
         while True:
@@ -168,7 +165,6 @@ class Worker(ABC, Generic[Q, D]):
                 self._event("reorganised")
 
     def _choose(self, room: int) -> int:
-        """Return how many requests may run at once, at most `room`; 0 without requests."""
         if not self._queue and not self.running:
             return 0
         wanted = self._wanted()
@@ -199,7 +195,6 @@ class Worker(ABC, Generic[Q, D]):
         return ticket.item
 
     def _put_back(self, request: BatchedRequest[Q, D]) -> None:
-        """Put a failed request back before the requests that arrived later."""
         self.running.pop(request, None)
         if (ticket := self._tickets.get(request)) is not None:
             self._queue.put_back(ticket)

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 __all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Placement", "Spread", "Workload"]
 
 Curve = tuple[tuple[int, int], ...]
-"""Points (x, y), ascending in x."""
-
 _Bytes = Annotated[int, Field(ge=0)]
 # Partitions in memory in addition to resident ones.
 _PASSING = 2
@@ -95,7 +93,6 @@ class ModelSizes(_Sizes):
 
     @property
     def slot(self) -> int:
-        """Bytes of a buffer for any layer."""
         return max(self.layers)
 
     @property
@@ -103,7 +100,6 @@ class ModelSizes(_Sizes):
         return sum(self.layers) + self.outside
 
     def workspace(self, tokens: int) -> int:
-        """Return the bytes of a step: linear between points, constant below the first point."""
         return int(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
 
     def kv(self, tokens: int, requests: int = 1) -> int:
@@ -122,7 +118,6 @@ class IndexSizes(_Sizes):
         return self.fixed + sum(self.partitions)
 
     def resident(self, count: int) -> int:
-        """Return the bytes of the largest `count` partitions."""
         # Any partition may be resident: their use decides.
         return sum(sorted(self.partitions, reverse=True)[:count])
 
@@ -164,7 +159,6 @@ def _check_curve(name: str, points: Curve) -> None:
 
 
 def _value(points: Sequence[tuple[int, int]], at: int) -> float:
-    """Interpolate linearly, with the first and last slope outside of the points."""
     if len(points) == 1:
         return points[0][1] * max(1.0, at / points[0][0])
     right = next((index for index in range(1, len(points)) if points[index][0] >= at), len(points) - 1)

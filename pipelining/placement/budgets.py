@@ -60,7 +60,6 @@ def host_memory() -> int:
 
 
 def disk_memory(folder: Path | str) -> int:
-    """Return the free bytes of the file system of `folder`, or of its first parent that exists."""
     path = Path(folder).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -142,7 +141,6 @@ class Budgets:
 
 
 def format_bytes(size: int) -> str:
-    """Return a readable size, such as 5.8 GiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:,.1f} {name}"

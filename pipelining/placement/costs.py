@@ -25,12 +25,10 @@ class PlacementCosts(Protocol):
     def workload(self) -> Workload: ...
 
     @property
-    def estimated(self) -> bool:
-        """Whether nothing was measured."""
+    def estimated(self) -> bool: ...
 
     @property
-    def batches(self) -> Sequence[int]:
-        """Batch sizes to choose from."""
+    def batches(self) -> Sequence[int]: ...
 
     @property
     def step_tokens(self) -> int:

@@ -25,7 +25,6 @@ def explanation(
     latency_s: float,
     larger: Sequence[tuple[str, int, float]],
 ) -> str:
-    """`larger`: (name, bytes, latency) of larger budgets."""
     generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
     retrieval_s = costs.retrieval_s(placement.partitions)
     weights, partitions = placement.weights, len(costs.index.partitions)
@@ -61,7 +60,6 @@ def explanation(
 
 
 def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
-    """Return the resource that the slower half of the pipeline waits for."""
     if retrieval_s > generation_s:
         absent = partitions - placement.partitions
         if absent:
@@ -148,7 +146,6 @@ class PlannedPlacement(Placement):
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
-        """Settings of a `TieredEngine`."""
         model, total = self.costs.model, self.footprint.total(self)
         staging = model.staging if self.streamed else 0
         settings = {
@@ -217,7 +214,6 @@ def _latency_s(placement: Placement, costs: PlacementCosts, backlog: int) -> flo
 
 
 def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Placement]:
-    """Yield the placements of a batch with most layers, by resident partitions."""
     model, index = costs.model, costs.index
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
@@ -280,7 +276,6 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[in
 
 
 def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
-    """Yield steps by halves, from all prompts to the least with a token for each request."""
     most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
     step, least = most, max(batch, min(_LEAST_STEP, most))
     while step > least:

@@ -117,7 +117,6 @@ class PlacementProfile(BaseModel):
 
     @property
     def batches(self) -> Sequence[int]:
-        """Powers of two up to the largest measured batch, and all measured ones."""
         measured = {each.batch for each in self.generation}
         return sorted(measured | {1 << power for power in range(max(measured).bit_length())})
 
@@ -179,13 +178,11 @@ def _at(rows: _Rows, device_layers: int, batch: int) -> float:
 
 
 def _never_rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the points without rises: more resident parts never take longer, except by noise."""
     least = accumulate((seconds for _, seconds in points), min)
     return [(count, seconds) for (count, _), seconds in zip(points, least, strict=True)]
 
 
 def _linear(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Interpolate linearly, with the first slope before the points, and constant after the last one."""
     if at >= points[-1][0] or len(points) == 1:
         return points[-1][1]
     right = max(1, bisect_left(points, at, key=itemgetter(0)))

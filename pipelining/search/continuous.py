@@ -140,7 +140,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Gains of a search of mean length, or None without tiers."""
         if self.tiers is None:
             return None
         codes = self._search_codes.value
@@ -215,7 +214,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._joining = []
 
     def _let_in(self) -> float:
-        """Add new searches and remove ended ones. Return the seconds spent on finding clusters."""
         self._take_joining()
         if any(search.handle.done for search in self._running):
             self._leave()

@@ -51,7 +51,6 @@ class MemorySplit:
 
     @property
     def served(self) -> float:
-        """Share of the requested workflows that both halves serve."""
         return min(self.generation / self.rates[0], self.retrieval / self.rates[1])
 
     def explain(self) -> str:

@@ -71,7 +71,6 @@ class BestResults:
         return found
 
     def tied(self, k: int) -> NDArray[np.intp]:
-        """Return the queries whose k-th result equals the next."""
         return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
 
     def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:

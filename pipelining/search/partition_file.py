@@ -90,7 +90,6 @@ class PartitionFile:
         return PartitionLists(lists, total)
 
     def show(self, loaded: Mapping[int, PartitionLists]) -> None:
-        """Let the index scan the clusters of these partitions; all others are empty."""
         faiss = load_faiss()
         parts = faiss.InvertedListsPtrVector()
         for partition, none in enumerate(self._none):
@@ -171,7 +170,6 @@ def _reason(error: RuntimeError) -> str:
 
 
 def _cut(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the bounds of `count` ranges of about equal sizes, each with at least one cluster."""
     total = np.cumsum(sizes)
     bounds = [0]
     for number in range(1, count):

@@ -123,7 +123,6 @@ class PartitionedSearch:
         return PartitionedPass(self, begin)
 
     def resume(self, parts: Sequence[PassRows]) -> PartitionedPass:
-        """Return a pass that continues with queries of other passes, which must have the same k."""
         if not parts:
             raise ValueError("a pass has at least one query")
         return PartitionedPass(self, lambda: PassRows.join(parts))
@@ -144,7 +143,6 @@ class PartitionedSearch:
             _give_back()
 
     def relieve(self) -> bool:
-        """Free one partition. Return False if there is none in memory."""
         with self._lock:
             if not self._held:
                 return False
@@ -185,7 +183,6 @@ class PartitionedSearch:
         del self._held[min(self._held, key=self._uses.__getitem__)]
 
     def _advance(self, rows: PassRows, walk: _Walk) -> None:
-        """Scan the needed resident partitions, or the next other one. If it raises, `rows` are unchanged."""
         with self._lock:
             self._check_open()
             needed = walk.order(rows.needed)
@@ -297,7 +294,6 @@ class PartitionedPass(Iterator[Stage]):
         self._over = False
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Keep the `chosen` rows, renumbered."""
         self._rows = self.rows.part(chosen)
 
     def close(self) -> None:
@@ -345,7 +341,6 @@ class _Walk:
         return reading.result()
 
     def go_on(self, read: int | None, others: Sequence[int]) -> None:
-        """Advance after a scan of the resident partitions or of `read`; `others` are still needed."""
         self.moved |= read is not None
         if others:
             # It is being read: queries that join begin with it.

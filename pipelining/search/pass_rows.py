@@ -119,7 +119,6 @@ class PassRows:
             self.due[row, -1] = False
 
     def find_ties(self, partitions: NDArray[np.bool_], file: PartitionFile) -> dict[int, TieCandidates]:
-        """Scan these partitions again for tied queries."""
         second = self.due[:, partitions].any(axis=1) & ~np.isnan(self.edges)
         rows = np.flatnonzero(second)
         if not len(rows):
@@ -131,7 +130,6 @@ class PassRows:
         return dict(zip(rows.tolist(), found, strict=True))
 
     def results(self, *, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return distances and ids so far, each of shape (queries, k)."""
         keys, ids = self.best.keys[:, : self.k].copy(), self.best.ids[:, : self.k].copy()
         for row in np.flatnonzero(self.ended & ~np.isnan(self.edges)).tolist():
             keys[row], ids[row] = decide(self.candidates[row], self.k, similarity=similarity)

@@ -33,7 +33,6 @@ class PastSearch:
     metric: Metric | None
 
     def order(self, clusters: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Return a permutation of a new search's clusters: those with results, those scanned, the others."""
         found = np.isin(clusters, self.locations >> 32)
         scanned = np.isin(clusters, self.clusters)
         return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
@@ -44,7 +43,6 @@ class PastSearch:
         return float(_keys(query, self.query[None], self.metric)[0])
 
     def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
-        """Return the results in these clusters for another query, best first, by the index's encoded vectors."""
         if self.vectors is None or self.metric is None:
             return None
         there = np.flatnonzero(np.isin(self.locations >> 32, clusters))
@@ -127,7 +125,6 @@ class SearchRequest:
     def read(
         cls, index: ClusterIndex, queries: Any, k: int, nprobe: int | None, params: Any, history: History | None = None
     ) -> Self:
-        """Check the arguments. `nprobe` is used without `params`, a faiss.SearchParametersIVF."""
         outer = index.core.outer
         # The caller may change its array.
         k, rows = read_k(k), read_queries(queries, outer.d).copy()
@@ -153,7 +150,6 @@ def check_history(selector: Any, history: History | None) -> None:
 
 
 def read_parameters(params: Any) -> tuple[int | None, Any]:
-    """Return nprobe and selector of a faiss.SearchParametersIVF, or None for both."""
     if params is None:
         return None, None
     name = type(params).__name__

@@ -79,7 +79,6 @@ class RunningSearch:
         return min(self.total, max(stop, self.done + 1))
 
     def advance(self, stop: int, best: BestResults) -> bool:
-        """Store the results up to `stop`. Return whether the search has ended."""
         if (best.ids[:, : self.k] != self.best.ids[:, : self.k]).any():
             self._changed_at, self._changed = stop, True
         self.best, self.done = best, stop
@@ -103,7 +102,6 @@ class RunningSearch:
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        """Publish the best results so far, with those of an earlier search in clusters not yet scanned."""
         best, recalled = self.best, self._recalled
         if recalled is not None:
             left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])
@@ -178,7 +176,6 @@ class Visits(NamedTuple):
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
     def deal(self, shares: int) -> list[Visits]:
-        """Split into at most `shares` parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
         total = np.cumsum(self.codes)
@@ -188,7 +185,6 @@ class Visits(NamedTuple):
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
     def _deal_by_size(self, shares: int) -> list[Visits]:
-        """Assign the largest first, each to the least busy core."""
         order = np.argsort(-self.codes, kind="stable")
         busy = [(0, core) for core in range(shares)]
         cores = []

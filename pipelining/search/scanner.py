@@ -67,7 +67,6 @@ class PieceScanner:
         return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
 
     def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
-        """Scan without the fast tier."""
         self.scan_s = 0.0
         return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], locations=False)))
 

@@ -54,7 +54,6 @@ class SearchHandle:
 
     @property
     def stage(self) -> Stage | None:
-        """The latest stage, without waiting."""
         stage = self._stage
         return None if stage is None else stage()
 
@@ -106,7 +105,6 @@ class SearchHandle:
                 await wake.wait()
 
     def result(self, timeout_s: float | None = None) -> Stage:
-        """Return the final stage. Raises the search's error, futures.CancelledError, or TimeoutError."""
         if self._drive is None:
             with self._changed:
                 if not self._changed.wait_for(lambda: self.done, timeout_s):
@@ -122,7 +120,6 @@ class SearchHandle:
                 notify()
 
     def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
-        """Publish a stage, for the search's driver. `stage` is called when a caller takes it."""
         with self._changed:
             if not self.done:
                 self._stage, self.done = stage, final

@@ -116,7 +116,6 @@ class IndexTiers:
 
     @property
     def hit_share(self) -> float:
-        """Share of the codes scanned so far that were scanned in the fast tier."""
         return self.fast_codes / self.codes if self.codes else 0.0
 
     @property
@@ -146,7 +145,6 @@ class IndexTiers:
         self._index, self._attached = index, True
 
     def resize(self, sizes: NDArray[np.int64]) -> None:
-        """Set the sizes of clusters, the last element for no cluster, and empty the tier."""
         self.reset()
         dimensions = int(self._index.ivf.d)
         self._bytes = np.array([self._fast.bytes_of(size, dimensions) for size in sizes.tolist()], float)

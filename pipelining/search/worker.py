@@ -71,7 +71,6 @@ class Asked(NamedTuple):
 
 
 def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
-    """Answer messages of (what, number of the search, content) until the other end closes."""
     # An interrupt is for the calling process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faiss = load_faiss()
@@ -138,7 +137,6 @@ class _Answers:
             self._news.notify()
 
     def _send_news(self) -> None:
-        """Send the latest stage of each search, without those in between."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._changed or self._ended)

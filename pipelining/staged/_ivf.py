@@ -57,7 +57,6 @@ class ClusterIndex:
             raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
 
     def check_settings(self) -> None:
-        """Raise ValueError if `max_codes` or `parallel_mode` exclude parts."""
         name = type(self.ivf).__name__
         if self.ivf.max_codes:
             raise ValueError(f"{name} has max_codes={self.ivf.max_codes}, a limit across stages: set it to 0")
@@ -67,7 +66,6 @@ class ClusterIndex:
             )
 
     def nprobe(self, nprobe: int | None) -> int:
-        """Return the given number or the index's own, at most all clusters."""
         if nprobe is None and self.ivf.nprobe < 1:
             raise ValueError("the index has nprobe 0: set it to at least 1")
         return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)

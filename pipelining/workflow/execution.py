@@ -30,7 +30,6 @@ def found(node: Retrieval, documents: Iterable[Any]) -> dict[str, Any]:
 
 
 async def call_step(node: Step, state: State) -> Mapping[str, Any]:
-    """Run a step; raise UnusableValueError for other values than those in `writes`."""
     for name in node.reads:
         state[name]
     values = await call(node.function, state)
@@ -45,7 +44,6 @@ _DOCUMENTS_ABOVE = "the documents above"
 
 
 def fields(template: str | Callable[[State], str]) -> frozenset[str]:
-    """Return the names that a template reads, none for a function."""
     if callable(template):
         return frozenset()
     names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
@@ -72,7 +70,6 @@ def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuesti
 
 
 def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
-    """Return the documents that the prompt shows, without duplicates."""
     found = [document for name in node.documents for document in _documents(state[name])]
     if len(node.documents) < 2:
         return tuple(found)

@@ -158,7 +158,6 @@ class CompiledGraph:
     topology: Topology = field(repr=False)
 
     def begin(self, question: str, values: Mapping[str, Any] | None = None) -> State:
-        """Return the state of a new request with exactly the graph's `inputs`."""
         values = values or {}
         if missing := [name for name in self.inputs if name not in values]:
             raise GraphError(f"workflow {self.name!r}: give {', '.join(map(repr, missing))} in `state`")
@@ -189,7 +188,6 @@ class CompiledGraph:
         return tuple(target for target in _targets(self.edges[id]) if target is not END)
 
     def to_mermaid(self) -> str:
-        """Return a Mermaid flowchart; conditional edges are dotted."""
         return _flowchart(self.nodes, self.edges)
 
 

@@ -119,7 +119,6 @@ class Tokens:
             tokens.append((topology.order[source], round, state))
 
     def _age_before(self, id: NodeId, again: bool) -> int:
-        """Return the greatest age of all states that the node has waited for, on any branch."""
         topology = self._graph.topology
         waited = topology.loop(id).nodes if again else topology.before(id)
         return max((age for other, age in self._ages.items() if other in waited), default=0)

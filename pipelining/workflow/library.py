@@ -143,7 +143,6 @@ def _compress(graph: RAGraph, rank: int, prompt: str, max_tokens: int) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without bullets and numbers of a list."""
     return [question for line in text.splitlines() if (question := _BULLET.sub("", line).strip())]
 
 

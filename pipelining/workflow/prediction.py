@@ -95,7 +95,6 @@ class SpeculativeSearch:
         self.task = spawn(self._begin())
 
     async def use(self, query: str) -> Handle | None:
-        """Make the search due and return it, or return None if it has another query or has failed."""
         if query != self.query:
             self.cancel()
             return None

@@ -32,7 +32,6 @@ class WorkflowResult:
 
     @classmethod
     def of(cls, graph: CompiledGraph, state: State, trace: Any = None) -> Self:
-        """Return the result, or raise NodeError if no node of the taken branches wrote the answer."""
         if graph.answer not in state:
             raise NodeError(graph.name, "END", f"no node on the way has written the answer, {graph.answer!r}")
         value = state[graph.answer]
@@ -106,7 +105,6 @@ class WorkflowTrace:
             self.dropped += 1
 
     def as_record(self) -> dict[str, Any]:
-        """Return fields for JSON; ids of nodes become strings."""
         record = asdict(self)
         for item in record["pieces"]:
             item["node"] = str(item["node"])
@@ -137,7 +135,6 @@ class AnswerText:
         self._space = ""
 
     def add(self, chunk: str) -> str:
-        """Return the next characters that are certainly in the text."""
         text = self._space + chunk if self.began else chunk.lstrip()
         shown = text.rstrip()
         self._space = text[len(shown) :]

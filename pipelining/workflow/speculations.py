@@ -63,7 +63,6 @@ class SpeculativeGeneration(Generic[D, R]):
         return self._next is not None
 
     def is_speculated(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
-        """Return whether a speculation is on the engine, or has answered this request."""
         item = self._current
         return item is not None and (not item.released or self.attempt.speculates_on(question, documents))
 
@@ -83,7 +82,6 @@ class SpeculativeGeneration(Generic[D, R]):
         self._replace(None, "used" if right else "rolled back")
 
     async def leave(self, outcome: Outcome) -> None:
-        """End the speculations; return when the engine is done with them."""
         self.due()
         self._replace(None, outcome)
         await self.attempt.abort()
@@ -227,7 +225,6 @@ class Speculations(Generic[D, R]):
         return generation
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
-        """Return the speculative search for this query of a due item, or None, and its history."""
         key = _run_key(item.run)
         self._learn(key, query)
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
@@ -316,7 +313,6 @@ class Speculations(Generic[D, R]):
         return question_of(node, run.state, self._scope), documents_of(node, run.state)
 
     def _learn_guesses(self, run: NodeRun) -> None:
-        """Learn whether a speculative search led to the prompt that is due."""
         guesses, node = self._guesses.pop(_run_key(run), None), run.node
         if guesses is None or not isinstance(node, Generation):
             return

@@ -69,12 +69,10 @@ class Topology:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Outer loops first."""
         return tuple(self._loops_within([vertex for vertex in self._edges if vertex is not START]))
 
     @cached_property
     def back(self) -> tuple[tuple[Vertex, Vertex], ...]:
-        """Edges that end a round."""
         return tuple(
             (vertex, target) for vertex, out in self._next.items() for target in out if self.ends_round(vertex, target)
         )
@@ -93,7 +91,6 @@ class Topology:
         return self._later[vertex]
 
     def before(self, vertex: Vertex) -> frozenset[Vertex]:
-        """Return all nodes that lead to a node within one round of its loops."""
         if vertex not in self._before:
             seen: set[Vertex] = set()
             waiting = [vertex]
@@ -148,7 +145,6 @@ class Topology:
         return found
 
     def reached(self, without: Vertex | None = None) -> set[Vertex]:
-        """Return the nodes on paths from START that avoid a node."""
         return {START} | _reached(self._next, [START], without)
 
     def leads_to_end(self) -> set[Vertex]:
@@ -237,7 +233,6 @@ def edge_problem(edge: Edge, to: Sequence[object]) -> str | None:
 
 
 def reads(node: Node) -> frozenset[str]:
-    """Return the known names that a node needs."""
     if isinstance(node, Generation):
         return fields(node.prompt) | frozenset(node.documents)
     return query_fields(node.query) if isinstance(node, Retrieval) else frozenset(node.reads)
@@ -266,7 +261,6 @@ def problems(
 
 
 def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) -> str:
-    """Return the state's name of the answer. Raises ValueError if there is none, or several."""
     written = {name for node in nodes.values() for name in node.writes}
     if answer is not None:
         if answer not in written:

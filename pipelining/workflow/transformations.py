@@ -120,7 +120,6 @@ class OrderDocuments(_Mark):
     name, flag, worker = "order_documents", "ordered", "engine"
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the recent cached share of ordered prompts, times a prefill."""
         if not isinstance(item.node, Generation) or not item.node.documents:
             return 0.0
         share, prefill_s = measured.cached_share.value, measured.prefill_s
@@ -148,7 +147,6 @@ class Prefetch(_Mark):
                 self._warm(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the gain of clusters in the fast tier, 0 for a due search."""
         gains = measured.tier_gains
         return 0.0 if gains is None or item.due else gains.prefetch_s
 
@@ -217,7 +215,6 @@ class SpeculateGeneration:
         return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
-        """Return the seconds that a generation on the results of a speculative search saves on average."""
         graph = search.request.graph
         if not self.across or not any(
             isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
@@ -232,7 +229,6 @@ class SpeculateGeneration:
         return max(0.0, *known_s) if known_s else math.inf
 
     def _has_room(self, wavefront: Wavefront, measured: Measurements, replaced: int) -> bool:
-        """Return whether a speculation fits beside the due generations, including those not sent yet."""
         running = wavefront.count("engine") - replaced
         pending = measured.load.pending + wavefront.unsent
         return running < self.bound and wavefront.queue.has_room(running) and pending < measured.load.max_prefill_bs

@@ -50,7 +50,6 @@ class EngineQueue(Generic[T]):
         return self.limit is None or running < self.limit
 
     def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        """Return a function that removes the generation."""
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
@@ -69,8 +68,7 @@ class Request(Protocol):
     trace: WorkflowTrace
 
     @property
-    def searches(self) -> int:
-        """Number of searches in the request's history."""
+    def searches(self) -> int: ...
 
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
         """Return the runs that become due if the item ends with its results so far, without known ones."""
@@ -81,8 +79,7 @@ class Request(Protocol):
         Drops a speculation that has not been sent.
         """
 
-    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
-        """Return a function that predicts cached and computed tokens of a generation, or None if unknown."""
+    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None: ...
 
     def start(self, item: WorkItem, /) -> None: ...
 
@@ -146,7 +143,6 @@ class WorkItem:
 
     @property
     def parts(self) -> range:
-        """All numbers that `part` can have, as known now."""
         checks = min(self.checks, _MAX_CHECKS)
         if self.worker == "engine":
             return range(checks, checks + 1)
@@ -209,7 +205,6 @@ class Wavefront:
                 self._leave(item)
 
     def progressed(self, worker: Worker) -> Iterator[WorkItem]:
-        """Return the items with progress since the last cycle: due ones and speculative searches."""
         return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
@@ -306,7 +301,6 @@ class Measurements:
 
     @property
     def hint(self) -> float:
-        """Share of a search that earlier searches of its request save."""
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value

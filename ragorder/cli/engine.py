@@ -160,7 +160,6 @@ def engine(
 def _running(
     options: Mapping[str, Any], settings: Settings, registry: CollectorRegistry, server: ProxyServer
 ) -> Iterator[Backend]:
-    """Run the engine, with its metrics in `registry`."""
     try:
         from ragorder.adapters.embedded import (
             AppTransport,

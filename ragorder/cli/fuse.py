@@ -245,7 +245,6 @@ class CorpusLine(BaseModel):
 
 @contextmanager
 def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
-    """Yield the builder of a folder, and a function that reads a corpus for it."""
     with errors():
         from ragorder.kernels.engine.loading import load_tokenizer
         from ragorder.kernels.preprocessing.builder import FusionBuilder

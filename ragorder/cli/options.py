@@ -157,7 +157,6 @@ class CommandGroup(click.Group):
 
 
 def option(*declarations: str, **attributes: Any) -> Decorator:
-    """`click.option` with an `Option`."""
     return click.option(*declarations, cls=Option, **attributes)
 
 
@@ -205,8 +204,6 @@ def together(*options: Decorator) -> Decorator:
 
 
 def section(heading: str, *options: Decorator) -> Decorator:
-    """Return options that the help shows under a heading."""
-
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         before = len(_params(command))
         command = together(*options)(command)
@@ -238,7 +235,6 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were given: neither None nor an empty repeatable one."""
     return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
@@ -343,7 +339,6 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
 
 
 def build_orderer(options: Mapping[str, Any]) -> Orderer:
-    """Return an orderer with the settings that were given."""
     from ragorder.orderer import Orderer
     from ragorder.settings import Settings
 
@@ -355,8 +350,6 @@ def build_orderer(options: Mapping[str, Any]) -> Orderer:
 
 
 def in_options(message: str, model: type[Any]) -> str:
-    """Return a message with options, or environment variables, instead of the names of the model's fields."""
-
     def option_of(found: re.Match[str]) -> str:
         return _spelling_of(found[0], model) if found[0] in _fields_of(model) else found[0]
 
@@ -410,7 +403,6 @@ def config_option() -> Decorator:
 
 
 def _read(command: click.Command, path: Path) -> dict[str, Any]:
-    """Return values by parameter."""
     try:
         values = decode_toml(path.read_bytes())
     except OSError as error:
@@ -433,7 +425,6 @@ def _read(command: click.Command, path: Path) -> dict[str, Any]:
 
 
 def _as_given(param: Option, value: Any, where: str) -> Any:
-    """Return a file's value as the command line would have it."""
     if param.is_bool_flag:
         if not isinstance(value, bool):
             raise click.UsageError(f"{where}: write true or false")
@@ -447,5 +438,4 @@ def _as_given(param: Option, value: Any, where: str) -> Any:
 
 
 def _names(param: Option) -> list[str]:
-    """Return an option's names as a variable or a file spells them."""
     return [each[2:].replace("-", "_") for each in param.opts if each.startswith("--")]

@@ -228,7 +228,6 @@ class PromptFiles:
         self._open.close()
 
     def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
-        """Yield the requests, and write each in retrieval order."""
         for request in requests:
             self._write(self._retrieval, request, request.documents)
             yield request

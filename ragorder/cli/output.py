@@ -31,7 +31,6 @@ class Figures(Protocol):
 
 @contextmanager
 def log_shown(name: str, heading: str) -> Iterator[None]:
-    """Write what a logger reports in this block to standard error."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{heading}: %(message)s"))
     level, propagates = logger.level, logger.propagate
@@ -47,7 +46,6 @@ def log_shown(name: str, heading: str) -> Iterator[None]:
 
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --watch (`interval_s`) and --json (`as_json`)."""
     watch = option(
         "--watch",
         "interval_s",

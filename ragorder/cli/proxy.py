@@ -58,8 +58,6 @@ __all__ = [
 ]
 
 ROUTED = "x-session-id"
-"""The header of topics that most routers know."""
-
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
 _FILE: Mapping[str, Any] = {"type": click.Path(path_type=Path, dir_okay=False, exists=True), "metavar": "FILE"}
@@ -147,7 +145,6 @@ def server_options(*names: str) -> Decorator:
 
 
 def client_options(*limits: str) -> Decorator:
-    """Return the section of options about clients: address, key, hosts and these limits."""
     return section(
         "Clients",
         option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on."),
@@ -173,7 +170,6 @@ def client_options(*limits: str) -> Decorator:
 
 
 def process_options(*names: str) -> Decorator:
-    """Return the section of options about the process, with these fields of `ServerSettings`."""
     return section(
         "Process",
         server_options(*names, "log_level", "access_log", "ssl_certfile", "ssl_keyfile"),
@@ -204,7 +200,6 @@ def secret_option() -> Decorator:
 
 
 def check_packages() -> None:
-    """Raise click.ClickException if a package of the proxy is missing."""
     try:
         import ragorder.adapters.http_server.access_log
         import ragorder.adapters.http_server.server
@@ -215,7 +210,6 @@ def check_packages() -> None:
 
 
 def topics_of(header: str, secret: str | None) -> Topics:
-    """Return the topics of a header."""
     try:
         checked_header(header)
     except ValueError as error:
@@ -226,7 +220,6 @@ def topics_of(header: str, secret: str | None) -> Topics:
 
 
 def with_loads(profile: Path) -> Path | None:
-    """Return the profile, or None if it has no load times."""
     from ragorder.trie.profile import PrefillProfile
 
     try:
@@ -255,7 +248,6 @@ class Backend:
 
 
 def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None:
-    """Write the sizes by which documents are ordered, and their origin."""
     settings = server.settings
 
     def origin(name: str) -> str:
@@ -304,7 +296,6 @@ class ProxyServer:
 
     @contextmanager
     def listening(self) -> Iterator[list[socket.socket]]:
-        """Open a socket for each worker."""
         from ragorder.adapters.http_server.processes import listen_together
         from ragorder.adapters.http_server.server import listen
 
@@ -329,7 +320,6 @@ class ProxyServer:
         admission: AdmissionQueue | None = None,
         **options: Any,
     ) -> ASGIApp:
-        """Return the proxy's application, in the process that serves. `options` are more of `make_app`."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.access_log import AccessLog
         from ragorder.adapters.proxy import Timeouts, make_app
@@ -409,7 +399,6 @@ def _check_keys(context: click.Context) -> None:
 
 
 def _certificate_of(settings: ServerSettings) -> Certificate | None:
-    """Return the certificate, or None for HTTP."""
     from ragorder.adapters.http_server.certificate import Certificate
 
     if settings.ssl_certfile is None:
@@ -425,7 +414,6 @@ def _certificate_of(settings: ServerSettings) -> Certificate | None:
 
 
 def _connections(context: click.Context, wanted: int) -> int:
-    """Return `wanted`, or what the system's limit of open files allows."""
     from ragorder.adapters.http_server.server import most_connections
 
     allowed = most_connections()

@@ -121,7 +121,6 @@ class _ServerFigures:
 
 
 def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> Figures:
-    """Return the figures of a server. Raises ServerError if it has metrics of neither ordering nor tiers."""
     from ragorder.adapters.http_client import ServerError
     from ragorder.adapters.observing.stats import fetch_stats
     from ragorder.adapters.observing.tier_stats import fetch_tier_stats
@@ -142,7 +141,6 @@ def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> F
 
 
 def _read_folder(folder: Path) -> Figures:
-    """Return the figures of a folder that is a build or a disk tier."""
     from ragorder.kernels.preprocessing.manifest import NoBuildError
     from ragorder.kernels.store import survey
 
@@ -432,7 +430,6 @@ def _read_build(folder: Path) -> _BuildFigures:
 
 
 def disk_gib(size: int) -> int:
-    """Return the GiB of a disk tier for a build of this size in bytes."""
     return max(1, -(-int(_SPARE * size) // _GIB))
 
 

@@ -34,7 +34,6 @@ _PROMPTS = 4
 
 
 def cell_of(count: int, places: int) -> int:
-    """Return the cell of prefixes in `count` requests that end `places` documents after the cached ones."""
     return min(count.bit_length(), _COUNTS - 1) * _RATED_PLACES + min(places, _RATED_PLACES - 1)
 
 
@@ -103,7 +102,6 @@ class WriteBudget:
         return surcharge <= self.balance + _PROMPTS * prompt_tokens
 
     def add(self, plain: float, cost: float) -> None:
-        """Record a prompt of `plain` tokens that costs `cost`."""
         self.balance = min(self.balance + (1 + _SHARE) * plain - cost, _PROMPTS * plain)
 
     def correct(self, excess: float) -> None:

@@ -24,12 +24,10 @@ Part = dict[str, Any]
 
 
 def cache_control(ttl: str | None = None) -> Part:
-    """Return a breakpoint of Anthropic's Messages API, as a field of a part."""
     return {"cache_control": {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}}
 
 
 def prompt_cache_breakpoint() -> Part:
-    """Return a breakpoint of OpenAI's APIs, as a field of a part."""
     return {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
@@ -40,7 +38,6 @@ def cache_options(ttl: str | None = None) -> Part:
 
 
 def cache_point(ttl: str | None = None) -> Part:
-    """Return a breakpoint of Bedrock's Converse, which is a separate part."""
     # The default TTL is left out: earlier versions of boto3 do not have the field.
     return {"cachePoint": {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}}
 
@@ -146,12 +143,10 @@ class PromptParts:
 
     @property
     def before(self) -> Sequence[int]:
-        """Marks of the system prompt's parts."""
         return [1] if 0 in self.marks else []
 
     @property
     def after(self) -> Sequence[int]:
-        """Marks of the documents' parts."""
         return [mark for mark in self.marks if mark]
 
     def texts(self) -> list[str]:

@@ -52,7 +52,6 @@ class Prices:
         return cls(str(date), currency, {str(name).lower(): float(price) for name, price in prices.items()})
 
     def of(self, model: str) -> float | None:
-        """Return the price of a model, or None if it is not listed."""
         found = generation(model, self.per_million)
         return None if found is None else self.per_million[found]
 

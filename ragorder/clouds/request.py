@@ -32,11 +32,9 @@ class CloudModel:
 class RequestMirror(Protocol):
     """The mirror of a cache, as a request updates it. No method blocks."""
 
-    def publish(self) -> None:
-        """Record that the first token has arrived."""
+    def publish(self) -> None: ...
 
-    def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Record that the request has only these of its marks."""
+    def keep_marks(self, breakpoints: Collection[int]) -> None: ...
 
 
 class CloudRequest:
@@ -68,7 +66,6 @@ class CloudRequest:
 
     @property
     def resumed(self) -> int:
-        """The mark at which the request is expected to resume, or -1 if it does not resume."""
         return self._plan.resumed
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:

@@ -104,7 +104,6 @@ class MarkPlan:
 
     @property
     def tokens(self) -> RequestTokens:
-        """Tokens as reported, else as predicted."""
         cached, written, prompt = self.report
         prompt = float(self.prompt_tokens) if prompt is None else prompt
         if cached is None:
@@ -310,14 +309,12 @@ class MarksResidency(LRUResidency):
         return self.rules.cost(*tokens) - tokens.prompt
 
     def _written_end(self, plan: MarkPlan) -> float:
-        """Return the end of the entries once the request is served, or infinity without a report."""
         cached, written, _ = plan.report
         if cached is None or written is None or self.rules.resume != "marks":
             return inf
         return _ESTIMATES_EXCEED * (cached + written) + _TOLERANCE_TOKENS if cached + written else 0.0
 
     def _pend(self, lease: Lease, plan: MarkPlan, change: int) -> None:
-        """Change the number of requests in flight that will write entries at the plan's nodes."""
         pending = self.marked.pending
         for place in plan.depths:
             node = lease.path[place]
@@ -393,7 +390,6 @@ class JunctionsResidency(MarksResidency):
                 states[node] = max(end, states.get(node, 0))
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop states that the engine should have found."""
         if cached_tokens >= lease.cached_tokens * (1 - _TOLERANCE):
             return
         states = self.marked.states

@@ -29,7 +29,6 @@ class MarkedTree(KnowledgeTree):
         self.now = 0.0
 
     def lives(self, node: Node) -> bool:
-        """Return whether an entry ends with the node."""
         return self.marks.get(node, self.now) > self.now
 
     def resumable(self, node: Node) -> int:
@@ -51,7 +50,6 @@ class MarkedTree(KnowledgeTree):
         return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
 
     def cached_tokens(self, node: Node) -> int:
-        """Return the tokens of the deepest entry at the node or above it."""
         at: Node | None = node
         while at is not None:
             if found := self.resumable(at):

@@ -175,7 +175,6 @@ def _with_mark(mark: Part, apart: bool, part: Part) -> list[Part]:
 
 
 def _marked(content: Any, places: Sequence[int], mark: Callable[[Part], list[Part]]) -> list[Part]:
-    """Return content as parts, with a breakpoint after these numbers of parts."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     found: list[Part] = []
     for number, part in enumerate(parts, 1):

@@ -11,7 +11,6 @@ __all__ = ["cache_folder", "try_lock", "wait_for_lock"]
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"
 
 

@@ -67,7 +67,6 @@ def _checked(time: float | str) -> float | str:
 
 
 Time = Annotated[int | float | str, AfterValidator(_checked)]
-"""The time as written; see `seconds_of`."""
 
 
 class LineDocument(BaseModel):
@@ -82,7 +81,6 @@ class LineDocument(BaseModel):
 
     @property
     def name(self) -> Hashable:
-        """Its identity: the id, and the text's digest if there is a text."""
         if self.text is None:
             return self.id
         return self.id, blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -188,7 +186,6 @@ class UnreadFields:
 
     @property
     def doubtful(self) -> list[str]:
-        """Unknown fields that resemble a known one or are parallel to the documents, each with the reason."""
         said = []
         for name, count in self.lines.items():
             if _meant(name):
@@ -205,7 +202,6 @@ class UnreadFields:
 
 
 def describe(name: str, lines: int) -> str:
-    """Return an unknown field, the number of its lines, and the known field that it resembles."""
     meant = _meant(name)
     return f"{name} ({lines:,} line{'s' * (lines != 1)}{f'; was {meant} meant?' if meant else ''})"
 

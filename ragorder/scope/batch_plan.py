@@ -15,7 +15,6 @@ from ragorder.trie.tree import Key
 __all__ = ["Step", "plan_batch"]
 
 _MOST_CANDIDATES = 64
-"""Number of requests from which the next one is chosen."""
 
 
 class Step(NamedTuple):
@@ -122,7 +121,6 @@ def _with_best(
     cached: Sequence[CachedPath],
     tokens: Mapping[Key, int],
 ) -> Sequence[Planned]:
-    """Move the best documents of a planned batch to their place. `requests` are in retrieval order."""
     if best.end == "any":
         return planned
     improved: list[Planned] = []
@@ -140,6 +138,5 @@ def _with_best(
 def _saved(
     order: Sequence[Key], before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> int:
-    """Return the tokens shared with an earlier order, plus those that later orders share."""
     found = max(shared_tokens(order, other, tokens) for other in before)
     return found + sum(shared_tokens(order, other, tokens) for other in after)

@@ -90,20 +90,17 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Return the expected uses of a document after those `placed`, or None if it does not pay."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return the tokens that computing a document costs beyond reusing its copy."""
         return (1 - self._recompute) * tokens
 
     def begin(
         self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], reused_tokens: int
     ) -> None:
-        """Start a request whose documents' nodes are in `path`, from the root."""
         if not self._invests:
             return
         self._requests += 1
@@ -125,7 +122,6 @@ class Investment:
             self._tokens_left -= self.cost(expectation.tokens)
 
     def cancel(self, path: Sequence[Node], invested: Iterable[Invested]) -> None:
-        """Undo the investments of a request that was never served."""
         for place, _ in invested:
             node = path[1 + place]
             if (expectation := self._expectations.get(node)) is not None:
@@ -157,7 +153,6 @@ class FusedPlaces(NamedTuple):
 
     @property
     def exact_documents(self) -> int:
-        """Number of leading documents for which the engine must not reuse copies."""
         return self.invested[-1].place + 1 if self.invested else 0
 
 
@@ -213,7 +208,6 @@ class FusedReuse:
         return FusedPlaces(len(permutation), invested, [])
 
     def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
-        """Return the tokens to compute and to load, each document from its fastest tier."""
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):

@@ -35,7 +35,6 @@ class BestPlace:
         ranks: Mapping[Key, int],
         guards: RequestGuards | None,
     ) -> Node:
-        """Return the last node of the best cached path. `find` returns the longest permitted path."""
         permits = None if guards is None else guards.permits
         longest = find(permits)
         count = len(ranks)
@@ -58,7 +57,6 @@ class BestPlace:
         return rest[:held], rest[held:], []
 
     def order(self, count: int) -> list[int]:
-        """Return the order if no document is cached and none moves."""
         first, middle, last = self.split((), [*range(count)])
         return first + middle + last
 
@@ -68,7 +66,6 @@ _WORTH = 0.02
 
 _DECAY = 0.995
 _PRIOR_PROMPTS = 3
-"""Number of moved prompts without savings that a scope starts with."""
 
 
 class EarnedMoves:
@@ -100,7 +97,6 @@ class EarnedMoves:
     def _serve(
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
-        """Return (tokens found, whether a document moves)."""
         if shadow.oldest < held_since:
             shadow.forget(held_since)
         keys, ranks = request.keys, request.ranks

@@ -101,7 +101,6 @@ class RequestReader:
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
 
     def read_keys(self, given: Iterable[Any]) -> list[Hashable]:
-        """Return each document's key, including those of repeated documents."""
         return list(map(self._key, given))
 
     def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:

@@ -184,7 +184,6 @@ class Scope:
         return self._begin(request, planned, 0, suffix_tokens)
 
     def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None = None) -> None:
-        """Count a request that another process has served in this order."""
         self.residency.refresh(request)
         self.tail.observe(request)
         self._begin(request, permutation, 0, suffix_tokens).confirm()
@@ -359,7 +358,6 @@ class Scope:
         permutation: list[int],
         suffix_tokens: int,
     ) -> tuple[list[Node], int, Lease]:
-        """Return a turn's path from the root, the end of its documents in tokens, and its lease."""
         lengths = self._lengths_of(request, history)
         if not self._follows:
             # No later request finds any part of it.
@@ -390,7 +388,6 @@ class Scope:
         return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], history: History) -> Sequence[int]:
-        """Return the tokens of a history's segments, its question, and the segments after it."""
         asked = [] if history.question is None else [history.question]
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
@@ -400,7 +397,6 @@ class Scope:
             self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
 
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
-        """Count the tokens loaded from slower tiers."""
         if self.places is None:
             return
         for node in path[1 : 1 + lease.cached_documents]:

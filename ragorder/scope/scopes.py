@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_NODES", "MAX_SCOPES", "Scopes"]
 
 MAX_NODES = 100_000
-"""Bound of the nodes of all trees of an orderer."""
-
 MAX_SCOPES = 1024
 
 

@@ -89,7 +89,6 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Apply `TierMirror.evict_before` and return the remaining blocks."""
         self._whole = False
         self._drop(self.mirror.evict_before(priorities, kept, only), current)
         self._whole = True
@@ -103,7 +102,6 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """Drop a node that no tier has and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks

@@ -110,7 +110,6 @@ class TieredResidency(LRUResidency):
             self._drop_absent(path)
 
     def _drop_absent(self, path: Sequence[Node]) -> None:
-        """Drop nodes that were evicted while a request used them, or that did not fit into the tiers."""
         mirror = self.pool.mirror
         for node in path:
             if node.stamp and not node.leases and self._key(node) not in mirror:

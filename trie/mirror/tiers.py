@@ -61,7 +61,6 @@ class MirroredTier:
         return [held.pop(key) for key in keys]
 
     def next_victims(self, tokens: int) -> list[Hashable]:
-        """Return the first evictions that free `tokens` tokens."""
         victims: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
             victims.append(key)
@@ -80,7 +79,6 @@ class MirroredTier:
         return victims
 
     def remove(self, key: Hashable) -> int:
-        """Remove a node and return its tokens."""
         self.tier.remove(key)
         return self._held.pop(key).tokens
 

@@ -50,8 +50,7 @@ class TierNode:
 class ReplacementPolicy(Protocol):
     """Priorities for one tier: the lowest leaf is evicted first; ties go to the least recently used."""
 
-    def priority(self, node: TierNode) -> float:
-        """Return the priority of a node used or inserted now."""
+    def priority(self, node: TierNode) -> float: ...
 
     def evicted(self, node: TierNode, used: int) -> None:
         """Record an eviction from a tier with nodes of total size `used`."""

@@ -14,7 +14,6 @@ from ragorder.trie.tree import Key
 __all__ = ["NO_FORECAST", "Entry", "History", "Tier"]
 
 Entry = tuple[float, int, TierNode]
-"""Priority, order of use (unique), node."""
 
 
 class _NodeHeap:

@@ -59,7 +59,6 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """Return the content of the first block that these tokens complete after the path, or None."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -114,7 +113,6 @@ class EngineBlocks:
         return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """Set the block's only watcher."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -197,7 +195,6 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """Return an empty object for `replace`, with the known hashes of the same engine."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:

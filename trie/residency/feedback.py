@@ -82,7 +82,6 @@ class FeedbackResidency:
         self.mirror.release(lease, None, total_tokens)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """Learn from the length of a whole prompt whose documents have `documents_tokens`."""
         if self._learns and 0 <= prompt_tokens < _MAX_TOKENS:
             self.lengths.learn_prompt(documents_tokens, prompt_tokens)
 
@@ -117,12 +116,10 @@ class FeedbackResidency:
 
 
 def _ends_in_documents(lease: Lease) -> bool:
-    """Return whether the cached prefix ends with a document, not the last, without a history before it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
-    """Return where the prompt whose answer ends the history ends, in tokens, or infinity without a history."""
     return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

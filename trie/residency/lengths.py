@@ -103,7 +103,6 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """Learn from `cached_tokens` reused with `held_tokens` of documents held after the prefix."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens

@@ -225,7 +225,6 @@ class LRUResidency:
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as missing. Remove a leaf without held blocks."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -253,7 +252,6 @@ class LRUResidency:
         root.missing = root.blocks
 
     def evict(self, use: UseEntry, blocks: int) -> bool:
-        """Evict at most `blocks` last used by `use`. Return False if none are left."""
         node = use.skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:

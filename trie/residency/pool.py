@@ -115,7 +115,6 @@ class Pool:
         self._log_limit = 1024
 
     def copy(self, holder: Holder, copy: Holder, copies: Mapping[Node, Node]) -> Pool:
-        """Return a pool for the copy of a holder; `copies` maps its nodes to their copies."""
         pool = Pool(None, 1, self.max_nodes, self.partial_blocks_first)
         pool.clock = self.clock
         for use in self.log:
@@ -145,7 +144,6 @@ class Pool:
         return self.log[0].stamp - 2 * len(self.in_flight)
 
     def begin(self, holder: Holder, lease: Lease) -> None:
-        """Record a request in flight, which its holder has counted already."""
         self.count(holder)
         in_flight = self.in_flight
         in_flight.append((holder, lease))
@@ -230,7 +228,6 @@ class Pool:
         return kept_blocks
 
     def shrink_to(self, blocks: int, current: Holder) -> None:
-        """Evict all but `blocks`, and charge other clients."""
         used_blocks = self.used_blocks
         while self.log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks, current)
@@ -289,7 +286,6 @@ class Pool:
         return not left
 
     def check_emptied(self, holder: Holder) -> None:
-        """Record a holder if another scope's request has evicted all its blocks."""
         if not (holder.used_blocks or holder.tree.size or holder.tree.root.leases):
             self.emptied.append(holder)
 

@@ -50,7 +50,6 @@ class PlanFolder:
         return self.work / f"shard-{shard:05}.json"
 
     def counts(self, shard: int) -> dict[str, Any] | None:
-        """Return the figures of a shard, or None if it is not planned."""
         if not self.shard_path(shard).exists():
             return None
         return _read_json(self.counts_path(shard))

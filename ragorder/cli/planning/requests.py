@@ -112,7 +112,6 @@ def order_line(
     prefix_documents: int,
     cached_tokens: int,
 ) -> dict[str, Any]:
-    """Return the line of an order: the request's fields, with lengths in the order of the documents."""
     given = echo.get("tokens")
     moved = {"tokens": [given[rank] for rank in permutation]} if isinstance(given, list) else {}
     return {
@@ -127,6 +126,5 @@ def order_line(
 
 
 def warn_of(unread: UnreadFields) -> None:
-    """Warn on standard error of unread fields that may be misspelt."""
     if doubtful := unread.doubtful:
         click.echo(f"Warning: fields that were repeated but not read: {', '.join(doubtful)}", err=True)

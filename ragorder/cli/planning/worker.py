@@ -45,7 +45,6 @@ def serve(tasks: Connection[Any, Any], path: Path) -> None:
 
 
 def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
-    """Write a shard's requests in serving order, and return its figures."""
     spill = folder.spill(shard)
     rows = list(spill.rows())
     starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
