@@ -14,7 +14,7 @@ from ragorder.trie.tree import Key
 __all__ = ["HORIZON", "ExpectedUses"]
 
 HORIZON = 300
-"""Future requests that are forecast: about as many as a path stays cached for."""
+"""Future requests that are forecast: about the time that a path stays cached."""
 
 # The latest requests do not vote: documents that they share with this one belong to a burst, or are cached already.
 _RECENT = 32

@@ -137,7 +137,7 @@ class RequestLine(BaseModel):
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """Return the documents' lengths, of which unknown ones have `document_tokens`. Estimates are `Estimate`s."""
+        """Return the documents' lengths; unknown ones have `document_tokens`. Estimates are `Estimate`s."""
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
