@@ -59,11 +59,7 @@ class OrdersTurns(Protocol):
     ) -> Ordering[Document]: ...
 
     def predict_cached_tokens(
-        self,
-        documents: Iterable[Document],
-        *,
-        scope: Hashable = None,
-        history: History | None = None,
+        self, documents: Iterable[Document], *, scope: Hashable = None, history: History | None = None
     ) -> tuple[int, int]: ...
 
     def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...

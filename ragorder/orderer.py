@@ -328,7 +328,7 @@ class Orderer:
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            permutation = self._look(scope, None, Scope.preview, request, backlog, history)
+            permutation = self._lock.run(self._look_at, scope, None, Scope.preview, request, backlog, history)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error).documents
@@ -347,7 +347,7 @@ class Orderer:
         try:
             request = self._reader.read(given)
             prefix, _ = _read_lengths(lengths)
-            return self._look(scope, prefix, Scope.predict_cached_tokens, request, history)
+            return self._lock.run(self._look_at, scope, prefix, Scope.predict_cached_tokens, request, history)
         except Exception as error:
             self._reader.refuse(given, error)
             self._report(error)
@@ -356,7 +356,7 @@ class Orderer:
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         """Return whether no warm-up is needed: the tokens before the documents are cached, in work, or too few."""
         try:
-            return self._look(scope, None, Scope.holds_prefix)
+            return self._lock.run(self._look_at, scope, None, Scope.holds_prefix)
         except Exception as error:
             self._report(error)
             return True
@@ -365,7 +365,7 @@ class Orderer:
         """Return whether the engine should have evicted a conversation. False for an unknown history."""
         history = _checked(history)
         try:
-            return self._look(scope, None, Scope.has_lost, history)
+            return self._lock.run(self._look_at, scope, None, Scope.has_lost, history)
         except Exception as error:
             self._report(error)
             return False
@@ -439,9 +439,9 @@ class Orderer:
             request = read[number]
             try:
                 if permutation is None:
-                    ordering = self._enter(scope, prefix, Scope.order, request, (), suffix)
+                    ordering = self._lock.run(self._work_in, scope, prefix, Scope.order, request, (), suffix, None)
                 else:
-                    ordering = self._enter(scope, prefix, Scope.start, request, permutation, suffix)
+                    ordering = self._lock.run(self._work_in, scope, prefix, Scope.start, request, permutation, suffix)
                 self._ordered(given[number], ordering, scope, lengths, None)
             except Exception as error:
                 ordering = self.fall_back(given[number], error)
@@ -484,39 +484,17 @@ class Orderer:
         if sorted(places) != list(range(len(request.keys))):
             raise ValueError("permutation must have each rank of the documents exactly once")
         prefix, suffix = _read_lengths(lengths)
-        self._enter(scope, prefix, Scope.record, request, places, suffix)
+        self._lock.run(self._work_in, scope, prefix, Scope.record, request, places, suffix)
 
     def _copy_of(self, name: Hashable, prefix_tokens: int | None, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:
             # Prefixes of other processes are discovered for one request at a time.
             for request in requests:
-                self._enter(name, prefix_tokens, Scope.cached_path, request)
-        return self._look(name, prefix_tokens, Scope.copy)
-
-    def _enter(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
-    ) -> T:
-        return self._lock.run(self._work_in, name, prefix_tokens, work, *arguments)
-
-    def _look(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
-    ) -> T:
-        return self._lock.run(self._look_at, name, prefix_tokens, work, *arguments)
+                self._lock.run(self._work_in, name, prefix_tokens, Scope.cached_path, request)
+        return self._lock.run(self._look_at, name, prefix_tokens, Scope.copy)
 
     def _work_in(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
+        self, name: Hashable, prefix_tokens: int | None, work: Callable[[Scope, *Arguments], T], *arguments: *Arguments
     ) -> T:
         scopes = self._scopes
         scope = scopes.get(name)
@@ -533,11 +511,7 @@ class Orderer:
         return result
 
     def _look_at(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
+        self, name: Hashable, prefix_tokens: int | None, work: Callable[[Scope, *Arguments], T], *arguments: *Arguments
     ) -> T:
         known = self._scopes.get(name)
         if known is not None and known.whole:

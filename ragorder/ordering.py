@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
@@ -69,6 +70,7 @@ class Forecast(Protocol):
         """Return the expected requests with the first document, the first two, …, or nothing."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Ordering(Generic[D]):
     """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
 
@@ -89,61 +91,27 @@ class Ordering(Generic[D]):
     - `cloud`: breakpoints of a request to a cloud (`Orderer.for_cloud`)
     """
 
-    __slots__ = (
-        "_finish",
-        "_forecast",
-        "_keys",
-        "_lease",
-        "_observers",
-        "cached_tokens",
-        "cloud",
-        "disk_tokens",
-        "documents",
-        "documents_end",
-        "exact_documents",
-        "fallback",
-        "fused",
-        "guard_cost_tokens",
-        "host_tokens",
-        "index",
-        "permutation",
-        "prefix_documents",
-        "twins",
-    )
-
-    def __init__(
-        self,
-        documents: list[D],
-        permutation: Sequence[int],
-        prefix_documents: int = 0,
-        cached_tokens: int = 0,
-        guard_cost_tokens: int = 0,
-        finish: Callable[[Any, RequestOutcome], None] | None = None,
-        lease: object = None,
-        documents_end: int = 0,
-        forecast: Forecast | None = None,
-        keys: Sequence[Hashable] = (),
-    ) -> None:
-        self.documents = documents
-        self.permutation = permutation
-        self.prefix_documents = prefix_documents
-        self.cached_tokens = cached_tokens
-        self.documents_end = documents_end
-        # No closure: callers keep many orderings, and the garbage collector visits each object.
-        self._forecast = forecast
-        self._keys = keys
-        self.guard_cost_tokens = guard_cost_tokens
-        self.host_tokens = self.disk_tokens = 0
-        self.fused: Sequence[int] = ()
-        self.exact_documents = 0
-        self.cloud: CloudRequest | None = None
-        self.index = 0
-        self.fallback = False
-        # Orderings of the same request by other orderers, for comparison.
-        self.twins: tuple[Ordering[Any], ...] = ()
-        self._finish = finish
-        self._lease = lease
-        self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
+    documents: list[D]
+    permutation: Sequence[int]
+    prefix_documents: int = 0
+    cached_tokens: int = 0
+    guard_cost_tokens: int = 0
+    # No closure: callers keep many orderings, and the garbage collector visits each object.
+    _finish: Callable[[Any, RequestOutcome], None] | None = None
+    _lease: object = None
+    documents_end: int = 0
+    _forecast: Forecast | None = None
+    _keys: Sequence[Hashable] = ()
+    host_tokens: int = field(default=0, init=False)
+    disk_tokens: int = field(default=0, init=False)
+    fused: Sequence[int] = field(default=(), init=False)
+    exact_documents: int = field(default=0, init=False)
+    cloud: CloudRequest | None = field(default=None, init=False)
+    index: int = field(default=0, init=False)
+    fallback: bool = field(default=False, init=False)
+    # Orderings of the same request by other orderers, for comparison.
+    twins: tuple[Ordering[Any], ...] = field(default=(), init=False)
+    _observers: tuple[Callable[[RequestOutcome], None], ...] = field(default=(), init=False)
 
     def __repr__(self) -> str:
         return (

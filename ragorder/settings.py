@@ -75,11 +75,7 @@ class Settings(BaseSettings):
         description="Preferred position of the most relevant document: first, last (next to the question), or any. "
         "Models differ: `ragorder eval quality --places` measures it.",
     )
-    best_tokens: int = Field(
-        128,
-        ge=0,
-        description="Maximum cached tokens that a request may lose for this position.",
-    )
+    best_tokens: int = Field(128, ge=0, description="Maximum cached tokens that a request may lose for this position.")
     reuse: Literal["exact", "fused"] = Field(
         "exact",
         description="exact: the engine reuses only exact prefixes; fused: it also reuses documents computed in other "

@@ -157,12 +157,7 @@ class PricedPaths:
         self._loads = loads
 
     def improve(
-        self,
-        longest: Node,
-        tree: KnowledgeTree,
-        ranks: Mapping[Key, int],
-        rest: Rest,
-        permits: Permits | None = None,
+        self, longest: Node, tree: KnowledgeTree, ranks: Mapping[Key, int], rest: Rest, permits: Permits | None = None
     ) -> Node:
         """Return the last node of the best path: `longest` if it is all on the device."""
         if self._on_device(longest):

@@ -26,6 +26,8 @@ __all__ = [
     "tails",
 ]
 
+Ranks = Sequence[int]
+
 Waiting = Sequence[frozenset[Key]]
 """Document keys of each waiting request, next request first."""
 
@@ -59,9 +61,7 @@ class Tail(ABC):
         """Return the expected requests with the first document, the first two, …, or nothing."""
         return ()
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
         """Return for each of `candidates` the expected requests with it and `placed`, or nothing."""
         return ()
 
@@ -70,9 +70,7 @@ class Tail(ABC):
         return self
 
     @abstractmethod
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         """Return the ranks in `rest`, given in rank order, in the order after `prefix`."""
 
 
@@ -81,9 +79,7 @@ tails: Registry[Tail] = Registry("tail")
 
 @tails.register("prefix", "only the cached prefix moves; other documents keep retrieval order (RAGCache++)")
 class RankTail(Tail):
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         return rest
 
 
@@ -109,9 +105,7 @@ class QueueTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.fallback.expected_uses(keys)
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
         return self.fallback.coming_uses(request, placed, candidates)
 
     def copy(self) -> Self:
@@ -119,9 +113,7 @@ class QueueTail(Tail):
         copy.fallback = self.fallback.copy()
         return copy
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         keys = request.keys
         rest = self.fallback.arrange(request, prefix, rest, waiting)
         placed = [keys[rank] for rank in prefix]
@@ -178,9 +170,7 @@ class CohortTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.uses.in_the_long_run(keys)
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
         return self.uses.joined(request.keys, placed, candidates)
 
     def copy(self) -> Self:
@@ -188,9 +178,7 @@ class CohortTail(Tail):
         copy.uses = self.uses.copy()
         return copy
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if len(rest) < 2:
             return rest
         tokens, uses = request.tokens, self.uses
@@ -238,9 +226,7 @@ class FreeTail(QueueTail):
     def from_settings(cls, settings: Any) -> Self:
         return cls(settings.min_gain)
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if not waiting:
             return self.fallback.arrange(request, prefix, rest, waiting)
         return super().arrange(request, prefix, rest, waiting)
@@ -265,7 +251,7 @@ class EarnedTail(FreeTail):
     def pays(self, pays: bool) -> None:
         self._gate.pays = pays
 
-    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
+    def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
         """Return the order of `rest` for the expected requests, even if `pays` is False."""
         return self._gate.forecast(request, prefix, rest)
 
@@ -280,16 +266,14 @@ class _GatedTail(CohortTail):
     # The last forecast, since it is needed twice: for serving and for measuring.
     _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if not self.pays:
             return rest
         arranged = super().arrange(request, prefix, rest, waiting)
         self._known = request, prefix, arranged
         return arranged
 
-    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
+    def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
         known, self._known = self._known, (None, (), [])
         if known[0] is request and known[1] == prefix:
             return known[2]

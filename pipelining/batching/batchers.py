@@ -135,11 +135,7 @@ class BacklogAware:
     """
 
     def __init__(
-        self,
-        seconds: Callable[[int], float] | None = None,
-        *,
-        most: int = 64,
-        sizes: Sequence[int] | None = None,
+        self, seconds: Callable[[int], float] | None = None, *, most: int = 64, sizes: Sequence[int] | None = None
     ) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")

@@ -74,10 +74,7 @@ class Footprint:
         model, index, slot = self.model, self.index, self.model.slot
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
-        yield (
-            "buffers of streamed layers",
-            Spread(placement.slots * slot, model.staging if placement.streamed else 0),
-        )
+        yield ("buffers of streamed layers", Spread(placement.slots * slot, model.staging if placement.streamed else 0))
         yield "KV", placement.kv
         yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
         yield "index without partitions", Spread(host=index.fixed)

@@ -34,13 +34,7 @@ _AGEING = 0.1
 
 
 def fill(
-    searches: Sequence[RunningSearch],
-    limit: PieceLimit,
-    *,
-    cores: int,
-    code_s: float,
-    order: PieceOrder,
-    now_s: float,
+    searches: Sequence[RunningSearch], limit: PieceLimit, *, cores: int, code_s: float, order: PieceOrder, now_s: float
 ) -> list[tuple[RunningSearch, int]]:
     """Return the searches of a piece, each with the cluster before which its part ends.
 

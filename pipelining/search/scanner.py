@@ -40,12 +40,7 @@ class PieceScanner:
     """
 
     def __init__(
-        self,
-        index: ClusterIndex,
-        cores: int,
-        costs: ClusterCosts,
-        tiers: IndexTiers | None,
-        clock: Callable[[], float],
+        self, index: ClusterIndex, cores: int, costs: ClusterCosts, tiers: IndexTiers | None, clock: Callable[[], float]
     ) -> None:
         self.costs = costs
         self.scan_s = 0.0

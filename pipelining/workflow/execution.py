@@ -9,16 +9,7 @@ from typing import Any
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
-__all__ = [
-    "answered",
-    "call_step",
-    "documents_of",
-    "fields",
-    "found",
-    "query_fields",
-    "query_of",
-    "question_of",
-]
+__all__ = ["answered", "call_step", "documents_of", "fields", "found", "query_fields", "query_of", "question_of"]
 
 
 def answered(node: Generation, text: str, state: State) -> dict[str, Any]:

@@ -195,11 +195,7 @@ class WorkflowServer(Generic[D, R]):
             self._observe(trace)
 
     async def _stream(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        trace: WorkflowTrace,
-        options: RunOptions,
+        self, graph: CompiledGraph, question: str, trace: WorkflowTrace, options: RunOptions
     ) -> AsyncGenerator[str | WorkflowResult, None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
         text = AnswerText()

@@ -133,11 +133,7 @@ def engine(
         options["profile"] = with_loads(chosen["profile"])
     settings = build_orderer(options).settings
     documents = documents_of(
-        template,
-        number_by_place,
-        dedup,
-        document_template=document_template,
-        question_template=question_template,
+        template, number_by_place, dedup, document_template=document_template, question_template=question_template
     )
     metrics = server.metrics
     assert metrics is not None

@@ -47,11 +47,7 @@ def log_shown(name: str, heading: str) -> Iterator[None]:
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     watch = option(
-        "--watch",
-        "interval_s",
-        type=Duration(0.1),
-        metavar="TIME",
-        help="Repeat at this interval, until interrupted.",
+        "--watch", "interval_s", type=Duration(0.1), metavar="TIME", help="Repeat at this interval, until interrupted."
     )
     as_json = option(
         "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.cli.options import (
-    Decorator,
-    build,
-    config_option,
-    is_given,
-    option,
-    options_from,
-    section,
-    spelling,
-)
+from ragorder.cli.options import Decorator, build, config_option, is_given, option, options_from, section, spelling
 from ragorder.cli.values import Size
 from ragorder.common.extras import install_hint
 from ragorder.settings import Settings
@@ -171,9 +162,7 @@ def client_options(*limits: str) -> Decorator:
 
 def process_options(*names: str) -> Decorator:
     return section(
-        "Process",
-        server_options(*names, "log_level", "access_log", "ssl_certfile", "ssl_keyfile"),
-        config_option(),
+        "Process", server_options(*names, "log_level", "access_log", "ssl_certfile", "ssl_keyfile"), config_option()
     )
 
 
@@ -343,9 +332,7 @@ class ProxyServer:
                 body_limit=settings.body_limit,
                 bodies_limit=settings.bodies_limit,
                 timeouts=Timeouts(
-                    read_s=settings.read_timeout_s,
-                    client_s=settings.client_timeout_s,
-                    tries_s=settings.tries_timeout_s,
+                    read_s=settings.read_timeout_s, client_s=settings.client_timeout_s, tries_s=settings.tries_timeout_s
                 ),
                 admission=admission,
                 routes=pages.routes,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ragorder.clouds.marks import MarkChoice
 from ragorder.clouds.tree import MarkedTree
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lengths import ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
@@ -222,9 +222,9 @@ class MarksResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         if not lease.open:
             return

@@ -32,27 +32,16 @@ class Lengths(NamedTuple):
 USUAL = Lengths()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OrderRequest(Generic[D]):
-    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "sent", "token_ids", "tokens")
-
-    def __init__(
-        self,
-        documents: list[D],
-        keys: Sequence[Key],
-        ranks: Mapping[Key, int],
-        tokens: Sequence[int],
-        groups: Sequence[Hashable | None],
-        token_ids: Sequence[TokenIds] = (),
-        estimated: bool = False,
-    ) -> None:
-        self.documents = documents
-        self.estimated = estimated
-        self.keys = keys
-        self.ranks = ranks
-        self.tokens = tokens
-        self.groups = groups
-        self.token_ids = token_ids
-        self.sent: list[int] | None = None
+    documents: list[D]
+    keys: Sequence[Key]
+    ranks: Mapping[Key, int]
+    tokens: Sequence[int]
+    groups: Sequence[Hashable | None]
+    token_ids: Sequence[TokenIds] = ()
+    estimated: bool = False
+    sent: list[int] | None = None
 
     def send_as(self, permutation: Sequence[int]) -> None:
         """Send the documents in this order again, which must have each rank once."""

@@ -189,11 +189,7 @@ class Scope:
         self._begin(request, permutation, 0, suffix_tokens).confirm()
 
     def finish(
-        self,
-        lease: Lease,
-        outcome: RequestOutcome,
-        documents_end: int | None = None,
-        fused: FusedPlaces | None = None,
+        self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None, fused: FusedPlaces | None = None
     ) -> None:
         """End a lease. Any thread may call this at any time; it never waits.
 

@@ -8,6 +8,7 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mirror.pool import TieredPool
 from ragorder.trie.mirror.tiers import Arrival, TierPriority
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
+from ragorder.trie.residency.base import Reported
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["TieredResidency"]
@@ -62,9 +63,9 @@ class TieredResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         path = lease.path
         super().release(lease, cached_tokens, total_tokens)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
-__all__ = ["Lease", "Loads", "Place", "Places", "RequestedDocuments", "Residency", "TokenIds"]
+__all__ = ["Lease", "Loads", "Place", "Places", "Reported", "RequestedDocuments", "Residency", "TokenIds"]
 
 
+Reported = float | None
+"""Tokens that an engine reported, if it did."""
+
+
+@dataclass(slots=True, eq=False)
 class Lease:
     """A request in flight since `stamp`.
 
@@ -20,48 +26,18 @@ class Lease:
     use of the last cached node (0: in use).
     """
 
-    __slots__ = (
-        "cached_documents",
-        "cached_tokens",
-        "open",
-        "partial_blocks",
-        "path",
-        "previous_stamp",
-        "stamp",
-        "suffix_blocks",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        path: Sequence[Node],
-        stamp: int,
-        suffix_blocks: int,
-        partial_blocks: int,
-        cached_documents: int,
-        cached_tokens: int,
-        previous_stamp: int,
-    ) -> None:
-        self.path = path
-        self.stamp = stamp
-        self.suffix_blocks = suffix_blocks
-        self.partial_blocks = partial_blocks
-        self.cached_documents = cached_documents
-        self.cached_tokens = cached_tokens
-        self.previous_stamp = previous_stamp
-        self.open = True
-        self.turn: TurnEnd | None = None
+    path: Sequence[Node]
+    stamp: int
+    suffix_blocks: int
+    partial_blocks: int
+    cached_documents: int
+    cached_tokens: int
+    previous_stamp: int
+    open: bool = True
+    turn: TurnEnd | None = None
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
-        return Lease(
-            [copies[node] for node in self.path],
-            self.stamp,
-            self.suffix_blocks,
-            self.partial_blocks,
-            self.cached_documents,
-            self.cached_tokens,
-            self.previous_stamp,
-        )
+        return replace(self, path=[copies[node] for node in self.path], open=True, turn=None)
 
 
 class Residency(Protocol):
@@ -79,9 +55,9 @@ class Residency(Protocol):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         """End a served request, with the token counts that the engine reported."""
 

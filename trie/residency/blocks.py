@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -48,15 +49,13 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
 
 
+@dataclass(slots=True, eq=False)
 class PathContents:
     """Contents of a path's last part: its `blocks`, the `last` complete block, and packed tokens after it."""
 
-    __slots__ = ("blocks", "last", "rest")
-
-    def __init__(self, last: Content = b"", blocks: tuple[Content, ...] = (), rest: bytes = b"") -> None:
-        self.blocks = blocks
-        self.last = last
-        self.rest = rest
+    last: Content = b""
+    blocks: tuple[Content, ...] = ()
+    rest: bytes = b""
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
         missing = block_size * _TOKEN_BYTES - len(self.rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, Loads, Place, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Loads, Place, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lru import LRUResidency
@@ -133,9 +133,9 @@ class EventsResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         evicted_blocks = self.pool.evicted_blocks
         super().release(lease, cached_tokens, total_tokens)

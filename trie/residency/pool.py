@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count, takewhile
 from sys import maxsize
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -41,19 +42,17 @@ class Holder(Protocol):
     def cancel(self, lease: Lease) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class UseEntry:
     """A served request in the log: its deepest node, and its held blocks after that.
 
     Without `holder` the blocks belong to other clients or dropped scopes.
     """
 
-    __slots__ = ("holder", "node", "stamp", "suffix_blocks")
-
-    def __init__(self, holder: Holder | None, node: Node, stamp: int, suffix_blocks: int) -> None:
-        self.holder = holder
-        self.node = node
-        self.stamp = stamp
-        self.suffix_blocks = suffix_blocks
+    holder: Holder | None
+    node: Node
+    stamp: int
+    suffix_blocks: int
 
     def skip_evicted(self) -> Node:
         node = self.node

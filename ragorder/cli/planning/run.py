@@ -166,11 +166,7 @@ class _Passes:
 
 
 def _as_given(options: PlanOptions) -> dict[str, Any]:
-    return {
-        "--document-tokens": options.document_tokens,
-        "--shards": options.shards,
-        "--memory": options.memory_bytes,
-    }
+    return {"--document-tokens": options.document_tokens, "--shards": options.shards, "--memory": options.memory_bytes}
 
 
 def _refuse_another(known: Mapping[str, Any], options: PlanOptions, input: Mapping[str, Any], path: Path) -> None:
