@@ -40,8 +40,7 @@ class Pipeline(Generic[Q, D, R]):
             async for text in stream: ...
 
     - `warm_up`: prefills a system prompt that is not cached, during retrieval (RAGCache++ section 3.6)
-    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2). When the provisional documents change, the
-    generation is aborted and another begins if the load permits. Answers do not change.
+    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2); answers do not change
     - `gain`: restricts speculation to stages where it saved time in recent searches
     """
 

@@ -87,7 +87,6 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
 class PipelineTrace:
     """Times of one question, in seconds from its start (None: has not happened).
 
-    - `retrieval_s`: end of the search, after `stages`
     - `speculations` started, `refused` for lack of room, `declined` without a gain; `right`: the last one was used
     - `exposed_search_s`: search time without a generation on its result (T1 of RAGCache Table 3, else T2)
     - `speculated_stage`: the stage, from 1, after which the used speculation started

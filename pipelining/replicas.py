@@ -31,8 +31,8 @@ class BestReplica(Generic[K]):
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
     The load is `busy` for each request in flight above the least busy replica, plus `worked` times the share by which
-    recently computed tokens exceed the mean. The weight of a request halves after `half_life` further ones per replica.
-    Not thread-safe.
+    recently computed tokens exceed the mean. The weight of a request halves after `half_life` further ones. Not
+    thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:

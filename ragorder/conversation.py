@@ -100,8 +100,8 @@ class Turn:
     - `messages`: the messages to send, the history's unchanged
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
-    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, before the first
-    question, and this turn's are `repeated`
+    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, and this turn's are
+    `repeated`
     """
 
     messages: list[dict[str, Any]]

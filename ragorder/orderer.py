@@ -108,17 +108,17 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`. Give `capacity_tokens`, the size of the engine's KV cache. Documents are
-    `Document`s, or any objects with the callables `key` (content identity, hashable), `tokens` (length in the prompt)
-    and `group` (for `keep_groups`; default: the metadata's "source").
+    The options are the fields of `Settings`, above all `capacity_tokens`, the size of the engine's KV cache. Documents
+    are `Document`s, or any objects with the callables `key` (content identity), `tokens` (length in the prompt) and
+    `group` (for `keep_groups`).
 
     `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
     tokens before the documents) locate documents among the engine's `blocks`; a scope is then the requests'
-    `cache_salt`, or None.
+    `cache_salt`.
 
     Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
     retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
-    empty, without events.
+    empty.
     """
 
     def __init__(
@@ -178,7 +178,6 @@ class Orderer:
 
         With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact, across processes;
         this needs `builder` with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
-        Close the orderer, or use a `with` block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -209,9 +208,7 @@ class Orderer:
         """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
         `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
-        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt. `prices` may be
-        the path of a file. Raises ValueError for an unknown table and settings of other engines, OSError for an
-        unreadable file.
+        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt.
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -416,8 +413,8 @@ class Orderer:
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
-        (default: no bound), and in flight once accessed. Predicted hits are at least those of `order` for each in turn.
+        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late, and in
+        flight once accessed. Predicted hits are at least those of `order` for each in turn.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:

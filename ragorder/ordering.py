@@ -77,7 +77,6 @@ class Ordering(Generic[D]):
         ordering = orderer.order(documents)
         ordering.confirm(generate(question, ordering.documents).cached_tokens)
 
-    - `documents`: the caller's own, permuted
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
     - `cached_tokens`: prompt tokens that it should reuse, including the system prompt

@@ -54,9 +54,9 @@ class Span:
 class Prompt:
     """One prompt in the formats of engines.
 
-    `token_ids` are exact; engines tokenise `text` or `messages` themselves, which may differ slightly between parts.
-    Without a tokenizer `token_ids` is None and `spans` is empty. `anthropic()`, `openai()` and `bedrock()` have one
-    content part per document and the breakpoints of an `Orderer.for_cloud`.
+    `token_ids` are exact; engines tokenise `text` or `messages` themselves. Without a tokenizer `token_ids` is None.
+    `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
+    `Orderer.for_cloud`.
     """
 
     text: str
@@ -106,7 +106,7 @@ class PromptBuilder:
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged.
+    Special tokens in documents and questions are escaped; a history is sent unchanged.
     """
 
     def __init__(
@@ -232,13 +232,12 @@ class PromptBuilder:
             messages = turn.confirm(ask(turn.messages))
 
         Documents of the first turn are ordered; later ones keep retrieval order, unless the engine holds them in
-        another. A document that a message of the history contains unchanged is named by `reference` ({id}, {title}),
-        best ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
-        question. Other options are those of `Orderer.order`.
+        another. A document that the history contains unchanged is named by `reference` ({id}, {title}), unless `repeat`
+        is "send". With `tool_call_id` the message is that tool's result, without a question.
 
         `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
-        computation, those in its messages and this turn's are ordered together, placed before the first question, and
-        named where they were. No other text changes; store the new messages.
+        computation, they and this turn's are ordered together before the first question, and named where they were;
+        store the new messages.
         """
         from ragorder.turns import make_turn
 

@@ -80,8 +80,8 @@ def rebase_messages(
     """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
     `system` opens the first message if it has no message of its own. A document is followed by one of `openings`
-    (empty: by any text), and stays if another version of it does. Returns None if there is nothing to move, or if a
-    document asked for would have to stay.
+    (empty: by any text), and stays if another version of it does. Returns None if nothing moves, or if a document asked
+    for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):

@@ -58,10 +58,10 @@ class History:
         History(builder.segments(messages), question=Segment("…", tokens=20))
 
     - `segments` precede the documents; a first turn has none
-    - `question` follows them: one segment, or several of a rebased conversation, the question last
+    - `question` follows them: one segment, or several of a rebased conversation
     - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
 
-    `chains` has for each segment a digest of it and all before it. Raises TypeError for other objects.
+    `chains` has for each segment a digest of it and all before it.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -99,9 +99,9 @@ class AnswerKey(bytes):
 class TurnEnd:
     """A conversation's request in the tree.
 
-    The path has `history_nodes`, documents up to number `documents`, then the question and later segments. `sizes` has
-    the nodes of each history segment. Later histories use the keys `message` (with the documents) and `answer`;
-    `closing_tokens` is template text after the answer.
+    The path has `history_nodes`, documents up to number `documents`, then the question and later segments. Later
+    histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is template text after the
+    answer.
     """
 
     __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")

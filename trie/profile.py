@@ -30,8 +30,7 @@ class PrefillProfile:
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid, linear outside, never falling or negative: above it with the steepest last slope so far,
-    below the first new tokens with the flattest first slope, below the first cached tokens constant.
+    Bilinear inside the grid, linear outside, never falling or negative.
 
     `loads` are seconds to load a cached token to the device, by tier ("host", "disk"; the disk defaults to the host,
     the host to 0). `facts` are JSON values. Raises ValueError for an invalid grid, falling times, or invalid loads.

@@ -56,11 +56,10 @@ class ShardPaths:
         shard = paths.shard(requests[0])
 
     Requests are grouped by tenant, then by the document whose requests should share most tokens; large groups are split
-    by the next such document, up to eight times, and finally by any next document. Groups are packed in path order into
-    shards of about equal tokens.
+    by the next such document, up to eight times. Groups are packed in path order into shards of about equal tokens.
 
-    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share, so a
-    document of one topic outranks a more frequent one of all topics. Counts of a sample suffice.
+    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share. Counts
+    of a sample suffice.
     """
 
     def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:

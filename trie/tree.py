@@ -29,7 +29,7 @@ class Node:
 
     `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
     lacks the last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the
-    time of the last use, `leases` the requests in flight.
+    last use, `leases` the requests in flight.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")

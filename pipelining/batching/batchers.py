@@ -45,9 +45,8 @@ def best_batch(
     - `sizes`: allowed batch sizes; a batch is smaller if fewer requests wait
     - `arrivals_s`: expected arrivals of further requests, in seconds from now
 
-    The paper compares equal batches (Eq. 6). Here later batches may have other sizes and the last one takes the rest.
-    With `arrivals_s` each size is tried for the next batch, then the best sizes for the requests that wait. Among
-    equals the largest size. Takes time proportional to backlog times sizes.
+    The paper compares equal batches (Eq. 6); here later ones may have other sizes. Among equals the largest size. Takes
+    time proportional to backlog times sizes.
     """
     if waiting < 1:
         raise ValueError(f"waiting is {waiting}: a batch needs at least one waiting request")

@@ -63,7 +63,7 @@ class Degradation:
 
     A request of a failed batch runs again in a batch of half the size, down to 1. Then, if out of memory, each of
     `reliefs` is called until one frees memory; then the request is retried `max_retries` times. `limit` bounds all
-    batches meanwhile; it grows by one after `limit` answers in batches of that size.
+    batches meanwhile.
     """
 
     def __init__(

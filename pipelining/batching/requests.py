@@ -30,9 +30,7 @@ RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 class BatchEvent:
     """State of a worker after a batch began, ended or failed, memory was freed, or a hook ran.
 
-    - `at_s`: by the server's clock; `seconds`: of the batch or request that has ended
-    - `batch`: the chosen limit of running requests
-    - `kv_tokens` of the running requests, `partitions` in memory: None if not applicable
+    `batch` is the chosen limit of running requests, `seconds` those of the batch or request that has ended.
     """
 
     at_s: float
@@ -50,9 +48,8 @@ class BatchEvent:
 class RequestTrace:
     """Times of one request by the server's clock, in seconds (None: has not happened).
 
-    - `retrieval_began_s`, `found_s`: of the successful search; `generation_began_s`, `first_token_s`: of the answer
-    - `retrieval_batch`, `generation_batch`: most requests that ran at the same time, itself included
-    - `failures`: failed batches, after which the request went back into its queue
+    `retrieval_batch` and `generation_batch` are the most requests that ran at the same time, itself included;
+    `failures` are failed batches, after which it went back into its queue.
     """
 
     arrived_s: float

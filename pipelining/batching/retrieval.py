@@ -97,11 +97,9 @@ class PartitionedRetrieval(Generic[Q, D]):
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
-    - `embed` returns the vectors of several questions, an array of shape (questions, dimensions)
-    - `document` returns the document of an index id
-
-    Both and each stage run in a thread. Other questions join at the next partition. After an error each continues with
-    the partitions that it still needs, in any later batch.
+    `embed` returns the vectors of several questions, an array of shape (questions, dimensions), `document` the document
+    of an index id; both and each stage run in a thread. Other questions join at the next partition. After an error each
+    continues with the partitions that it still needs, in any later batch.
     """
 
     def __init__(

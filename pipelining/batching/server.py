@@ -55,17 +55,15 @@ class DecoupledServer(Generic[Q, D, R]):
             async for number, answer in server.batch(questions): ...
 
     - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches run in parallel
-    - `placement`: the largest generation batch and the partitions in memory; `place` changes it
-    - `batching`: of generations; `searching`: of searches (default: all that wait)
-    - `joins`: whether the engine lets requests join between two steps
+    - `placement`: the largest generation batch and the partitions in memory
+    - `batching`, `searching`: policies of generations and searches (default: all that wait)
+    - `joins`: whether requests can join between two steps of the engine
     - `kv`, `kv_limit`: KV tokens of the requests that run together
-    - `lengths`: cached and computed tokens; the largest cached share goes first, within `window`
+    - `lengths`: the largest cached share goes first, within `window`
     - `reliefs`: free memory, before `relieve` of engine and retrieval
-    - `shortage`: errors after which a request is tried again, `max_retries` times alone
-    - `max_requests`: in the server at once; `max_contexts`: of these, waiting for generation
-    - `observer`: called with each `BatchEvent`, and the `RequestTrace` of each request that has ended
-
-    A request ends exactly once, with its answer or its own error.
+    - `shortage`: errors after which a request is retried, `max_retries` times alone
+    - `max_contexts`: requests that wait for generation
+    - `observer`: called with each `BatchEvent` and final `RequestTrace`
     """
 
     def __init__(
@@ -155,9 +153,9 @@ class DecoupledServer(Generic[Q, D, R]):
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Return the answer. Raises the error of retrieval or generation, QueueFullError, or RuntimeError if closed.
+        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed.
 
-        Cancelling it ends its generation; a search omits it from the next stage.
+        Cancelling it ends its generation.
         """
         return await self._run(question)
 
@@ -180,8 +178,8 @@ class DecoupledServer(Generic[Q, D, R]):
     async def place(self, placement: ServingPlacement) -> None:
         """Change to another placement, each part when no batch of its worker runs.
 
-        Fewer partitions are set first and more last, so that memory suffices. An engine with `place` gets the
-        placement. Errors of the engine may be raised after a part is done.
+        Fewer partitions are set first and more last, so that memory suffices. Errors of the engine may be raised after
+        a part is done.
         """
         self._check_placement(placement)
 

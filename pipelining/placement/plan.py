@@ -175,12 +175,9 @@ class PlannedPlacement(Placement):
 def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
-    - `costs`: a `PlacementProfile`, or `EstimatedCosts` without one
-    - `backlog`: default is the largest measured batch
-
-    A batch takes KV and workspace from the device; the rest is for layers. In host memory each resident partition
-    replaces layers. All batches and numbers of resident partitions are tried: the paper stops where retrieval and
-    generation take equally long (4.4), but that is not always the optimum. Remaining memory is for KV of documents.
+    `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
+    paper stops where retrieval and generation take equally long (4.4), which is not always the optimum. Remaining
+    memory is for KV of documents.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:

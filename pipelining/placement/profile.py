@@ -64,12 +64,11 @@ class PlacementProfile(BaseModel):
         profile = PlacementProfile.from_file("placement.json")
         profile.generation_s(16, Spread(device=8, host=24), profile.step_tokens)  # seconds
 
-    - by batch: a power law (Eq. 4) for each measured number of layers, fitted to at least two batches
-    - by layers on the device: linear in between; more layers never take longer. Streamed layers are measured all in
-    host memory, all on the disk, or both ways; a mixture counts in proportion
-    - retrieval: linear in resident partitions, never rising, the same for all batches (4.4)
+    - by batch: a power law (Eq. 4) for each measured number of layers
+    - by layers on the device: linear in between; a mixture of streamed layers counts in proportion
+    - retrieval: linear in resident partitions, the same for all batches (4.4)
 
-    Times are for steps of up to `step_tokens` tokens: with shorter steps prefill takes longer.
+    More memory never takes longer. Times are for steps of up to `step_tokens` tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

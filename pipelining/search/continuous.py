@@ -38,8 +38,7 @@ def fill(
 ) -> list[tuple[RunningSearch, int]]:
     """Return the searches of a piece, each with the cluster before which its part ends.
 
-    The cores get work for the piece's time. `searches`: oldest first. One is filled after the other, because equal
-    shares of a core would delay all. Speculative searches get the rest.
+    `searches`: oldest first, filled one after the other; speculative searches get the rest.
     """
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
@@ -69,11 +68,9 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
         handle = search.submit(query, k=5, history=history)    # one query; handle.stages(), .result(), .cancel()
 
-    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: to scan a piece (default: FAISS's threads)
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
+    - `nprobe`, `cores`: default to the index's and FAISS's own
     - `order`: "oldest" search first, or "shortest" remaining search first
-    - `budget`: duration of a piece
     - `patience`: end a search after this many clusters without a change: faster, not exact
     - `tiers`: a faster tier for the most used clusters, whose distances may differ by rounding
     - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`

@@ -65,12 +65,9 @@ class PieceLimit(NamedTuple):
 class Budget:
     """Duration of a piece: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain.
 
-    The gain is (search - mb) / 2 - search / mb * overhead; the paper prints a plus, but means this minus.
-
-    - `overhead_s`: of a piece without its scan (β); None: the measured mean
-    - search: its time on all cores
-    - overhead is at most 2 % of the time
-    - while searches wait, each core gets 16 clusters: fewer cannot be shared evenly
+    The gain is (search - mb) / 2 - search / mb * overhead; the paper prints a plus, but means this minus. `overhead_s`
+    is that of a piece without its scan (β; None: the measured mean), at most 2 % of the time. While searches wait, each
+    core gets 16 clusters: fewer cannot be shared evenly.
     """
 
     def __init__(self, overhead_s: float | None = None) -> None:

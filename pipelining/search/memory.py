@@ -70,8 +70,8 @@ def split_memory(
     - `generation`: by bytes of KV cache; `retrieval`: by bytes of clusters
     - `rates`: generations and retrievals a second, (rps_G, rps_R)
 
-    As printed, T_R does not depend on the split, and generations are compared with retrievals. Here each is a share of
-    its own rate. Exact for any measured curve; among equals, most KV.
+    As printed, T_R does not depend on the split, and rates are absolute. Exact for any measured curve; among equals,
+    most KV.
     """
     if total_bytes < 1:
         raise ValueError(f"total_bytes must be at least 1, got {total_bytes}")

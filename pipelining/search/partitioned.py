@@ -37,17 +37,15 @@ class PartitionedSearch:
         search = PartitionedSearch("index.faiss", partitions=32, resident=8)
         for stage in search.search(queries, k=5): ...      # a StagedSearch; the last stage equals index.search
 
-    - `path`: an IVF index written by FAISS, with inverted lists in the same file or their own
     - `partitions`: ranges of clusters of about equal bytes
     - `resident`: number of most used partitions that stay in memory
-    - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: to scan (default: FAISS's threads)
+    - `nprobe`, `cores`: default to the index's and FAISS's own
     - `read_ahead`: read the next partition during a scan; memory then has two beside the resident ones
     - `drop_pages`: drop pages from the operating system's cache once read
 
-    The first stage scans the resident partitions, each later stage one other, whose memory is then freed. Other queries
-    may join between two stages (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next call of
-    `next` continues with the same partition. Searches may run concurrently. Raises what `PartitionFile` raises.
+    The first stage scans the resident partitions, each later stage one other. Other queries may join between two stages
+    (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next one continues with the same partition.
+    Searches may run concurrently.
     """
 
     def __init__(

@@ -40,13 +40,11 @@ class SearchProcess(SharedSearch["_Request"]):
         with SearchProcess("wiki.index", nprobe=64) as search:
             search.submit(vector, k=5, history=history).result().ids
 
-    Scans then do not hold this process's interpreter lock. Methods, results and errors are those of `ContinuousIVF`. If
-    the process dies, its searches fail with SearchProcessError and it is started again, `restarts` times in a row
-    without an answer in between. More than `max_searches` in flight raise QueueFullError. A script needs `if __name__
-    == "__main__":`.
+    Scans then do not hold this process's interpreter lock. If the process dies, its searches fail with
+    SearchProcessError and it is started again, `restarts` times in a row. More than `max_searches` in flight raise
+    QueueFullError. A script needs `if __name__ == "__main__":`.
 
-    - `tiers`: returns the index's tiers in that process: a function of a module, or functools.partial(IndexTiers,
-    TorchClusterScan("L2", "cuda"), 4 << 30)
+    - `tiers`: returns the index's tiers in that process: a function of a module, or functools.partial(IndexTiers, …)
     - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
     """
 

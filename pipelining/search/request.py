@@ -60,8 +60,7 @@ class History:
         search.submit(next_vector, k=5, history=history)
 
     Results are the same, but found earlier. A past search is similar if its query is as near as its own k-th result
-    (Figure 7a); the nearest of the last `searches` is used. `kept`: results stored of each search, 20 in the paper.
-    Must not be shared between requests.
+    (Figure 7a). `kept`: results stored of each search, 20 in the paper. Must not be shared between requests.
     """
 
     def __init__(self, kept: int = 20, searches: int = 4) -> None:

@@ -31,7 +31,6 @@ class SearchHandle:
 
     - `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces
     - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
-    - `done`: it has a result, has failed, or was cancelled
 
     A caller that takes stages gets the latest one, and always the final one.
     """
@@ -214,7 +213,6 @@ class SharedSearch(ABC, Generic[S]):
 
         - `history`: earlier searches of this request; this search is added. Not with a selector.
         - `due=False`: speculative, while due searches leave cores idle
-        - `whole`: in one piece
         - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
         """
         return self._join(self._read(one_row(query), k, params, history), SubmitOptions(due, whole, fast, prefetch))

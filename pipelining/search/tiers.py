@@ -75,10 +75,10 @@ class IndexTiers:
 
         search = ContinuousIVF(index, tiers=IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30))
 
-    Clusters of a piece that are in the tier are scanned there while the cores scan the others, if measured costs say
-    that this is faster. Clusters are exchanged every `every` pieces. The weight of a use halves after `half_life`
-    pieces. For IndexIVFFlat, IndexIVFScalarQuantizer and IndexIVFPQ, and for one `ContinuousIVF`. If `fast` raises, the
-    cores continue alone. Call `reset` after vectors were exchanged for the same number of others.
+    Clusters in the tier are scanned there while the cores scan the others, if measured costs say that this is faster.
+    Clusters are exchanged every `every` pieces; the weight of a use halves after `half_life` pieces. For one
+    `ContinuousIVF`. If `fast` raises, the cores continue alone. Call `reset` after vectors were exchanged for the same
+    number of others.
     """
 
     def __init__(

@@ -23,13 +23,12 @@ class StagedIVF:
         for stage in StagedIVF(index, stages=4).search(queries, k=5):
             print(stage.number, stage.ids)
 
-    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    - `stages`: at most one for each cluster
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
     - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
     - `nprobe`: clusters of all stages (default: the index's own)
 
-    The last stage equals `index.search` with the same nprobe, ties included. The index must not change during a search.
-    Raises TypeError for an index that cannot be staged exactly.
+    The last stage equals `index.search`, ties included. The index must not change during a search. Raises TypeError for
+    an index that cannot be staged exactly.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class TopKMerge:
     """The k best results so far of each query, as in FAISS's own heap.
 
     The heap evicts the largest id among equals first (for similarities the smallest), so ties for the last results
-    depend on the order of the scan, which is lost if not all ties of a later part fit: `uncertain` are those queries.
+    depend on the order of the scan: `uncertain` are queries where it is lost.
     """
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:

@@ -45,8 +45,8 @@ class RAGraph:
 
     - The user's question is {query} or {input}. `inputs`: further names that the state of each run must have.
     - `max_rounds`: the most runs of a node in a request. A graph with a loop needs it.
-    - A request follows all edges of a node, so its successors run in parallel. A node where branches meet runs once,
-    after all branches that can still reach it, including their loops; in a loop, once in each round.
+    - Successors of a node run in parallel. A node where branches meet runs once, after all branches that can still
+    reach it; in a loop, once in each round.
     """
 
     def __init__(
@@ -114,11 +114,9 @@ class RAGraph:
         return self
 
     def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
-        """Check the graph and return it ready to run.
+        """Check the graph and return it ready to run. Raises GraphError.
 
-        `answer`: the state's name of the result (default: the output of the last generations). Raises GraphError for a
-        node that cannot be reached, a loop without a bound, no way to END, an input that no node writes before,
-        parallel nodes that write the same name, or a loop that parallel branches enter at several nodes.
+        `answer`: the state's name of the result (default: the output of the last generations).
         """
         max_rounds = self.max_rounds if max_rounds is None else max_rounds
         edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}

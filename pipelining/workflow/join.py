@@ -44,8 +44,8 @@ class Tokens:
         tokens.state
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
-    become one, and their states are joined. A token that returns to the head of a loop waits until all others have left
-    the loop or are there, too. So results do not depend on the order or duration of runs.
+    become one, and their states are joined. At the head of a loop a token waits for all others in the loop. So results
+    do not depend on the order or duration of runs.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:

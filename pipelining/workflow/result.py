@@ -50,12 +50,9 @@ class WorkItemTrace:
     """One work item, in seconds from its request's start (`ended_s` None: still running).
 
     - `planned_s`: when it became due or was predicted; until `started_s` it waited for a scheduling cycle
-    - `outcome`: "used"; for a speculation "wasted" (right, on a dropped branch) or "rolled back" (wrong); "cancelled"
-    or "failed" with its request
-    - `prompt_tokens` and `cached_tokens` as the engine reports (None: not reported)
+    - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
     - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
     - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
-    - `applied`: names of the transformations
     """
 
     node: NodeId
@@ -82,7 +79,6 @@ class WorkflowTrace:
     """One request, in seconds; `started_s` is by the server's clock.
 
     - `waited_s`: in the queue before the start, not part of `total_s`
-    - `rounds`: runs of each node
     - `refused`, `declined`: speculations without room, and without a gain
     - `dropped`: work items after the first 1000
     """

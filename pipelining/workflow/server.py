@@ -71,9 +71,8 @@ class WorkflowServer(Generic[D, R]):
     - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
-    - `max_generations` are on the engine at once. The due one with the largest cached share goes next if `prompts` has
-    `lengths`; at most `window` later ones may overtake it
-    - `observer`: called with the trace of each request that has ended
+    - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
+    - `observer`: called with each final trace
 
     Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
     """

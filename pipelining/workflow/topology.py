@@ -51,9 +51,8 @@ class Loop:
 class Topology:
     """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge.
 
-    The head of a loop is the node at which it is entered. If there are several, the head is the one that leads to all
-    others under any condition; if there is none, all are heads, and `parallel` tells whether two can be entered at
-    once.
+    The head of a loop is the node at which it is entered, or of several the one that leads to all others under any
+    condition; else all are heads, and `parallel` tells whether two can be entered at once.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:

@@ -163,12 +163,10 @@ class Prefetch(_Mark):
 class SpeculateGeneration:
     """Starts the generation that follows a search with the documents found so far.
 
-    It is used only if its request equals the final one.
-
-    - `bound`: of the generations on the engine, 16 in the paper; `EngineLoad` bounds those that wait for their first
-    token. Searches whose results are nearest to their query go first.
+    - `bound`: of the generations on the engine, 16 in the paper. Searches whose results are nearest to their query go
+    first.
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
-    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead
+    - `across`: also with results of a speculative search, while the generation before it still runs
     - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
     """
 
@@ -269,8 +267,7 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 class SpeculateRetrieval:
     """Embeds the predicted next query of a generation and searches while due searches leave cores idle.
 
-    If the final query is the same, the search continues as the due one; otherwise its results order the clusters of the
-    due one.
+    If the final query differs, its results order the clusters of the due search.
 
     - `bound`: of all searches, 32 in the paper
     - `every`: tokens of a generation between two predictions; queries that have changed least go first

@@ -89,11 +89,11 @@ class WorkItem:
     """Work on one run of a node: due, or predicted from the progress of `after`.
 
     - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
-    - `admission`: of a speculative generation; `released`: it has been answered, and is no longer on the engine
+    - `released`: the speculative generation has been answered, and is no longer on the engine
     - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
     engine
-    - of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens at the
-    last one (`checked_tokens`); `drift`: distance between the last two predicted queries
+    - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
+    distance between the last two predicted queries
     """
 
     request: Request
@@ -156,8 +156,7 @@ def worker_of(node: Node) -> Worker:
 class Wavefront:
     """Work items to start, and items whose progress may lead to others.
 
-    `changed` is called when a scheduling cycle is needed. Its cost grows with what has changed, not with all that runs.
-    Due generations wait in `queue` while the engine has no room.
+    `changed` is called when a scheduling cycle is needed. Due generations wait in `queue` while the engine has no room.
     """
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
@@ -252,7 +251,6 @@ _MAX_EDGES = 1024
 class Measurements:
     """Measurements of all requests; a mean is None before the first value.
 
-    - `search_s`, `embed_s`, `generation_s`: seconds of a whole one
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
     searches of its request
     - `cached_share`: of the prompt tokens of generations that show documents

@@ -53,7 +53,7 @@ _LEAST_QUOTED = 4
 
 
 class Option(click.Option):
-    """click's option with a heading in the help, and a text for its default where it has no value: `unset`.
+    """click's option with a heading in the help, and a text, `unset`, for its default where it has no value.
 
     An option of a model's field has that `field` and the model's environment `variable`, which the model reads. A
     variable that click reads is the command's own if `is_own_variable`; others may be set for other programs.
@@ -225,11 +225,11 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
 
     Type, bounds, choices, help and environment variable are the field's; choices come from a Literal or from "enum" in
     its `json_schema_extra`. An option that is not given is None, so that the model applies its default, which the help
-    shows, or for None the text "unset" in `json_schema_extra`. Fields that a description names become options.
+    shows, or for None the text "unset" in `json_schema_extra`.
 
     A sequence is a repeatable option. A field that ends in `_s` is a duration, spelt without it. A switch has its
-    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field: `flag` is another
-    spelling, and `unset` another text for the default.
+    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field, and `flag` (another
+    spelling).
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 

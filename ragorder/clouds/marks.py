@@ -91,8 +91,7 @@ class MarkRates:
 class WriteBudget:
     """Budget for cache writes, in input tokens at the plain price.
 
-    Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache: at most four
-    prompts of savings are kept for writes, and four are lent.
+    Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache.
     """
 
     def __init__(self) -> None:
@@ -224,8 +223,7 @@ class MarkChoice:
         """Return a request's breakpoints as numbers of documents before each, ascending.
 
         `ends[i]`: tokens up to the end of document i; `ends[0]`: before the first. The request can resume after `held`
-        documents (-1: nowhere), if one of its breakpoints is there or less than `lookback_parts` after it. `live` are
-        other entries on its path.
+        documents (-1: nowhere); `live` are other entries on its path.
         """
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)

@@ -60,7 +60,6 @@ class Prices:
 class Cost:
     """The cost of a prompt without its answer.
 
-    `cached_tokens` of the `prompt_tokens` were read from the cache, and `written_tokens` written into it.
     `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them, or
     None if no table has it. `reported`: counts are the provider's, else predicted.
     """

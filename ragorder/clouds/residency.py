@@ -40,8 +40,7 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
     `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, where a hybrid model keeps its state. Token counts are predictions, without the
-    answer.
+    renews. `states`: places, in tokens, where a hybrid model keeps its state.
     """
 
     __slots__ = (
@@ -360,9 +359,9 @@ class MarkedFeedback(FeedbackResidency):
 class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
-    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state of other layers only at the last
-    multiple of `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts, if it did
-    not resume there. So a shared prefix is found from the third request on.
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state only at the last multiple of
+    `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts. So a shared prefix is
+    found from the third request on.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

@@ -15,9 +15,9 @@ __all__ = ["MarkedPathSearch", "MarkedTree"]
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.
 
-    `marks`: expiry of the entry that ends with each node, soonest first (`now` is the clock's last reading). `pending`:
-    number of requests in flight that will write an entry there. `states`: the last place within a node, in tokens of
-    the prompt, with a hybrid model's state.
+    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: number of requests in flight that
+    will write an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's
+    state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:

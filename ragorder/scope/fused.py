@@ -39,8 +39,8 @@ class Investment:
     """Choice of documents to compute exactly after the exact prefix, although all have copies.
 
     The request computes all tokens of such a document instead of the share `recompute`; later requests with this
-    prefix, as `tail` forecasts them, compute none instead of that share. Forecasts are scaled by the rate at which
-    earlier ones came true. At most 1 % of the recomputed tokens is spent before it is saved.
+    prefix, as `tail` forecasts them, compute none. Forecasts are scaled by the rate at which earlier ones came true. At
+    most 1 % of the recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:

@@ -58,9 +58,9 @@ class ScopeOwner(Protocol):
 class Scope:
     """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
 
-    Documents after a history are shared with no other request, so they keep retrieval order, except for the best one
-    and those that the engine holds in another order. `follows_histories`: the engine can resume a prompt anywhere.
-    `rebases`: an evicted conversation may be rebased.
+    Documents after a history keep retrieval order, except for the best one and those that the engine holds in another
+    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be
+    rebased.
     """
 
     follows_histories = True

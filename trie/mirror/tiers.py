@@ -95,9 +95,8 @@ class TierPriority(NamedTuple):
 class TierMirror:
     """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
-    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise it takes the
-    nodes evicted above, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts nodes of requests in
-    flight last.
+    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise the nodes
+    evicted above, as in the paper (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:

@@ -28,9 +28,9 @@ __all__ = [
 class TierNode:
     """A tier's record of a node; only the tier writes it.
 
-    `frequency` counts uses, `misses` computations. `cost` is the mean or estimate of seconds per new token (formula 4's
-    Cost/Size). `expected` is the last forecast of uses, or 0. `priority` is as of the last use, number `order`. `place`
-    is the index in a heap, or -1.
+    `frequency` counts uses, `misses` computations. `cost` is the mean of seconds per new token (formula 4's Cost/Size),
+    `expected` the last forecast of uses. `priority` is as of the last use, number `order`. `place` is the index in a
+    heap, or -1.
     """
 
     key: Key

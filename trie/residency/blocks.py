@@ -83,7 +83,7 @@ class EngineBlocks:
         blocks.store(["hash"], None, range(16))
 
     `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
-    are recorded, held or not: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
+    are recorded: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -129,7 +129,7 @@ class EngineBlocks:
         """Record consecutive blocks after the block `parent` (None: the start of a prompt).
 
         `extra_keys` are each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
-        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid token id.
+        Raises ValueError if the tokens do not fill the blocks.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):

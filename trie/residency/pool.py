@@ -83,10 +83,8 @@ class Pool:
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens`: None means unlimited. `max_nodes` bounds all trees together. Requests in flight keep their
-    blocks. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
-
-    Entries of the `log` older than their node's stamp are skipped. Stamps are unique over all trees.
+    `max_nodes` bounds all trees together. Requests in flight keep their blocks. With `partial_blocks_first` (vLLM 0.32)
+    partly filled blocks are evicted first. Entries of the `log` older than their node's stamp are skipped.
     """
 
     def __init__(
