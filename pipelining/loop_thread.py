@@ -38,7 +38,6 @@ class LoopThread:
         return await asyncio.wrap_future(self._submit(work))
 
     def close(self, end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Await `end`, cancel all other work, and end the thread."""
         if self._closed:
             return
         self._closed = True

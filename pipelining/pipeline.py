@@ -66,7 +66,6 @@ class Pipeline(Generic[Q, D, R]):
         self._clock = clock
 
     def stream(self, question: Q) -> PipelinedStream:
-        """Stream the answer; lazy. Raises only the errors of retrieval and engine."""
         trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 

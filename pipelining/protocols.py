@@ -77,8 +77,7 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
     `lengths` returns a function that predicts the request's `CachedLengths` at each call, or None.
     """
 
-    def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
-        """Return the request that `commit` would make now, without recording it."""
+    def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co: ...
 
     def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> CommittedRequest[R_co]: ...
 

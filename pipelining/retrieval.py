@@ -32,8 +32,6 @@ Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
-    """Return a retrieval with one stage; a plain function runs in a thread."""
-
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
         yield Provisional(await call(retrieve, question), final=True)
 

@@ -82,7 +82,6 @@ async def run_batch(
 
 
 def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
-    """Return the result or error of an ended task; raise errors such as KeyboardInterrupt."""
     if task.cancelled():
         return RuntimeError(f"the {name} was cancelled")
     error = task.exception()

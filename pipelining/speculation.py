@@ -66,7 +66,6 @@ class Speculation(Generic[R]):
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield all chunks from the first. Closing early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -108,7 +107,6 @@ class SpeculationGain:
         self._stages: dict[int, tuple[RunningMean, RunningMean]] = {}
 
     def learn(self, stages: Sequence[tuple[bool, float]], numbers: Iterable[int] | None = None) -> None:
-        """Learn whether each stage was right, and the seconds left after it; `numbers` default to 1, 2, …."""
         for number, seen in zip(count(1) if numbers is None else numbers, stages, strict=False):
             if number not in self._stages:
                 self._stages[number] = RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)
@@ -129,6 +127,5 @@ class SpeculationGain:
         return right * min(left_s, saved_s) - (1 - right) * max(0.0, wasted_s - left_s)
 
     def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
-        """Return whether a speculation after this stage (from 1) saves time on average; True without data."""
         gain_s = None if prefill_s is None else self.gain_s(stage, prefill_s, prefill_s)
         return gain_s is None or gain_s >= 0

@@ -86,7 +86,6 @@ class MessageFormat:
     closing_tokens: int
     estimated: bool
     message_tokens: Callable[[str, Callable[[], int]], int]
-    """Return the length stored under a message's key, else that of the callable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +117,6 @@ class Turn:
 
     @property
     def bearer(self) -> dict[str, Any]:
-        """Message that contains the documents `new`."""
         return self.messages[self._bearer]
 
     @property

@@ -104,7 +104,6 @@ class RequestGuards:
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
-        """Return the gain lost, up to `most`, if each rank comes now, followed by the better remaining ranks."""
         losses: dict[int, float] = {}
         now, moved, next_place = self._discount(place), 0.0, place
         for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):

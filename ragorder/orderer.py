@@ -351,7 +351,6 @@ class Orderer:
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Return whether no warm-up is needed: the tokens before the documents are cached, in work, or too few."""
         try:
             return self._lock.run(self._look_at, scope, None, Scope.holds_prefix)
         except Exception as error:

@@ -326,7 +326,6 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Return the tokens of a question after the last document, without the ranking."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 

@@ -129,7 +129,6 @@ class Topics:
 
 
 def checked_header(name: str) -> str:
-    """Return the name of the header for topics. Raise ValueError for an unusable name."""
     if not _TOKEN.fullmatch(name) or name.lower() in _OWNED:
         raise ValueError(f"{name!r} cannot be the header of topics: give a name such as x-session-id")
     return name

@@ -139,7 +139,6 @@ class _Run:
 def _at(
     content: str, place: int, known: Sequence[DocumentInMessage], openings: tuple[str, ...]
 ) -> DocumentInMessage | None:
-    """Return the longest document at this place; a shorter one may be its beginning."""
     found: DocumentInMessage | None = None
     for each in known:
         end = place + len(each.text)

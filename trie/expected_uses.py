@@ -50,7 +50,6 @@ class ExpectedUses:
 
     @property
     def kept(self) -> Sequence[float]:
-        """By rank, the share of a burst's requests that keep a document; the last value covers further ranks."""
         return self._bursts.kept
 
     def observe(self, keys: Sequence[Key]) -> None:
@@ -74,7 +73,6 @@ class ExpectedUses:
         self.burst = _BURST_LENGTH * self._bursts.related / cohorts.added
 
     def along(self, keys: Sequence[Key]) -> list[float]:
-        """Return the expected uses of the first document, the first two, …"""
         self.learn()
         masks, votes, burst, kept = self.cohorts.masks, self.voters, self.burst, self.kept
         expected = []
@@ -183,7 +181,6 @@ class _Bursts:
 
     @property
     def excess(self) -> float:
-        """Recent minus earlier related requests of a request: the size of its burst."""
         return max(0, self._excess) / max(1, self._compared)
 
     @property
@@ -195,7 +192,6 @@ class _Bursts:
     def learn(
         self, keys: Sequence[Key], masks: Sequence[int], recent: int, earlier: int | None, cohorts: Cohorts
     ) -> None:
-        """Learn from the request added last; `masks` are its documents' masks before it was added."""
         among = recent | (earlier or 0)
         # The requests that share one document with it, and those that share two or more.
         sharing = twice = 0

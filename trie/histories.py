@@ -121,7 +121,6 @@ class TurnEnd:
 
     @property
     def answer_key(self) -> Key | None:
-        """Key of the answer's node, or None if later requests do not continue it."""
         if not self.message or not self.answer:
             return None
         if self._history.question is None:
@@ -204,10 +203,6 @@ class Histories:
     def insert(
         self, history: History, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
-        """Insert a request's path: history, documents (as in `KnowledgeTree.insert`), and later segments.
-
-        `lengths` has the tokens of all segments in that order.
-        """
         path = self._path(history, lengths)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
@@ -285,7 +280,6 @@ def find_below(
 
 
 def held(node: Node) -> bool:
-    """Return whether the engine holds the whole node."""
     return bool(node.stamp) and not node.missing
 
 

@@ -87,7 +87,6 @@ class PrefillProfile:
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Return seconds per new token (at least 1), as in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
         return self(cached_tokens, new) / new
 

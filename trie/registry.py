@@ -54,7 +54,6 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
-        """Return the name, or raise ValueError if it is unknown."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

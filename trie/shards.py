@@ -89,7 +89,6 @@ class ShardPaths:
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:
-        """Return the tenant, as a negative number, then the documents, best first."""
         worth = self._worth.get
         ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
         path = [document for _, document in ranked]

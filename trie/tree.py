@@ -111,7 +111,6 @@ class KnowledgeTree:
                     del self.nodes_of[node.key]
 
     def cached_tokens(self, node: Node) -> int:
-        """Return the cached prompt tokens up to the node, if its ancestors are cached completely."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:

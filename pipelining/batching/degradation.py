@@ -38,7 +38,6 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether freed memory may avoid this error."""
     return any(
         isinstance(each, MemoryError)
         or (isinstance(each, OSError) and each.errno == errno.ENOMEM)

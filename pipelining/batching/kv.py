@@ -33,7 +33,6 @@ class _RunningTrie:
         self._begin()
 
     def hold(self, requests: Mapping[Hashable, Mapping[Key, int]]) -> None:
-        """Set the running requests, each with the tokens of its documents in rank order."""
         new = [request for request in requests if request not in self._ends]
         gone = [request for request in self._ends if request not in requests]
         self._changes += len(new) + len(gone)

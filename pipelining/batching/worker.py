@@ -235,7 +235,6 @@ class Worker(ABC, Generic[Q, D]):
 
 
 def is_being_cancelled() -> bool:
-    """Return whether the running task is cancelled itself, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -59,7 +59,6 @@ class Placement:
 
     @property
     def streamed(self) -> int:
-        """Layers that are copied to the device in each step."""
         return self.weights.host + self.weights.disk
 
 

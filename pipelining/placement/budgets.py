@@ -27,7 +27,6 @@ _FILES = {
 
 
 def device_memory() -> int | None:
-    """Return the free bytes of the first visible GPU by nvidia-smi, or None without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return None
@@ -122,7 +121,6 @@ class Budgets:
 
     @classmethod
     def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
-        """Return `share` of the free memory of the first GPU (else CPU), of RAM, and of the disk of `folder`."""
         if not 0 < share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {share}")
         host, gpu = host_memory(), device_memory()

@@ -34,11 +34,9 @@ class PlacementCosts(Protocol):
     def step_tokens(self) -> int:
         """Tokens of the largest step; a step is smaller if memory is short."""
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
-        """Return the seconds of a batch from its first step to its last token."""
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float: ...
 
-    def retrieval_s(self, partitions: int) -> float:
-        """Return the seconds of a pass over all partitions, with `partitions` resident ones."""
+    def retrieval_s(self, partitions: int) -> float: ...
 
 
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:

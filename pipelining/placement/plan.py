@@ -158,7 +158,6 @@ class PlannedPlacement(Placement):
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
-        """Return a readable table of bytes by tier, the expected latency, its bottleneck, and what would help."""
         return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
 
     def _with_more(self) -> Iterator[tuple[str, int, float]]:

@@ -87,10 +87,6 @@ class Budget:
         self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
     def limit(self, search_s: float, waiting: int, cores: int, cluster_s: float = 0.0) -> PieceLimit:
-        """Return the limit.
-
-        `search_s`, `cluster_s`: mean time on one core; `waiting`: due searches after the first.
-        """
         overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
         seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)

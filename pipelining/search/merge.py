@@ -74,7 +74,6 @@ class BestResults:
         return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
 
     def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:
-        """Return these results merged with `new`, one for each of `rows`. Equals are ordered by id, as in FAISS."""
         kept = self.keys.shape[1]
         touched = np.unique(rows)
         row = np.searchsorted(touched, rows)

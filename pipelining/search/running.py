@@ -69,7 +69,6 @@ class RunningSearch:
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
-        """Return the cluster before which a piece with room for `codes` vectors ends, at least one later."""
         stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
         if self.codes[-1] - self.codes[stop] < codes / 4:
             stop = self.total

@@ -57,7 +57,6 @@ class SearchHandle:
         return None if stage is None else stage()
 
     def promote(self) -> None:
-        """Make a speculative search (`due=False`) due."""
         self.due = True
 
     def cancel(self) -> bool:
@@ -80,7 +79,6 @@ class SearchHandle:
                 self._drive()
 
     async def stages_async(self) -> AsyncGenerator[Stage, None]:
-        """As `stages`, without a waiting thread."""
         loop, wake, seen = asyncio.get_running_loop(), asyncio.Event(), None
 
         def notify() -> None:
@@ -184,7 +182,6 @@ class SharedSearch(ABC, Generic[S]):
         return stages()
 
     def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        """As `search`, for an event loop: no thread waits for a stage."""
         request = self._read(queries, k, params)
 
         async def stages() -> AsyncGenerator[Stage, None]:

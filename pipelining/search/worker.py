@@ -188,7 +188,6 @@ class _SentHistory(History):
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return an error of a type that the other process has."""
     if type(error) in (ValueError, TypeError, RuntimeError, MemoryError, ImportError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -51,7 +51,6 @@ class ClusterIndex:
         self.similarity: bool = self._faiss.is_similarity_metric(self.ivf.metric_type)
 
     def check_decoded(self) -> None:
-        """Raise TypeError unless distances of a search are those to the decoded vectors."""
         name = type(self.ivf).__name__
         if name not in _DECODED or getattr(self.ivf, "polysemous_ht", False):
             raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
@@ -135,7 +134,6 @@ class ClusterIndex:
         return vectors
 
     def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return vectors as the index encodes them, or None if it cannot decode."""
         vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
             for vector, location in zip(vectors, locations.tolist(), strict=True):

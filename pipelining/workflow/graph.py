@@ -169,7 +169,6 @@ class CompiledGraph:
         return tuple(target for target in self.successors(START, state) if target is not END)
 
     def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
-        """Return the nodes that follow a node; raise what a conditional edge's function raises, or GraphError."""
         targets: dict[NodeId | Terminal, None] = {}
         for edge in self.edges[id]:
             target = edge.target(state)

@@ -97,7 +97,6 @@ class Tokens:
         return started
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        """Store the values of a run and follow its edges. Raises GraphError and NodeError for a failing edge."""
         del self._running[run.id, run.round]
         state = run.state.updated(values)
         self._ages[run.id] = state.age

@@ -60,7 +60,6 @@ class Searcher(Generic[D]):
         fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
-        """Start a search. Raises what it raises, as RefusedSearchError if the search is ours."""
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
         options = {"history": history, "due": due} | ({} if split else {"whole": True})

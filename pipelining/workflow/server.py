@@ -120,7 +120,6 @@ class WorkflowServer(Generic[D, R]):
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
-        """Stream the answer as it is generated, or at once if a later node may change it; lazy."""
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
@@ -217,7 +216,6 @@ class WorkflowServer(Generic[D, R]):
             asyncio.get_running_loop().call_soon(self._cycle)
 
     def _cycle(self) -> None:
-        """Run the transformations and start work. Due work starts even if a transformation fails."""
         self._awake = False
         self.cycles += 1
         for transformation in self.transformations:

@@ -166,7 +166,6 @@ class Speculations(Generic[D, R]):
         self._guesses: dict[RunKey, _Guesses] = {}
 
     def predicted_runs(self, tokens: Tokens, item: WorkItem) -> list[NodeRun]:
-        """Return predicted runs, or none if a function of the graph fails on part of a text."""
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
@@ -175,7 +174,6 @@ class Speculations(Generic[D, R]):
             return []
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        """Begin a speculation; raise what the prompt's or query's function raises."""
         key, node = _run_key(item.run), item.node
         self._sources[key] = source
         if isinstance(node, Generation):

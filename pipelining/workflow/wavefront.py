@@ -70,14 +70,9 @@ class Request(Protocol):
     @property
     def searches(self) -> int: ...
 
-    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
-        """Return the runs that become due if the item ends with its results so far, without known ones."""
+    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]: ...
 
-    def is_speculated(self, item: WorkItem, /) -> bool:
-        """Return whether a speculation on a due generation is on the engine or has answered it.
-
-        Drops a speculation that has not been sent.
-        """
+    def is_speculated(self, item: WorkItem, /) -> bool: ...
 
     def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None: ...
 
@@ -189,7 +184,6 @@ class Wavefront:
             item.after.dependents += item.worker == "engine"
 
     def release(self, item: WorkItem) -> None:
-        """Make room for others: a speculative item has been answered and is no longer on the engine."""
         if not item.released and not item.ended:
             item.released = True
             self._leave(item)
@@ -272,7 +266,6 @@ class Measurements:
 
     @property
     def cuts(self) -> bool:
-        """Whether searches are cut into parts that others share."""
         return hasattr(self.search, "submit")
 
     @property
@@ -285,7 +278,6 @@ class Measurements:
         return self.load.prefill_s
 
     def odds(self, source: WorkItem) -> SpeculationGain:
-        """Return the odds of speculations on the results of this node; a speculative item has its own."""
         origin = None if source.after is None else source.after.run.id
         edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)

@@ -130,7 +130,6 @@ def _unquoted(context: click.Context) -> Iterator[None]:
 
 
 def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
-    """Yield each value that an error must not show and the words to show instead, the longest value first."""
     found: dict[str, str] = {}
     for param in context.command.params:
         known = getattr(param.type, "choices", ())
@@ -172,8 +171,6 @@ def api_key(*variables: str) -> Decorator:
 
 
 def kv_events(*, environment: bool = False) -> Decorator:
-    """--events-endpoint, --replay-endpoint and --events-topic; see `events_address`."""
-
     def address(flag: str, metavar: str, help: str, **attributes: Any) -> Decorator:
         variable = f"RAGORDER_{flag[2:].replace('-', '_').upper()}" if environment else None
         return option(flag, metavar=metavar, envvar=variable, show_envvar=environment, help=help, **attributes)
@@ -188,7 +185,6 @@ def kv_events(*, environment: bool = False) -> Decorator:
 def events_address(
     endpoint: str | None, replay_endpoint: str | None, topic: str | None
 ) -> tuple[str, str | None, str] | None:
-    """Return the values of the three options, or None if none is given."""
     if not endpoint and (replay_endpoint or topic):
         raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     return (endpoint, replay_endpoint, topic or "") if endpoint else None
@@ -330,7 +326,6 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:
-    """Return the model of the options that were given. Raises click.UsageError in the words of the options."""
     try:
         return model(**given(options))
     except ValidationError as error:
@@ -372,8 +367,6 @@ def _spelling_of(name: str, model: type[Any]) -> str:
 
 
 def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
-    """Give each option without a variable one of its own: `prefix` and the option's name."""
-
     def decorate(command: click.Command) -> click.Command:
         for param in command.params:
             if isinstance(param, Option) and param.envvar is None and param.variable is None:
@@ -385,8 +378,6 @@ def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
 
 
 def config_option() -> Decorator:
-    """Return --config: a TOML file with options of the command, by their names."""
-
     def read(context: click.Context, param: click.Parameter, path: Path | None) -> None:
         if path is not None:
             context.default_map = {**(context.default_map or {}), **_read(context.command, path)}

@@ -56,7 +56,6 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_figures(read: Callable[[], Figures], interval_s: float | None, as_json: bool) -> None:
-    """Show figures once, or every `interval_s` seconds until interrupted."""
     from rich.console import Console
     from rich.live import Live
 

@@ -346,7 +346,6 @@ class ProxyServer:
         return AccessLog(app) if settings.access_log else app
 
     def run(self, make: Callable[[Metrics], ASGIApp], sockets: list[socket.socket], *said: str) -> None:
-        """Write what is `said` and the address, and serve until stopped."""
         from ragorder.adapters.http_server.server import address_of
         from ragorder.adapters.proxy.app import PROBES
 

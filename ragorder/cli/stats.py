@@ -434,7 +434,6 @@ def disk_gib(size: int) -> int:
 
 
 def check_fits(folder: Path, disk_bytes: int) -> None:
-    """Raise click.UsageError if a disk tier of this size would evict a part of the build in the folder."""
     from ragorder.kernels.preprocessing.manifest import ManifestError
 
     try:

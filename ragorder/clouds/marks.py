@@ -152,7 +152,6 @@ class MarkSamples:
                     rates.passed(sample.cells[place - sample.cached])
 
     def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
-        """Observe a request whose first `cached` documents can be read already, unless there are too many."""
         samples, rates = self._samples, self._rates
         sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
         if len(samples) < _SAMPLES and sparse:
@@ -334,7 +333,6 @@ class MarkChoice:
         return counts + [0] * (len(keys) + 1 - len(counts))
 
     def _expected(self, counts: Sequence[int], held: int, now: float) -> list[float]:
-        """Return the expected reads of each breakpoint; they never increase along the path."""
         rates, found = self._rates, []
         least = float("inf")
         start = max(held, 0)

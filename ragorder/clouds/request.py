@@ -69,7 +69,6 @@ class CloudRequest:
         return self._plan.resumed
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Record that the request, which is no turn, is sent with only these of its `breakpoints`."""
         if set(self._plan.breakpoints) - set(breakpoints):
             self._mirror.keep_marks(breakpoints)
 

@@ -209,7 +209,6 @@ class MarksResidency(LRUResidency):
                 tree.marks.move_to_end(node)
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop entries that the provider should have found, if it found only `cached_tokens` of a prompt."""
         likely = cached_tokens * (_ESTIMATES_EXCEED if estimated else 1)
         if likely >= lease.cached_tokens * (1 - _TOLERANCE) - _TOLERANCE_TOKENS:
             return
@@ -265,7 +264,6 @@ class MarksResidency(LRUResidency):
         lease.path = ()
 
     def holds(self, node: Node) -> bool:
-        """Return whether the node has an entry, is too short for one, or will get one from a request in flight."""
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 

@@ -86,7 +86,6 @@ class CacheRules:
         return (self.write - 1) / (1 - self.read) if self.read < 1 else inf
 
     def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
-        """Return the cost of a prompt, in input tokens at the plain price."""
         return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens
 
 

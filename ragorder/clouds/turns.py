@@ -87,7 +87,6 @@ class TurnParts:
         return self._split(converse)
 
     def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
-        """Return each message's content as parts with the fields of `mark`, or with `apart` `mark` as a part."""
         contents: list[Any] = []
         for number, message in enumerate(self._messages):
             content, places = message.get("content"), self._places(number, mark)

@@ -31,7 +31,6 @@ def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
 
 
 def wait_for_lock(file: IO[bytes] | IO[str]) -> None:
-    """Wait until no other process holds the file, and lock it, except on systems without such locks."""
     # A system without locks lacks the module; a file system without locks raises an error.
     with suppress(ImportError, OSError):
         import fcntl

@@ -51,7 +51,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_collecting() -> bool:
-    """Return whether this thread runs the garbage collector."""
     phase, collection = _latest.args
     return phase == "start" and getattr(_own, "start", None) is collection
 
@@ -117,7 +116,6 @@ class DeferringLock:
         self.drain()
 
     def drain(self) -> None:
-        """Run the deferred work, unless the lock is held; then its holder runs the work."""
         lock = self._lock
         while self._queue and not lock._is_owned():
             try:

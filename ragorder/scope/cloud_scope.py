@@ -59,7 +59,6 @@ class CloudCache:
 
 
 def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given."""
     if settings is None:
         settings = Settings(**options)
     given = settings.model_fields_set

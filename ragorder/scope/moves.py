@@ -159,7 +159,6 @@ class EarnedMoves:
         self._prompts = 0.0
 
     def observe(self, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int) -> None:
-        """Measure a request with documents of these lengths. The engine holds entries used since `held_since`."""
         saved, moves = self._serve(self._moved, request, tokens, stamp, held_since)
         otherwise_saved, otherwise_moves = self._serve(self._ranked, request, tokens, stamp, held_since)
         gain = (saved - otherwise_saved) / max(1, self._prefix_tokens + sum(tokens)) if saved != otherwise_saved else 0

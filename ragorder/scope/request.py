@@ -96,7 +96,6 @@ class RequestReader:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the objects are not documents."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 
@@ -120,7 +119,6 @@ class _Repeat:
 
 
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
-    """Return distinct keys for repeated documents, so that a search need not track which it has placed."""
     seen: dict[Hashable, int] = {}
     numbered: list[Hashable] = []
     for key in keys:

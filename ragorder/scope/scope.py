@@ -140,7 +140,6 @@ class Scope:
             return self._arrange(request, waiting, history)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
-        """Return the cached tokens in the order of `preview`, and the tokens up to the end of question or documents."""
         end = self.tree.root.end + sum(self._tokens(request))
         if history is None:
             self.residency.refresh(request)

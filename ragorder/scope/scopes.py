@@ -51,7 +51,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return FollowedPool(*options, blocks=self.blocks)
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope in place of a damaged one of its name, or of the least recently used one."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= MAX_SCOPES and (first := self._first()) is not None:

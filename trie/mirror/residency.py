@@ -80,7 +80,6 @@ class TieredResidency(LRUResidency):
         """Ignore the answer: the tiers count only the room of tokens after the documents."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Evict everything with a lower priority than the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
         return self.pool.evict_before(self._priorities.get(lease, ()), self, kept, only)

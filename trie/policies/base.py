@@ -149,7 +149,6 @@ class AwaitedNodes:
         return len(self._requests)
 
     def resize(self, room: int) -> None:
-        """Change the room; nodes already awaited stay, even beyond it."""
         self._room += room - self._total
         self._total = room
 

@@ -222,7 +222,6 @@ class Tier:
         self._change_candidates(holder, node)
 
     def remove(self, key: Key) -> None:
-        """Remove a node, pinned or not; its children stay."""
         self._take_out(self._nodes[key])
 
     def pin(self, key: Key) -> None:

@@ -46,11 +46,9 @@ class Residency(Protocol):
     Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
     """
 
-    def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply the engine's news, and look for the requested documents in its cache, before each search."""
+    def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """Start a request with `suffix_tokens` (question and answer); its blocks count as held at once."""
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease: ...
 
     def release(
         self,
@@ -61,8 +59,7 @@ class Residency(Protocol):
     ) -> None:
         """End a served request, with the token counts that the engine reported."""
 
-    def cancel(self, lease: Lease) -> None:
-        """End a failed request: blocks that only it would have computed are not held."""
+    def cancel(self, lease: Lease) -> None: ...
 
 
 class Place(IntEnum):

@@ -106,7 +106,6 @@ class EngineBlocks:
         return content in self._held
 
     def place(self, content: Content) -> Place:
-        """Return the fastest medium that is a `Place`; the default is the device."""
         held = self._held.get(content)
         media = held.media if held is not None else ()
         return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
@@ -159,7 +158,6 @@ class EngineBlocks:
             self._forget_oldest()
 
     def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
-        """Record blocks that a tier stored, by hash, and return the number of unknown ones."""
         with self._lock:
             known = [block_hash for block_hash in hashes if block_hash in self._contents]
             for block_hash in known:
@@ -168,7 +166,6 @@ class EngineBlocks:
         return len(hashes) - len(known)
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """Record blocks that a tier evicted; unknown ones are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)

@@ -174,7 +174,6 @@ class EventsResidency(LRUResidency):
         """Do nothing: events report where blocks are."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Correct only requests without events, since events are exact."""
         if any(node in self._contents and self._held_blocks(node) for node in lease.path):
             return None
         return super().correct(lease, alone=alone)
@@ -252,7 +251,6 @@ class EventsResidency(LRUResidency):
                 self.pool.append(UseEntry(self, node, node.stamp, 0))
 
     def _evict(self, node: Node) -> None:
-        """Evict a node in the mirror; events confirm it once the engine has begun the request."""
         pool = self.pool
         nodes = pool.nodes - self.counted_nodes + self.tree.size
         if nodes <= pool.max_nodes and (node.children or (node in self._contents and self._held_blocks(node))):

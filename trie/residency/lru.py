@@ -163,7 +163,6 @@ class LRUResidency:
         lease.path = ()
 
     def holds(self, node: Node) -> bool:
-        """Return whether the engine holds the node, or a request in flight fills it."""
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
@@ -212,7 +211,6 @@ class LRUResidency:
             pool.count(self)
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
-        """Keep only the first `kept_blocks` of an unused node, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
             self._mark_missing(each, each.blocks - each.missing)

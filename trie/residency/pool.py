@@ -134,7 +134,6 @@ class Pool:
 
     @property
     def held_since(self) -> int:
-        """A stamp: entries last used before it are evicted. 0 while nothing has been evicted."""
         if not self.evicted_blocks or not self.log:
             return 0
         # The log has the ends of requests; other requests began before these.
@@ -169,7 +168,6 @@ class Pool:
         holder.counted_blocks, holder.counted_nodes = blocks, nodes
 
     def make_room(self, current: Holder, lease: Lease | None = None) -> None:
-        """Evict until the bounds hold. `current`, which is being changed for `lease`, is not whole."""
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.nodes > self.max_nodes:
             if self.log:
                 self._evict_oldest(excess if excess > 0 else maxsize, current)
@@ -177,7 +175,6 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served without the rest of its answer. Return False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
@@ -231,7 +228,6 @@ class Pool:
         self._charge_others(used_blocks - self.used_blocks)
 
     def forget(self, holder: Holder) -> None:
-        """Drop a holder. The engine keeps its blocks, as the oldest, until their room is needed."""
         if holder.closed:
             return
         holder.closed = True
@@ -287,7 +283,6 @@ class Pool:
             self.emptied.append(holder)
 
     def _overflow(self, current: Holder) -> bool:
-        """Handle requests in flight that alone exceed the bounds. Return whether something changed."""
         return self.finish_oldest(current)
 
 

@@ -73,7 +73,6 @@ class PlanFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def refuse_foreign(self, source: IO[bytes]) -> None:
-        """Raise PlanError if the plan would replace its input, or files that are no plan."""
         if self.shards() and not (self.manifest_path.exists() or self.work.exists()):
             raise PlanError(f"{self.path} holds shards that are no plan of ragorder's: name another folder")
         # One that cannot be read may be a plan's.

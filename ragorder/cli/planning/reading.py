@@ -124,7 +124,6 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
-    """Yield the items, and show the share of `total` that was taken as progress."""
     advance, done = progress(label, _STEPS), 0
     for number, item in enumerate(items, 1):
         yield item

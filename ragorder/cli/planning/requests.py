@@ -76,7 +76,6 @@ def read_requests(
     unread: UnreadFields | None = None,
     progress: Callable[[str, int], Callable[[], None]] | None = None,
 ) -> Iterator[RequestToOrder]:
-    """Yield the requests of an open file, plain, gzipped or in xz. Lengths are defaults for lines without any."""
     lines = JSONLines(source, error=LineError, example=EXAMPLE, progress=progress)
     for index, (number, line) in enumerate(lines.read(RequestLine)):
         if unread is not None:

@@ -42,10 +42,6 @@ class PlanOptions:
 def plan_file(
     source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Plan the requests of `source` into the folder `path`, and return its manifest.
-
-    `unread` counts unread fields. Raises LineError and PlanError.
-    """
     folder = PlanFolder(path)
     folder.refuse_foreign(source)
     new = not path.exists()
