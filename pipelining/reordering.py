@@ -192,7 +192,7 @@ class ConcurrencyLimiter(Generic[T]):
         try:
             await arrival.admitted
         except BaseException:
-            self._give_up(arrival)
+            self._withdraw(arrival)
             raise
 
     @property
@@ -203,7 +203,7 @@ class ConcurrencyLimiter(Generic[T]):
         arrival.ticket = self.queue.enter(arrival.item, arrival.lengths)
         self._admitted[arrival.ticket] = arrival.admitted
 
-    def _give_up(self, arrival: _Arrival[T]) -> None:
+    def _withdraw(self, arrival: _Arrival[T]) -> None:
         if arrival.ticket is None:
             self._patient.remove(arrival)
         elif self._admitted.pop(arrival.ticket, None) is None:

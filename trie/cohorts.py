@@ -35,7 +35,7 @@ class Cohorts:
 
     def add(self, keys: Sequence[Key]) -> list[int]:
         if len(self) == self.size:
-            self._forget_first()
+            self._drop_first()
         masks = self.masks
         bit = self.added % self.size
         mask = 1 << bit
@@ -47,7 +47,7 @@ class Cohorts:
             former.append(known)
             masks[key] = known | mask
         while len(masks) > self.max_documents and self._first < self.added:
-            self._forget_first()
+            self._drop_first()
         return former
 
     def latest(self, count: int, skip: int = 0) -> int:
@@ -68,7 +68,7 @@ class Cohorts:
         copy._requests = list(self._requests)
         return copy
 
-    def _forget_first(self) -> None:
+    def _drop_first(self) -> None:
         masks = self.masks
         bit = self._first % self.size
         keys, others = self._requests[bit], self.all ^ (1 << bit)

@@ -34,8 +34,8 @@ class ExpectedUses:
     plus the rest of the present burst.
     """
 
-    def __init__(self, remembered: int = 2048) -> None:
-        self.cohorts = Cohorts(remembered)
+    def __init__(self, requests: int = 2048) -> None:
+        self.cohorts = Cohorts(requests)
         self.voters = 0
         """Mask of the requests that vote."""
         # Masks of the latest requests, after each recent request and now.

@@ -225,7 +225,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             if search.handle.cancelled and not search.handle.due:
                 # Results of a cancelled speculative search are only a hint for the due one.
                 with suppress(Exception):
-                    search.remember(self._index)
+                    search.store_past(self._index)
         self._running = [search for search in self._running if not search.handle.done]
 
     def _prepare(self, search: RunningSearch) -> None:

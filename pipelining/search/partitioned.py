@@ -138,7 +138,7 @@ class PartitionedSearch:
                 self._drop_least()
             dropped = before > len(self._held)
         if dropped:
-            _give_back()
+            _trim_memory()
 
     def relieve(self) -> bool:
         with self._lock:
@@ -146,7 +146,7 @@ class PartitionedSearch:
                 return False
             self._drop_least()
             self._resident = min(self._resident - 1, len(self._held))
-        _give_back()
+        _trim_memory()
         return True
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class PartitionedSearch:
             self._held.clear()
             self._file.close()
             self._scanner.close()
-        _give_back()
+        _trim_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +204,7 @@ class PartitionedSearch:
             kept = all(self._keep(partition, lists) for partition, lists in chosen.items())
             chosen.clear()
         if not kept:
-            _give_back()
+            _trim_memory()
 
     def _scan(self, rows: PassRows, chosen: dict[int, PartitionLists]) -> None:
         file = self._file
@@ -352,7 +352,7 @@ class _Walk:
             reading.cancel()
 
 
-def _give_back() -> None:
+def _trim_memory() -> None:
     """Return freed memory to the operating system (glibc: MADV_DONTNEED)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

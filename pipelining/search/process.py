@@ -118,7 +118,7 @@ class SearchProcess(SharedSearch["_Request"]):
 
     def _join(self, request: _Request, options: SubmitOptions) -> SearchHandle:
         number, (asked, history) = next(self._numbers), request
-        handle = _RemoteHandle(lambda what: self._tell(what, number), due=options.due, whole=options.whole)
+        handle = _RemoteHandle(lambda what: self._send(what, number), due=options.due, whole=options.whole)
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -132,7 +132,7 @@ class SearchProcess(SharedSearch["_Request"]):
         worker.send("search", number, (asked, options))
         return handle
 
-    def _tell(self, what: str, number: int) -> None:
+    def _send(self, what: str, number: int) -> None:
         with self._lock:
             known = number in self._pending
             if what == "cancel":
@@ -195,18 +195,18 @@ class _Request(NamedTuple):
 
 
 class _RemoteHandle(SearchHandle):
-    def __init__(self, tell: Callable[[str], None], *, due: bool, whole: bool) -> None:
+    def __init__(self, send: Callable[[str], None], *, due: bool, whole: bool) -> None:
         super().__init__(None, due=due, whole=whole)
-        self._tell = tell
+        self._send = send
 
     def promote(self) -> None:
         super().promote()
-        self._tell("promote")
+        self._send("promote")
 
     def cancel(self) -> bool:
         ended = super().cancel()
         if ended:
-            self._tell("cancel")
+            self._send("cancel")
         return ended
 
 

@@ -42,7 +42,7 @@ class PastSearch:
             return None
         return float(_keys(query, self.query[None], self.metric)[0])
 
-    def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
+    def results_in(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
         if self.vectors is None or self.metric is None:
             return None
         there = np.flatnonzero(np.isin(self.locations >> 32, clusters))

@@ -40,7 +40,7 @@ class RunningSearch:
         self.total = 0
         self.codes: list[int] = []
         self.best = BestResults.none(len(self.queries), self.kept)
-        self._recalled: BestResults | None = None
+        self._past_best: BestResults | None = None
         self._request = request
         self._patience = patience
         self._changed_at = 0
@@ -63,8 +63,8 @@ class RunningSearch:
         if past is not None:
             order = past.order(self.clusters[0])
             self.clusters, self.coarse = self.clusters[:, order], self.coarse[:, order]
-            self._recalled = past.recall(self.queries[0], self.clusters[0])
-            if self._recalled is not None and self._recalled.ids.shape[1] >= self.k:
+            self._past_best = past.results_in(self.queries[0], self.clusters[0])
+            if self._past_best is not None and self._past_best.ids.shape[1] >= self.k:
                 self.publish(index)
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
@@ -96,19 +96,19 @@ class RunningSearch:
             distances[rows], ids[rows] = index.scan(
                 self.queries[rows], self.k, clusters[rows], coarse[rows], selector=self.selector
             )
-        self.remember(index)
+        self.store_past(index)
         stage = _stage(index, self.done, self.done, ids, distances, self.settled)
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        best, recalled = self.best, self._recalled
-        if recalled is not None:
-            left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])
-            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.locations[0, left])
+        best, past_best = self.best, self._past_best
+        if past_best is not None:
+            left = ~np.isin(past_best.locations[0] >> 32, self.clusters[0, : self.done])
+            new = BestResults(past_best.keys[0, left], past_best.ids[0, left], past_best.locations[0, left])
             best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
         self._publish(index, best, similarity=index.similarity)
 
-    def remember(self, index: ClusterIndex) -> None:
+    def store_past(self, index: ClusterIndex) -> None:
         if self.history is None or not self.done:
             return
         found = self.best.ids[0] != -1

@@ -49,9 +49,9 @@ class MarkRates:
     """
 
     def __init__(self, ttl_s: float) -> None:
-        self.life_s = min(ttl_s, _LONGEST_S)
+        self.window_s = min(ttl_s, _LONGEST_S)
         self._reads = [0.0] * (CELLS + 1)
-        self._lives = [0.0] * (CELLS + 1)
+        self._observed = [0.0] * (CELLS + 1)
         # Number of the samples still observed, and the sum of their start times.
         self._open = [0] * (CELLS + 1)
         self._starts = [0.0] * (CELLS + 1)
@@ -59,8 +59,8 @@ class MarkRates:
     def expected(self, cell: int, now: float) -> float:
         count, place = divmod(cell, _RATED_PLACES)
         prior = _FIRST[count] * _NEXT ** max(0, place - 1)
-        young = (self._open[cell] * now - self._starts[cell]) / self.life_s
-        return (_WEIGHT * prior + self._reads[cell]) / (_WEIGHT + self._lives[cell] + max(0.0, young))
+        young = (self._open[cell] * now - self._starts[cell]) / self.window_s
+        return (_WEIGHT * prior + self._reads[cell]) / (_WEIGHT + self._observed[cell] + max(0.0, young))
 
     def begin(self, cells: Iterable[int], started: float) -> None:
         for cell in cells:
@@ -71,19 +71,19 @@ class MarkRates:
         self._reads[cell] += 1
 
     def end(self, cells: Iterable[int], started: float, now: float) -> None:
-        life = min(1.0, max(0.0, (now - started) / self.life_s))
+        share = min(1.0, max(0.0, (now - started) / self.window_s))
         for cell in cells:
             self._open[cell] -= 1
             # Reset at zero, so that rounding does not add up over months.
             self._starts[cell] = self._starts[cell] - started if self._open[cell] else 0.0
-            self._lives[cell] += life
-            if self._lives[cell] > _MOST:
-                self._lives[cell] *= _DECAY
+            self._observed[cell] += share
+            if self._observed[cell] > _MOST:
+                self._observed[cell] *= _DECAY
                 self._reads[cell] *= _DECAY
 
     def copy(self) -> Self:
         copy = shallow_copy(self)
-        copy._reads, copy._lives = list(self._reads), list(self._lives)
+        copy._reads, copy._observed = list(self._reads), list(self._observed)
         copy._open, copy._starts = list(self._open), list(self._starts)
         return copy
 
@@ -142,7 +142,7 @@ class MarkSamples:
 
     def observe(self, asked: Set[Key], now: float) -> None:
         samples, rates = self._samples, self._rates
-        while samples and samples[0].started <= now - rates.life_s:
+        while samples and samples[0].started <= now - rates.window_s:
             self._end_first(now)
         for sample in samples:
             for place, key in enumerate(sample.keys):
@@ -153,7 +153,7 @@ class MarkSamples:
 
     def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
         samples, rates = self._samples, self._rates
-        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
+        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.window_s / _SAMPLES
         if len(samples) < _SAMPLES and sparse:
             samples.append(_Sample(now, keys, cached, cells))
             rates.begin(cells, now)
@@ -318,7 +318,7 @@ class MarkChoice:
 
     def _counts(self, keys: Sequence[Key], now: float) -> list[int]:
         """Return the requests within the last TTL that contain no document, the first, the first two, …"""
-        times, oldest = self._times, now - self._rates.life_s
+        times, oldest = self._times, now - self._rates.window_s
         while times and times[0] <= oldest:
             times.popleft()
         recent = min(len(times), len(self._cohorts))

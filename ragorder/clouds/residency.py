@@ -367,7 +367,7 @@ class JunctionsResidency(MarksResidency):
         tree, size = self.marked, self.rules.interval_tokens
         shared = 0
         for node in path:
-            if not tree.lives(node) or node.missing:
+            if not tree.has_entry(node) or node.missing:
                 break
             shared = node.end
         # Engines always compute the last token of a prompt.

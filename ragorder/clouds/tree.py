@@ -28,12 +28,12 @@ class MarkedTree(KnowledgeTree):
         self.states: dict[Node, int] = {}
         self.now = 0.0
 
-    def lives(self, node: Node) -> bool:
+    def has_entry(self, node: Node) -> bool:
         return self.marks.get(node, self.now) > self.now
 
     def resumable(self, node: Node) -> int:
         """Return the tokens at which a request resumes by the node's own entry, or 0 without one."""
-        if not self.lives(node):
+        if not self.has_entry(node):
             return 0
         rules, end = self.rules, node.end - node.missing
         if rules.resume == "junctions":
@@ -47,7 +47,7 @@ class MarkedTree(KnowledgeTree):
 
     def joins(self, node: Node) -> bool:
         """Return whether later requests gain if this one shares the node without reading there."""
-        return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
+        return node in self.pending or (self.rules.resume == "junctions" and self.has_entry(node))
 
     def cached_tokens(self, node: Node) -> int:
         at: Node | None = node

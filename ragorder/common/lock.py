@@ -164,10 +164,10 @@ def follow(each: Forked) -> None:
     _followed.add(each)
 
 
-def _tell() -> None:
+def _renew() -> None:
     for each in list(_followed):
         each.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(after_in_child=_renew)

@@ -25,7 +25,7 @@ class Shadow:
         shadow = Shadow(prefix_tokens=64)
         found = search.find(shadow.tree, ranks)  # a cached path
         shadow.serve(found, keys, tokens, order, stamp=2)  # the rest of the order, after that path
-        shadow.forget(before=2)
+        shadow.evict(before=2)
 
     At most the last 4,096 paths are kept.
     """
@@ -56,13 +56,13 @@ class Shadow:
             node = child
         self._uses.append((stamp, node))
         if len(self._uses) > _MAX_REQUESTS:
-            self.forget(self._uses[0][0] + 1)
+            self.evict(self._uses[0][0] + 1)
 
     @property
     def oldest(self) -> int:
         return self._uses[0][0] if self._uses else 0
 
-    def forget(self, before: int) -> None:
+    def evict(self, before: int) -> None:
         uses = self._uses
         while uses and uses[0][0] < before:
             _, node = uses.popleft()
@@ -170,7 +170,7 @@ class EarnedMoves:
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
         if shadow.oldest < held_since:
-            shadow.forget(held_since)
+            shadow.evict(held_since)
         keys, ranks = request.keys, request.ranks
         guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
         found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)

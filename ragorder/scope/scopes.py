@@ -52,13 +52,13 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
 
     def add(self, scope: Scope) -> Scope:
         if (former := self.get(scope.name)) is not None:
-            self.forget(former)
+            self.drop(former)
         if len(self) >= MAX_SCOPES and (first := self._first()) is not None:
-            self.forget(first)
+            self.drop(first)
         self[scope.name] = scope
         return scope
 
-    def forget(self, scope: Scope) -> None:
+    def drop(self, scope: Scope) -> None:
         try:
             del self[scope.name]
         except Exception:
@@ -83,12 +83,12 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         if emptied := self.pool.emptied:
             self.pool.emptied = []
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:
-                self.forget(scope)
+                self.drop(scope)
 
     def _first(self) -> Scope | None:
         try:
             return next(iter(self.values()), None)
         except Exception:
-            # As in `forget`.
+            # As in `drop`.
             self.clear()
             return None

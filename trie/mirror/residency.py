@@ -97,7 +97,7 @@ class TieredResidency(LRUResidency):
             self.pool.mirror.settle(lease)
         self._priorities.clear()
         for node in list(self._keys):
-            self._forget(node)
+            self._unlink(node)
 
     def _key(self, node: Node) -> int:
         if node in self._keys:
@@ -121,9 +121,9 @@ class TieredResidency(LRUResidency):
         node.stamp = 0
         if node in self._keys:
             self.pool.mirror.remove(self._keys[node])
-            self._forget(node)
+            self._unlink(node)
 
-    def _forget(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> None:
         key = self._keys.pop(node)
         known = self.pool.nodes_by_key.get(key)
         if known is not None and known[1] is node:

@@ -106,7 +106,7 @@ class TierMirror:
         self._numbers = count()
         # Seconds per new token of the last request.
         self._cost = 0.0
-        self._forget_requests()
+        self._reset_requests()
 
     def __contains__(self, key: Hashable) -> bool:
         return any(key in tier for tier in self.tiers)
@@ -197,7 +197,7 @@ class TierMirror:
     def clear(self) -> None:
         for tier in self.tiers:
             tier.clear()
-        self._forget_requests()
+        self._reset_requests()
 
     def _number(self) -> Hashable:
         return (next(self._numbers),)
@@ -214,7 +214,7 @@ class TierMirror:
         tier.tier.use(numbers, cost=self._cost, computed=numbers)
         return sum(each.tokens for each in others)
 
-    def _forget_requests(self) -> None:
+    def _reset_requests(self) -> None:
         host = next((tier for tier in self.tiers if tier.place is Place.HOST), None)
         # As in the engines: requests in flight protect up to half of the host memory.
         self._awaited = AwaitedNodes(0 if host is None else host.capacity_tokens // 2)

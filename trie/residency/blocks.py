@@ -155,7 +155,7 @@ class EngineBlocks:
                     self._drop(known)
                 self._contents[block_hash] = content
                 self._hold(content, block_hash, medium)
-            self._forget_oldest()
+            self._drop_oldest()
 
     def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
         with self._lock:
@@ -197,7 +197,7 @@ class EngineBlocks:
                 successor._contents.update(self._contents)
         return successor
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         while len(self._contents) > self.max_blocks:
             oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)
@@ -213,13 +213,13 @@ class EngineBlocks:
         media = held.media if held is not None else ()
         self._held[content] = _Held(block_hash, media if medium in media else (*media, medium))
         if held is None:
-            self._tell(content)
+            self._notify(content)
 
     def _drop(self, content: Content) -> None:
         if self._held.pop(content, None) is not None:
-            self._tell(content)
+            self._notify(content)
 
-    def _tell(self, content: Content) -> None:
+    def _notify(self, content: Content) -> None:
         watcher = self._watchers.get(content)
         if watcher is not None:
             watcher.changed[content] = None

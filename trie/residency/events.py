@@ -181,14 +181,14 @@ class EventsResidency(LRUResidency):
     def close(self) -> None:
         super().close()
         for node in list(self._contents):
-            self._forget(node)
+            self._unlink(node)
 
     def _learn(self, node: Node, contents: PathContents) -> None:
         self._contents[node] = contents
         for content in contents.blocks:
             self.pool.watch(self, node, content)
 
-    def _forget(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> None:
         self.pool.doomed.pop(node, None)
         if node in self._contents:
             for content in self._contents.pop(node).blocks:
@@ -298,7 +298,7 @@ class EventsResidency(LRUResidency):
         # The root stays.
         if node.parent is None:
             return
-        self._forget(node)
+        self._unlink(node)
         self.tree.remove(node)
         # Several log entries may lead to a node that was restored.
         node.stamp = 0

@@ -38,7 +38,7 @@ class LRUResidency:
         return mirror
 
     def close(self) -> None:
-        self.pool.forget(self)
+        self.pool.detach(self)
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 

@@ -194,7 +194,7 @@ class Pool:
         A damaged holder is dropped first, unless it is `current`.
         """
         if not holder.whole and not holder.closed and holder is not current:
-            self.forget(holder)
+            self.detach(holder)
         if holder.closed:
             return None
         whole, holder.whole = holder.whole, False
@@ -227,7 +227,7 @@ class Pool:
             self._evict_oldest(self.used_blocks - blocks, current)
         self._charge_others(used_blocks - self.used_blocks)
 
-    def forget(self, holder: Holder) -> None:
+    def detach(self, holder: Holder) -> None:
         if holder.closed:
             return
         holder.closed = True
