@@ -218,10 +218,7 @@ def message_key(message: Message) -> str:
 def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
     calls = message.get("tool_calls") or message.get("function_call")
     texts = [*texts_of(message), *([json.dumps(calls)] if calls else [])]
-    return _length(form, sum(map(form.count, texts)) + closing_tokens)
-
-
-def _length(form: MessageFormat, tokens: int) -> int:
+    tokens = sum(map(form.count, texts)) + closing_tokens
     return Estimate(tokens) if form.estimated else tokens
 
 

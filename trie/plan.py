@@ -40,7 +40,8 @@ def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[P
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
     keys, weights = list(number), [tokens[key] for key in number]
-    planned = max(_planned(given, weights), _as_given(given), key=lambda orders: _saved_tokens(orders, weights))
+    as_given = sorted(enumerate(given), key=itemgetter(1))
+    planned = max(_planned(given, weights), as_given, key=lambda orders: _saved_tokens(orders, weights))
     return [(index, [keys[document] for document in order]) for index, order in planned]
 
 
@@ -53,10 +54,6 @@ def _planned(given: list[list[int]], tokens: list[int]) -> list[tuple[int, list[
     trie.improve()
     paths = trie.paths([given[first] for first, *_ in indices])
     return [(index, path) for leaf, path in paths for index in indices[leaf]]
-
-
-def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
-    return sorted(enumerate(given), key=itemgetter(1))
 
 
 def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:

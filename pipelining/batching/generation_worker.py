@@ -63,9 +63,6 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
     async def _end_running(self) -> None:
         await end_all(self._tasks.values())
 
-    def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting, len(self.running)))
-
     def _kv_tokens(self) -> int | None:
         return self._kv_of(self.running)
 

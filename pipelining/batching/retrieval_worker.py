@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar, cast
 
 from ragorder.common.running_mean import RunningMean
-from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
@@ -70,9 +69,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
     async def _end_running(self) -> None:
         self.running.clear()
-
-    def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _partitions(self) -> int | None:
         held = getattr(self._retrieval, "partitions", None)

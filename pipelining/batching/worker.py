@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, cast, overload
 
-from ragorder.pipelining.batching.batchers import Batcher
+from ragorder.pipelining.batching.batchers import Backlog, Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
@@ -180,8 +180,8 @@ class Worker(ABC, Generic[Q, D]):
             wanted = 1
         return wanted if self.most is None else max(1, min(wanted, self.most))
 
-    @abstractmethod
-    def _policy_size(self) -> int: ...
+    def _policy_size(self) -> int:
+        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _learn(self, size: int, seconds: float) -> None:
         try:

@@ -147,7 +147,15 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             coarse_s = self._let_in()
             if not self._running:
                 return False
-            self._scan_piece(self._next_piece())
+            piece = fill(
+                self._running,
+                self._limit(),
+                cores=self._cores,
+                code_s=self.costs.code_s,
+                order=self._order,
+                now_s=self._clock(),
+            )
+            self._publish(self._scan(piece))
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -256,19 +264,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
         cluster_s = self.costs.code_s * (self._cluster_codes.value or 0.0)
         return self.budget.limit(search_s, max(0, due - 1), self._cores, cluster_s)
-
-    def _next_piece(self) -> list[tuple[RunningSearch, int]]:
-        return fill(
-            self._running,
-            self._limit(),
-            cores=self._cores,
-            code_s=self.costs.code_s,
-            order=self._order,
-            now_s=self._clock(),
-        )
-
-    def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
-        self._publish(self._scan(piece))
 
     def _publish(self, found: list[tuple[RunningSearch, int, BestResults]]) -> None:
         ended = set()

@@ -182,7 +182,8 @@ class CompiledGraph:
         return tuple(targets)
 
     def next_nodes(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
-        return tuple(target for target in _targets(self.edges[id]) if target is not END)
+        targets = dict.fromkeys(target for edge in self.edges[id] for target in edge.targets)
+        return tuple(target for target in targets if target is not END)
 
     def to_mermaid(self) -> str:
         return _flowchart(self.nodes, self.edges)
@@ -192,10 +193,6 @@ def checked_graph(graph: CompiledGraph | RAGraph) -> CompiledGraph:
     if isinstance(graph, RAGraph):
         raise GraphError(f"workflow {graph.name!r}: compile() the graph first, and run what that returns")
     return graph
-
-
-def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
-    return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
 
 
 def _as_tuple(vertices: Any) -> tuple[NodeId | Terminal, ...]:

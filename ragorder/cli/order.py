@@ -137,7 +137,15 @@ def order(
         ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
         for request, ordering in ordered:
             ordering.confirm()
-            output.write(json.dumps(_as_json(request, ordering)) + "\n")
+            line = order_line(
+                request.echo,
+                request.index,
+                request.ids,
+                ordering.permutation,
+                ordering.prefix_documents,
+                ordering.cached_tokens,
+            )
+            output.write(json.dumps(line) + "\n")
             output.flush()
             if files:
                 files.ordered(request, ordering)
@@ -187,17 +195,6 @@ def _in_batches(
         lengths = Lengths(members[0].prefix_tokens, round(sum(known) / len(known)) if known else None)
         for ordering in orderer.order_batch(documents, scope=scope, lengths=lengths, max_wait=max_wait):
             yield members[ordering.index], ordering
-
-
-def _as_json(request: RequestToOrder, ordering: Ordering[RequestDocument]) -> dict[str, Any]:
-    return order_line(
-        request.echo,
-        request.index,
-        request.ids,
-        ordering.permutation,
-        ordering.prefix_documents,
-        ordering.cached_tokens,
-    )
 
 
 class PromptFiles:

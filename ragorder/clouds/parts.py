@@ -6,6 +6,7 @@ A mark is the number of texts before a breakpoint. Empty texts are omitted, beca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
@@ -86,6 +87,7 @@ def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, b
         yield pending
 
 
+@dataclass(slots=True, eq=False)
 class PromptParts:
     """A prompt in parts: `system`, a text for each document, and `question`.
 
@@ -94,31 +96,18 @@ class PromptParts:
     A mark is the number of documents before a breakpoint; 0: directly after the system prompt.
     """
 
-    __slots__ = ("_escape", "documents", "explicit", "marks", "question", "system", "ttl")
-
-    def __init__(
-        self,
-        system: str,
-        documents: Sequence[str],
-        question: str,
-        marks: Sequence[int] = (),
-        ttl: str | None = None,
-        *,
-        explicit: bool = False,
-        escape: Callable[[str], str] | None = None,
-    ) -> None:
-        self.system = system
-        self.documents = documents
-        self.question = question
-        self.marks = marks
-        self.ttl = ttl
-        self.explicit = explicit
-        self._escape = escape
+    system: str
+    documents: Sequence[str]
+    question: str
+    marks: Sequence[int] = ()
+    ttl: str | None = None
+    explicit: bool = False
+    escape: Callable[[str], str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the escaped texts: the function that escapes them cannot be pickled."""
         *documents, question = self.texts()
-        return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
+        return PromptParts, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
     def anthropic(self) -> dict[str, Any]:
         found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.after, self.ttl)}]}
@@ -154,17 +143,11 @@ class PromptParts:
         texts: list[str] = []
         before = ""
         for text in (*self.documents, self.question):
-            if self._escape is not None:
-                text = _apart(before, text, self._escape)
+            if self.escape is not None:
+                text = _apart(before, text, self.escape)
             texts.append(text)
             before = (before + text)[-_LONGEST:]
         return texts
-
-
-def _made(
-    system: str, documents: Sequence[str], question: str, marks: Sequence[int], ttl: str | None, explicit: bool
-) -> PromptParts:
-    return PromptParts(system, documents, question, marks, ttl, explicit=explicit)
 
 
 # Upper bound of a special token's length, in characters.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ragorder.scope.moves import BestPlace
@@ -47,7 +48,9 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
     best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
         # With a single window the windowed plan is better.
-        best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
+        best = max(
+            best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=attrgetter("cached_tokens")
+        )
     # With equal hits the plan is better: its shared prefixes are adjacent, so other cache users cannot separate them.
     return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
@@ -69,10 +72,6 @@ class _DryRun:
         self.steps.append(Step(number, list(ordering.permutation)))
         self.cached_tokens += ordering.cached_tokens
         ordering.confirm()
-
-
-def _cached_tokens(run: _DryRun) -> int:
-    return run.cached_tokens
 
 
 def _one_by_one(run: _DryRun, requests: _Requests) -> None:

@@ -117,9 +117,6 @@ class CloudScope(Scope):
         self.search = MarkedPathSearch()
         self._model = cache.model
 
-    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        return self._at_cloud(super()._begin(*arguments, **options))
-
     def _lease(
         self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
     ) -> Lease:
@@ -127,7 +124,8 @@ class CloudScope(Scope):
             return super()._lease(path, turn, suffix_tokens, token_ids)
         return self.mirror.lease_turn(path, turn, suffix_tokens)
 
-    def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
+    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        ordering = super()._begin(*arguments, **options)
         lease: Any = ordering._lease
         plan = self.mirror.plans.get(lease)
         if plan is not None:

@@ -134,7 +134,7 @@ class Scope:
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting = (), history: History | None = None) -> list[int]:
-        after = _after(history)
+        after = history is not None and bool(history.segments)
         self.residency.refresh(None if after else request)
         with nullcontext() if after else self.tail.observing(request):
             return self._arrange(request, waiting, history)[0]
@@ -324,8 +324,8 @@ class Scope:
             turn = lease.turn
             held = 0 if turn is None else max(0, min(lease.cached_documents, turn.documents) - turn.history_nodes)
             cached_tokens = self._reusable(lease.cached_tokens, path, history)
-        if not after:
-            self._measure(request, tokens, lease)
+        if not after and self.earned is not None and request.sent is None:
+            self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
         ordering = Ordering(
             [request.documents[rank] for rank in permutation],
             permutation,
@@ -387,10 +387,6 @@ class Scope:
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
 
-    def _measure(self, request: OrderRequest[D], tokens: Sequence[int], lease: Lease) -> None:
-        if self.earned is not None and request.sent is None:
-            self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
-
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
         if self.places is None:
             return
@@ -399,10 +395,6 @@ class Scope:
             ordering.host_tokens += host * self.tree.block_size
             ordering.disk_tokens += disk * self.tree.block_size
         self.places.serve(path, lease, lambda: ordering.expected_uses)
-
-
-def _after(history: History | None) -> bool:
-    return history is not None and bool(history.segments)
 
 
 class _DetachedOwner:
