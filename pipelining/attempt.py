@@ -53,8 +53,8 @@ class Attempt(Generic[Q, D, R]):
     ) -> bool:
         """Begin a speculation if it is worthwhile (Algorithm 2, lines 6-10). Return False to try again later.
 
-        `admit` returns an earlier admission (default: a new one of `load`); the caller ends an unused one. `off_engine`
-        is called when the speculation has left the engine.
+        `admit` returns an earlier admission (default: a new one of `load`). `off_engine` is called when the speculation
+        has left the engine.
         """
         trace = self._trace
         try:

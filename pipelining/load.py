@@ -25,7 +25,7 @@ class EngineLoad:
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
     A speculation is admitted while fewer than `max_prefill_bs` requests are pending. `reported` may return the engine's
-    own count including other clients (None: unknown); the larger count is used, plus admitted requests.
+    own count including other clients; the larger count is used.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class PowerLaw:
     def learn(self, size: int, seconds: float) -> None:
         """Learn from a batch; each takes 1/128 off the weight of earlier ones.
 
-        After 16 batches, an interrupted one counts at most four times the expected time or the mean.
+        After 16 batches, one counts at most four times the expected time or the mean.
         """
         expected = math.inf
         if self.samples >= _WARM and size > 0:

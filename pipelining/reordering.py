@@ -54,8 +54,8 @@ class CacheAwareQueue(Generic[T]):
         queue.enter("question", lambda: CachedLengths(96, 40))
         queue.take().item
 
-    An item that `window` later ones have overtaken goes next. `take` reads the lengths of the oldest `window` + 1 items
-    only. Items whose lengths are missing or raise count as not cached. Not thread-safe.
+    An item that `window` later ones have overtaken goes next. Items whose lengths are missing or raise count as not
+    cached. Not thread-safe.
     """
 
     def __init__(self, window: int = 32) -> None:

@@ -44,7 +44,7 @@ def staged_retrieval(
     """Return a vector search in stages (`StagedIVF`, `StagedHNSW`).
 
     `embed` returns a question's vector (or one row), `document` the document of an index id. They and each stage run in
-    a thread, except stages of a shared search (`ContinuousIVF`). An abandoned search ends after its current stage.
+    a thread, except stages of a shared search.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:

@@ -98,8 +98,7 @@ class SpeculationGain:
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
 
-    With the right documents it saves the rest of the search, at most a prefill. With wrong ones it may keep the engine
-    busy after the search, since an iteration is not aborted.
+    A right one saves the rest of the search, at most a prefill. A wrong one may keep the engine busy after the search.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,7 @@ def number_label(document: Document | str, *, digits: int = 4) -> str:
 
         number_label(Document("faq-7", "Orders are shipped on the next working day."))
 
-    It depends on the text alone. Two of ten documents share a label of 4 digits in one request of 200, of 6 digits in
-    one of 20,000.
+    It depends on the text alone. Two of ten documents share a label of 4 digits in one request of 200.
     """
     if not 1 <= digits <= 15:
         raise ValueError(f"a label cannot have {digits} digits: give 1 to 15 digits")

@@ -30,8 +30,8 @@ class ExpectedUses:
         uses.observe(["a", "b"])
         uses.along(["b", "a"])  # with b; with b and a
 
-    The forecast is the number of recorded requests with these documents, times the rate at which such counts came true,
-    plus the rest of the present burst.
+    The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
+    of the present burst.
     """
 
     def __init__(self, requests: int = 2048) -> None:

@@ -35,7 +35,7 @@ def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[P
     """Return (index of the request, its documents in order) in serving order.
 
     Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
-    suffices. Never worse than the given orders; near-linear in the number of documents.
+    suffices. Never worse than the given orders; near-linear.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -214,10 +214,7 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise, with the documents that members share beyond it.
-
-    A merge saves the tokens of the intersection, and costs the other documents by their popularity.
-    """
+    """Clusters of the members of `base`, merged pairwise, with the documents that members share beyond it."""
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
         self.trie, self.base, self.members = trie, base, members

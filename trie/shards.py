@@ -36,8 +36,7 @@ class ShardRequest(NamedTuple):
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
         """Return a request from the names of its documents and its tenant.
 
-        Numbers have 63 bits and are the same in every process; repeated documents and different tenants have different
-        ones.
+        Numbers have 63 bits and are the same in every process.
         """
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}

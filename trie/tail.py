@@ -143,8 +143,8 @@ _CHOICES = 64
 class CohortTail(Tail):
     """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    It moves forward only if that should save `min_gain` tokens for each place, in the next `expected_uses.HORIZON`
-    requests: 0 moves for any gain, infinity keeps rank order.
+    It moves forward only if that should save `min_gain` tokens for each place: 0 moves for any gain, infinity keeps
+    rank order.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:

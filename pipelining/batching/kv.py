@@ -23,8 +23,7 @@ _BUDGET = 256
 class _RunningTrie:
     """The documents of each request as a path of a trie; `tokens`: of all nodes.
 
-    A request that joins alone extends the path that shares most tokens with it. Several requests, and from time to time
-    all, are planned again (`trie.plan`).
+    A request that joins alone extends the path that shares most tokens with it; several requests are planned again.
     """
 
     def __init__(self) -> None:
@@ -117,8 +116,6 @@ class TrieKV(Generic[Q, D]):
     - `key`, `tokens`: of a document; equal keys have equal KV after equal documents
     - `own_tokens`: question and answer of a request; `prefix_tokens`: the system prompt
     - `scope`: requests of different scopes share nothing
-
-    Requests are identified by the objects of their question and documents, which are read once.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Placement:
     """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and the batch.
 
     `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. KV on the device is for the
-    running batch first; in the other tiers only for documents that may be used again.
+    running batch first.
     """
 
     weights: Spread

@@ -42,8 +42,7 @@ class PlacementCosts(Protocol):
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
     """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`.
 
-    The last batch takes the rest. A batch is retrieved while the one before it generates. Without retrieval this is Eq.
-    6 of RAGDoll.
+    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll.
     """
     retrieved_s = answered_s = sum_s = 0.0
     left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))
@@ -62,7 +61,7 @@ class Footprint:
     """Bytes by tier for any placement of this model and index.
 
     Besides Eq. 2 and 3: weights outside the layers, buffers, and the fixed part of the index. Each layer counts as the
-    largest one. Layers and partitions on the disk do not count: they are read from their own files.
+    largest one. What is on the disk does not count.
     """
 
     model: ModelSizes

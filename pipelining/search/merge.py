@@ -35,8 +35,7 @@ class ScannedPart:
 class BestResults:
     """The best results of each query so far, best first. Arrays are never changed.
 
-    One more result is kept than requested, to tell whether the last one is tied: then only a scan in FAISS's order
-    tells which of the equals FAISS keeps.
+    One more result is kept than requested, to tell whether the last one is tied.
     """
 
     keys: NDArray[np.float32]
@@ -114,7 +113,7 @@ def find_candidates(
 ) -> list[TieCandidates]:
     """Return all candidates of each query in its row of `clusters`, in the order of FAISS's scan.
 
-    `edges`: the k-th key of each query; `kept`: results of the first scan. Cluster -1 means no cluster.
+    `edges`: the k-th key of each query; `kept`: results of the first scan.
     """
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
@@ -137,7 +136,7 @@ def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> Searc
     """Return the k results that FAISS keeps, best first.
 
     Its heap replaces the worst result by a better one, and of equal ones that with the largest id (for similarities the
-    smallest). So these candidates alone decide.
+    smallest).
     """
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1

@@ -33,7 +33,7 @@ class PartitionFile:
 
     Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
     Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
-    for cluster -1). Raises TypeError for an index whose parts do not add up to its search, ValueError for another file.
+    for cluster -1).
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:

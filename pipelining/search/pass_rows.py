@@ -23,8 +23,7 @@ _FIRST_KEPT = 2
 class PassRows:
     """Each query's clusters, nearest first, and `due[row, partition]`: partitions to be scanned for it.
 
-    `edges`: NaN, or the key of a tied last result. For a tie the partitions are scanned again, and the `candidates`
-    decide which of the equals FAISS keeps.
+    `edges`: NaN, or the key of a tied last result: then the partitions are scanned again for `candidates`.
     """
 
     k: int

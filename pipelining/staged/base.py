@@ -19,8 +19,8 @@ class Stage:
 
     - `number`: from 1 to `stages`; in a shared search the clusters scanned so far (0: results of earlier searches)
     - `ids`: shape (queries, k), best first; -1 if fewer than k were found
-    - `distances`: same shape, in the index's metric (inner product: larger is better)
-    - `settled`: least number of clusters scanned since `ids` changed (0 if not counted)
+    - `distances`: in the index's metric (inner product: larger is better)
+    - `settled`: least number of clusters scanned since `ids` changed
     """
 
     number: int
@@ -40,8 +40,8 @@ class Stage:
 class StagedSearch(Protocol):
     """A retriever that searches in stages.
 
-    Each `next()` does one stage's work in a library that releases the interpreter lock. Successive calls may run in
-    different threads. Searches of one object may run concurrently.
+    Each `next()` does one stage's work in a library that releases the interpreter lock; successive calls may run in
+    different threads.
     """
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:

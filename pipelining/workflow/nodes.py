@@ -155,9 +155,8 @@ START, END = Terminal.START, Terminal.END
 class Generation:
     """An answer of the language model, stored as `output`.
 
-    `documents`: names in the state of the documents that the prompt shows. They come first, in the request builder's
-    order, and the prompt has "the documents above" where it names them. `parse(text, state)` returns the value to store
-    (default: the stripped text).
+    `documents`: names in the state of the documents that the prompt shows. They come first, and the prompt has "the
+    documents above" where it names them. `parse(text, state)` returns the value to store (default: the stripped text).
     """
 
     id: NodeId
@@ -192,7 +191,7 @@ class Step:
     """A plain function, such as a filter, which returns values for the names in `writes`.
 
     A function that is not a coroutine runs in a thread. `pure`: without side effects and quick, so it may be called
-    speculatively, on part of a text, on the event loop.
+    speculatively, on the event loop.
     """
 
     id: NodeId

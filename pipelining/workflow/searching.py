@@ -35,7 +35,7 @@ class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
     `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a vector and k that
-    returns ids, best first. The latter two are not cut into parts. Plain functions run in a thread.
+    returns ids, best first. Plain functions run in a thread.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:

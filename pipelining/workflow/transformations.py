@@ -28,8 +28,8 @@ __all__ = [
 class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
-    It marks items of `wavefront.new` before they start, or adds speculative items after progress of others
-    (`wavefront.progressed`). Both methods run on the event loop and must be quick.
+    It marks items of `wavefront.new`, or adds speculative items after progress of others (`wavefront.progressed`). Both
+    methods run on the event loop and must be quick.
     """
 
     name: str
@@ -129,11 +129,7 @@ class OrderDocuments(_Mark):
 
 
 class Prefetch(_Mark):
-    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts.
-
-    While a due search runs, the system prompt of the following generation is prefilled if it is not cached (RAGCache++
-    section 3.6).
-    """
+    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts."""
 
     name, flag = "prefetch", "prefetch"
 
@@ -202,10 +198,7 @@ class SpeculateGeneration:
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search, at most the generation, if right, less the cost of a wrong prefill.
-
-        A wrong prefill may keep the engine busy after the search and delays all other generations on it.
-        """
+        """Return the rest of the search, at most the generation, if right, less the cost of a wrong prefill."""
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -314,7 +307,7 @@ class SpeculateRetrieval:
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         """Return the search and its embedding, at most the rest of the generation, if the query is final.
 
-        Otherwise the gain from ordered clusters, less an embedding; in both cases plus a generation on its results.
+        Otherwise the gain from ordered clusters; in both cases plus a generation on its results.
         """
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:

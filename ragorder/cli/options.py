@@ -81,7 +81,7 @@ class Option(click.Option):
 class Command(click.Command):
     """click's command with its options under headings, and examples after them.
 
-    Its errors quote no secret and no value of a file or the environment: others may read the terminal or the log.
+    Its errors quote no secret and no value of a file or the environment.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
@@ -317,7 +317,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Return whether an option was given to this command, and not by a variable that other programs read."""
+    """Return whether an option was given to this command itself."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]

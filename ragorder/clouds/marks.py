@@ -363,7 +363,7 @@ class MarkChoice:
 def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots: int) -> tuple[int, ...]:
     """Return at most `slots` of the places in `gains`, ascending, that gain most together.
 
-    A breakpoint gains `gains[place]` for each token between the one before it, or `base`, and `ends[place]`.
+    A breakpoint gains `gains[place]` for each token after the one before it, or after `base`.
     """
     best = 0.0
     chosen: tuple[int, ...] = ()

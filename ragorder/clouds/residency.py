@@ -131,9 +131,8 @@ class MarksResidency(LRUResidency):
 
         residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
-    Entries can be read from their request's first token (`publish`) on. Their TTL begins with the request; requests
-    that use them renew it. Nodes leave the tree with the last entry below them. Backward steps of the clock count as no
-    time.
+    Entries can be read from their request's first token (`publish`) on. Nodes leave the tree with the last entry below
+    them. Backward steps of the clock count as no time.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:

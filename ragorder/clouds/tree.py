@@ -70,8 +70,8 @@ class MarkedTree(KnowledgeTree):
 class MarkedPathSearch(PrefixSearch):
     """Depth-first search of a `MarkedTree`, over at most `budget` nodes.
 
-    The path with most resumable tokens wins, and ends at its entry. Ties go to a deeper node that requests in flight
-    will write or that will be a junction, then to the most recently used.
+    The path with most resumable tokens wins. Ties go to a deeper node that requests in flight will write, then to the
+    most recently used.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:

@@ -97,9 +97,8 @@ class Lengths(NamedTuple):
 class RequestLine(BaseModel):
     """A request. Unknown fields are kept in `model_extra`.
 
-    Tenants share no blocks. `documents` are ids or objects, best first; the same id with another text or length is
-    another document. `tokens` are lengths including headers, one for each or one for all. `prompt_tokens` replaces
-    `suffix_tokens`.
+    `documents` are ids or objects, best first; the same id with another text or length is another document. `tokens`
+    are lengths including headers, one for each or one for all. `prompt_tokens` replaces `suffix_tokens`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")

@@ -94,7 +94,7 @@ class BestPlace:
     """Position at which the model reads the most relevant document best: "first", or "last".
 
     A request loses at most `best_tokens` cached tokens for it; otherwise "last" is the most relevant document after the
-    cached prefix. Other documents keep retrieval order. "any" prefers no position.
+    cached prefix.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -145,7 +145,7 @@ class EarnedMoves:
     """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
 
     This is set dueling (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a prompt's tokens more for
-    each prompt that only it moves, over about the last 200 requests.
+    each prompt that only it moves, over about 200 requests.
     """
 
     def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:

@@ -80,7 +80,7 @@ class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
     Uses are the last forecast, else the frequency. Turnovers are the evicted over the used size: uses decay by a
-    constant factor per replacement of a tier, alike for any size and speed.
+    constant factor per replacement of a tier.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,6 @@ class Tier:
         tier.evict(5)  # ["document"]
 
     Keys are hashable and not None; parents may be absent. Without a history, insert a request's nodes before `use`.
-    Calls take O(log n) per node.
     """
 
     def __init__(self, policy: ReplacementPolicy, history: History | None = None) -> None:
@@ -175,7 +174,7 @@ class Tier:
         """Count a request along `path`, root first; absent nodes are counted in the history.
 
         It computed the nodes in `computed` at `cost` seconds per new token (formula 4). `expected` maps nodes to
-        forecast uses. Raises ValueError for a negative or infinite cost.
+        forecast uses.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")

@@ -20,7 +20,7 @@ class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
     Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
-    are ignored, and with estimated lengths all but clear ones. Residencies of one engine may share `lengths`.
+    are ignored, and with estimated lengths all but clear ones.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
