@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["AnswerStream", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
+__all__ = ["AnswerStream", "FirstFailures", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -117,6 +117,18 @@ async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> No
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+class FirstFailures:
+    """Logs the first failure of each part that must not end the work."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def __call__(self, name: str, error: Exception) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
 
 
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:

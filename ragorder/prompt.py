@@ -121,16 +121,7 @@ class PromptBuilder:
         cached_documents: int = 4096,
         label: Callable[[Document], str] = number_label,
     ) -> None:
-        self._arguments = {
-            "system": system,
-            "document_template": document_template,
-            "question_template": question_template,
-            "tokenizer": tokenizer,
-            "state_ranking": state_ranking,
-            "align_to": align_to,
-            "cached_documents": cached_documents,
-            "label": label,
-        }
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         _check_template("document_template", document_template, "text")
         _check_template("question_template", question_template, "query")
         if align_to is not None and (tokenizer is None or align_to < 1):

@@ -140,7 +140,7 @@ def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
         if broken is None:
             return text
         text = broken
-    while (without := _replace(pattern, longest, text, _drop)) is not None:
+    while (without := _replace(pattern, longest, text, lambda match: "")) is not None:
         text = without
     return text
 
@@ -148,10 +148,6 @@ def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
 def _break(match: re.Match[str]) -> str:
     token = match[0]
     return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"
-
-
-def _drop(match: re.Match[str]) -> str:
-    return ""
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
@@ -24,15 +23,13 @@ from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.servers import run_batch
+from ragorder.pipelining.servers import FirstFailures, run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
-
-_logger = logging.getLogger("ragorder")
 
 
 class ServingPlacement(Protocol):
@@ -103,7 +100,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._requests: dict[BatchedRequest[Q, D], None] = {}
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
-        self._failing = False
+        self._warn = FirstFailures()
         if hasattr(retrieval, "search_batch"):
             self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
@@ -215,13 +212,28 @@ class DecoupledServer(Generic[Q, D, R]):
         await self.close()
 
     async def _run(self, question: Q, *, patient: bool = False) -> BatchedAnswer[D]:
+        async with self._request(question, patient=patient) as request:
+            return await asyncio.shield(request.ended)
+
+    async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
+        chunks: asyncio.Queue[str | None] = asyncio.Queue()
+        async with self._request(question, chunks) as request:
+            while (text := await chunks.get()) is not None:
+                yield text
+            answer = await asyncio.shield(request.ended)
+        yield answer
+
+    @asynccontextmanager
+    async def _request(
+        self, question: Q, chunks: asyncio.Queue[str | None] | None = None, *, patient: bool = False
+    ) -> AsyncIterator[BatchedRequest[Q, D]]:
+        """Keep a request in the server until the block ends, with the caller's outcome or without."""
         async with self._slot(patient=patient):
-            request = self._enter(question)
+            request = self._enter(question, chunks)
             told = False
             try:
-                answer = await asyncio.shield(request.ended)
+                yield request
                 told = True
-                return answer
             except Exception:
                 told = True
                 raise
@@ -267,23 +279,6 @@ class DecoupledServer(Generic[Q, D, R]):
                 del self._requests[request]
                 self._observe(request.trace)
 
-    async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
-        chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        async with self._slot():
-            request = self._enter(question, chunks)
-            told = False
-            try:
-                while (text := await chunks.get()) is not None:
-                    yield text
-                answer = await asyncio.shield(request.ended)
-                told = True
-                yield answer
-            except Exception:
-                told = True
-                raise
-            finally:
-                await self._leave(request, told)
-
     def _found(self, request: BatchedRequest[Q, D]) -> None:
         lengths = self._lengths
         if lengths is None:
@@ -314,6 +309,4 @@ class DecoupledServer(Generic[Q, D, R]):
         try:
             self._observer(observed)
         except Exception as error:
-            if not self._failing:
-                self._failing = True
-                _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
+            self._warn("an observer", error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -13,15 +12,13 @@ from ragorder.pipelining.batching.batchers import Backlog, Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
-from ragorder.pipelining.servers import call
+from ragorder.pipelining.servers import FirstFailures, call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
 T = TypeVar("T")
-
-_logger = logging.getLogger("ragorder")
 
 
 class Worker(ABC, Generic[Q, D]):
@@ -57,7 +54,7 @@ class Worker(ABC, Generic[Q, D]):
         self._hooks: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._failing: set[str] = set()
+        self._warn = FirstFailures()
         self._closed = False
 
     @property
@@ -227,11 +224,6 @@ class Worker(ABC, Generic[Q, D]):
 
     def _partitions(self) -> int | None:
         return None
-
-    def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._failing:
-            self._failing.add(name)
-            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
 
 
 def is_being_cancelled() -> bool:

@@ -127,16 +127,6 @@ class Budgets:
         sizes = [math.floor(share * size) for size in (host if gpu is None else gpu, host, disk_memory(folder))]
         return cls(*sizes, unified=gpu is None)
 
-    def changed(
-        self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
-    ) -> Self:
-        return type(self)(
-            self.device_bytes if device_bytes is None else device_bytes,
-            self.host_bytes if host_bytes is None else host_bytes,
-            self.disk_bytes if disk_bytes is None else disk_bytes,
-            unified=self.unified,
-        )
-
 
 def format_bytes(size: int) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

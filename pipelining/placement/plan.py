@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ragorder.errors import RagorderError
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -166,8 +167,8 @@ class PlannedPlacement(Placement):
         for name in names:
             size = int(getattr(budgets, name) * (1 + _MORE))
             # In unified memory the device may use all that the host has.
-            sizes = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
-            larger = budgets.changed(**sizes)
+            sizes: dict[str, Any] = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
+            larger = replace(budgets, **sizes)
             yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,7 +11,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
-from ragorder.pipelining.servers import end_all, run_batch
+from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
@@ -54,9 +53,6 @@ def checked_options(options: RunOptions) -> RunOptions:
     if unknown:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
     return options
-
-
-_logger = logging.getLogger("ragorder")
 
 
 class WorkflowServer(Generic[D, R]):
@@ -110,7 +106,7 @@ class WorkflowServer(Generic[D, R]):
         self._running: set[asyncio.Task[WorkflowResult]] = set()
         self._awake = False
         self._closed = False
-        self._failing: set[str] = set()
+        self._warn = FirstFailures()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if closed.
@@ -234,8 +230,3 @@ class WorkflowServer(Generic[D, R]):
                 self._observer(trace)
             except Exception as error:
                 self._warn("observer", error)
-
-    def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._failing:
-            self._failing.add(name)
-            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)

@@ -11,7 +11,6 @@ from ragorder.clouds.tree import MarkedTree
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
-from ragorder.trie.residency.lengths import ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import Node
@@ -336,9 +335,6 @@ class MarkedFeedback(FeedbackResidency):
     """`MarksResidency` corrected by reported tokens."""
 
     mirror: MarksResidency
-
-    def __init__(self, mirror: MarksResidency, lengths: ScopeLengths | None = None) -> None:
-        super().__init__(mirror, lengths)
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
         predicted, history = lease.cached_tokens, lease.turn.history_nodes if lease.turn is not None else 0
