@@ -116,9 +116,9 @@ class SpeculationGain:
         return self._stages[stage][0].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds that a speculation after this stage saves, or None before the first search.
+        """Return the mean seconds saved, or None before the first search.
 
-        A right one saves at most `saved_s`; a wrong one costs the part of `wasted_s` that exceeds the search.
+        A right speculation saves at most `saved_s`; a wrong one costs the part of `wasted_s` that exceeds the search.
         """
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:

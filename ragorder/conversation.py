@@ -179,10 +179,7 @@ class Turn:
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages after the system prompt, and the message of the system prompt.
-
-    Raises TypeError for objects that are not messages, ValueError for another system prompt.
-    """
+    """Return the messages after the system prompt, and the message of the system prompt."""
     messages = []
     for message in history:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -367,10 +367,7 @@ class Orderer:
             return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        """Count a request's documents and return their topic, or None without documents.
-
-        A router sends requests of one topic, which share documents, to one replica (`Topics`).
-        """
+        """Count a request's documents and return their topic, a routing key (`Topics`), or None without documents."""
         given = list(documents)
         try:
             if self._topics is None:

@@ -79,9 +79,8 @@ def rebase_messages(
 ) -> Layout | None:
     """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`
-    (empty: by any text), and stays if another version of it does. Returns None if nothing moves, or if a document asked
-    for would stay.
+    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`.
+    Returns None if nothing moves, or if a document asked for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):

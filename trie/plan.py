@@ -318,10 +318,7 @@ class CachedPath(NamedTuple):
 def plan_backlog(
     requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
 ) -> list[Planned]:
-    """Plan for a cache that holds a path for each request.
-
-    Requests that gain more from their path than from a new plan are served before it is evicted.
-    """
+    """Plan for a cache that holds a path for each request; those that gain more from it come first."""
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}
     for place, (index, _) in enumerate(planned):

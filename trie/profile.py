@@ -99,10 +99,7 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """Make a profile of measured times, pooled where noise makes them fall (isotonic, rows then columns).
-
-        The fact "pooled" has the number of changed `cells` and the largest change.
-        """
+        """Make a profile of measured times, pooled where noise makes them fall (isotonic, rows then columns)."""
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
         # The running maximum removes rounding errors of equal means.

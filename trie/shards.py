@@ -71,7 +71,6 @@ class ShardPaths:
         """Return the paths of these requests, which are iterated up to ten times.
 
         Beyond `most_documents` distinct documents the rarest are dropped while counting (Manku and Motwani 2002).
-        Raises ValueError for less than one shard.
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -251,10 +250,7 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """Return the `plan` of each shard, which may be empty.
-
-    For engines that share nothing, and for large batches: time and memory are those of the largest shard.
-    """
+    """Return the `plan` of each shard, which may be empty: time and memory are those of the largest shard."""
     number: dict[Key, int] = {}
     counted = [
         ShardRequest([number.setdefault(key, len(number)) for key in keys], [tokens[key] for key in keys])

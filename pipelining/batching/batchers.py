@@ -27,10 +27,7 @@ class Backlog:
 
 class Batcher(Protocol):
     def size(self, backlog: Backlog) -> int:
-        """Return how many requests may run at once now, at least 1.
-
-        Called with unfinished requests, before each batch, or at each step where requests can join.
-        """
+        """Return how many requests may run at once now, at least 1, given unfinished ones."""
 
     def learn(self, size: int, seconds: float) -> None:
         """Learn from a batch that has ended, or from one request with the mean number that ran with it."""

@@ -225,10 +225,7 @@ R = TypeVar("R")
 
 
 def shared_tokens(requests: Sequence[R], kv_tokens: Callable[[Sequence[R]], int], batches: Iterable[int]) -> Curve:
-    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`.
-
-    `kv_tokens` counts a batch, such as `TrieKV`. Sizes above the number of requests are omitted.
-    """
+    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`."""
     sizes = sorted(set(batches))
     if not requests or not sizes or sizes[0] < 1:
         raise ValueError(f"requests and sizes of 1 or more are needed, got {len(requests)} requests and sizes {sizes}")

@@ -67,11 +67,8 @@ def split_memory(
 ) -> MemorySplit:
     """Return the split that serves most workflows: max over kv of min(T_G(kv) / rps_G, T_R(total - kv) / rps_R).
 
-    - `generation`: by bytes of KV cache; `retrieval`: by bytes of clusters
-    - `rates`: generations and retrievals a second, (rps_G, rps_R)
-
-    As printed, T_R does not depend on the split, and rates are absolute. Exact for any measured curve; among equals,
-    most KV.
+    `generation` is by bytes of KV cache, `retrieval` by bytes of clusters; `rates` are generations and retrievals a
+    second. As printed, T_R does not depend on the split. Exact for any measured curve; among equals, most KV.
     """
     if total_bytes < 1:
         raise ValueError(f"total_bytes must be at least 1, got {total_bytes}")

@@ -126,10 +126,7 @@ class PartitionedSearch:
         return PartitionedPass(self, lambda: PassRows.join(parts))
 
     def resize(self, resident: int) -> None:
-        """Set the most partitions in memory: free the least used ones now, keep others as they are read.
-
-        Waits for the running stage.
-        """
+        """Set the most partitions in memory, and free the least used ones now. Waits for the running stage."""
         self._check_resident(resident)
         with self._lock:
             self._resident = resident
@@ -283,10 +280,7 @@ class PartitionedPass(Iterator[Stage]):
         return self._stage(left)
 
     def join(self, parts: Sequence[PassRows]) -> None:
-        """Let queries of other searches, with the same k and number of clusters, join between two stages.
-
-        Their rows follow the existing ones; partitions they missed are scanned on the next round.
-        """
+        """Let queries of other searches, with the same k and number of clusters, join between two stages."""
         self._rows = PassRows.join([self.rows, *parts])
         self._walk.moved = False
         self._over = False

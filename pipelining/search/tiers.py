@@ -163,7 +163,7 @@ class IndexTiers:
     ) -> FastShare | None:
         """Scan a piece's visits to clusters in the tier; return None if the cores, in `slow_s`, are faster.
 
-        The caller must call `end`. `fast`: which queries may use the tier (default: all).
+        The caller must call `end`.
         """
         np.add.at(self._uses, visits.clusters, 1)
         total = int(visits.codes.sum())

@@ -47,5 +47,5 @@ class StagedSearch(Protocol):
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
         """Return the k nearest of each query, an array of shape (queries, dimensions), in at least one stage.
 
-        The last stage equals an unstaged search. Raises ValueError at once for invalid arguments.
+        The last stage equals an unstaged search.
         """

@@ -55,11 +55,7 @@ class StagedIVF:
         self._stages, self._growth, self._nprobe = stages, growth, read_nprobe(nprobe)
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids.
-
-        Raises ValueError if `max_codes` or `parallel_mode` exclude stages, and FAISS's RuntimeError for an untrained
-        index.
-        """
+        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids."""
         k, rows = read_k(k), read_queries(queries, self._index.core.outer.d)
         self._index.check_settings()
         nprobe = self._index.nprobe(self._nprobe)

@@ -24,7 +24,7 @@ _MAX_STEPS = 8
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
     """Return the generations and retrievals that become due if these runs write these values, in order.
 
-    Pure steps in between are called. Raises what a step or an edge raises.
+    Pure steps in between are called.
     """
     expected = tokens.copy()
     runs: list[NodeRun] = []

@@ -127,10 +127,7 @@ class WorkItem:
 
     @property
     def part(self) -> int:
-        """Progress as a number: eighths of a search, from 1 (0: results of earlier searches), or `checks`.
-
-        A speculative search has other numbers for each check that it was predicted at.
-        """
+        """Progress as a number: eighths of a search, from 1 (0: results of earlier searches), or `checks`."""
         part = 0
         if self.stage is not None and self.stage.number:
             part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)

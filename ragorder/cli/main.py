@@ -113,7 +113,7 @@ def main() -> None:
 def end_on_signals() -> None:
     """Unwind the stack on SIGTERM as on Ctrl-C, and treat the SIGHUP of a closed terminal as SIGTERM.
 
-    Signals that have a handler or are ignored (nohup) stay as they are, and so do all outside the main thread.
+    Signals that have a handler or are ignored (nohup) stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -369,10 +369,7 @@ class ProxyServer:
 
 
 def _check_keys(context: click.Context) -> None:
-    """Raise click.UsageError for an empty key, which would be no key at all.
-
-    click takes an empty variable for an unset one, but a missing secret often arrives as an empty variable.
-    """
+    """Raise click.UsageError for an empty key: a missing secret often arrives as an empty variable."""
     for param in context.command.params:
         if param.name not in _KEYS:
             continue

@@ -288,7 +288,7 @@ class MarkChoice:
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Choose breakpoints when one for the place to resume leaves too little room.
 
-        Returns the new breakpoints, that one if it is set again, and the tokens after which the request writes.
+        Returns the new ones, that one if it is set again, and the tokens after which the request writes.
         """
         ends, held = path.ends, path.held
         near = best_marks(ends, gains, ends[held], slots)

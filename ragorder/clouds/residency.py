@@ -12,7 +12,7 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.pool import Pool, UseEntry
+from ragorder.trie.residency.pool import Pool
 from ragorder.trie.tree import Node
 
 __all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "MarksResidency", "RequestTokens"]
@@ -249,17 +249,11 @@ class MarksResidency(LRUResidency):
             self._pend(lease, plan, -1)
             del self.plans[lease]
             self.choice.budget.correct(-self._surcharge(plan.predicted))
-        lease.open = False
-        stamp = next(self.pool.clock)
-        self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
-        path, lease.turn = lease.path, None
-        for node in path:
-            node.leases -= 1
-            node.stamp = stamp
+        super().cancel(lease)
+
+    def _withdraw(self, path: Sequence[Node]) -> Node:
         self._prune(path[-1])
-        self.pool.append(UseEntry(self, path[-1], stamp, 0))
-        self.pool.count(self)
-        lease.path = ()
+        return path[-1]
 
     def holds(self, node: Node) -> bool:
         tree = self.marked

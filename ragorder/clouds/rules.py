@@ -96,8 +96,7 @@ _VARIANT = r"(?:-[a-z]+)*"
 def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
     """Return the longest known name that the model's name begins with, or None.
 
-    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions
-    ("openrouter/", "eu.anthropic.") are ignored.
+    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions are ignored.
     """
     name = model.lower().rpartition("/")[2]
     name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)

@@ -55,7 +55,7 @@ PROVIDERS: Mapping[str, _Table] = _read_tables()
 
 
 def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) -> CacheRules:
-    """Return the rules of a provider's model with a TTL, as the provider spells it (default: the provider's default).
+    """Return the rules of a provider's model with a TTL, as the provider spells it (default: its default).
 
         cache_rules("anthropic", "claude-opus-5-5", "1h")
 

@@ -32,8 +32,7 @@ _Plan = Callable[["_DryRun", _Requests], None]
 def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
     """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late.
 
-    Each plan is dry-run on a copy of `scope`, in time near-linear in the requests and proportional to `max_wait` up to
-    64.
+    Each plan is dry-run on a copy of `scope`.
     """
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:

@@ -135,7 +135,7 @@ class TierMirror:
     ) -> list[Hashable]:
         """Bring a request's path to the device, and a private suffix until `settle`.
 
-        `expected` maps nodes to forecast uses. Returns the nodes that no tier has any more.
+        Returns the nodes that no tier has any more.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]

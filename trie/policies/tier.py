@@ -190,10 +190,7 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Insert a node; `known` is another tier's record, used if it has counted more uses.
-
-        Raises ValueError for a present node, a node that is its own parent, or a negative size.
-        """
+        """Insert a node; `known` is another tier's record, used if it has counted more uses."""
         if key in self._nodes:
             raise ValueError("the node is in this tier already")
         if key == parent:

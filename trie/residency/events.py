@@ -34,7 +34,7 @@ def discover(
     """Yield paths of the request's documents that the engine holds but the tree does not.
 
     `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
-    looked up, at most `_BUDGET` times. Prefix and salt exclude other tenants' blocks.
+    looked up, at most `_BUDGET` times.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):

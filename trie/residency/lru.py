@@ -153,14 +153,18 @@ class LRUResidency:
         for node in path:
             node.leases -= 1
             node.stamp = stamp
+        self.pool.append(UseEntry(self, self._withdraw(path), stamp, 0))
+        self.pool.count(self)
+        lease.path = ()
+
+    def _withdraw(self, path: Sequence[Node]) -> Node:
+        """Drop what only a failed request would have filled, and return the last node that stays."""
         kept = len(path)
         while kept > 1 and self._take_back(path[kept - 1]):
             kept -= 1
         if kept == 1:
             self._take_back(path[0])
-        self.pool.append(UseEntry(self, path[kept - 1], stamp, 0))
-        self.pool.count(self)
-        lease.path = ()
+        return path[kept - 1]
 
     def holds(self, node: Node) -> bool:
         return not node.blocks or (bool(node.stamp) and not node.missing)
