@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def choose_budgets(
     as two memories."""
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
-    given = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     machine = Budgets.of_this_machine(folder)
-    return machine.changed(**{name: size for name, size in given.items() if size is not None})
+    return replace(machine, **{name: size for name, size in given.items() if size is not None})
 
 
 def estimated_costs(

@@ -80,7 +80,7 @@ def _start(orderer: Orderer, request: OrderRequest[Any], permutation: list[int] 
     def start(scope: Scope) -> Ordering[Any]:
         return scope.order(request, (), None) if permutation is None else scope.start(request, permutation, None)
 
-    return orderer._enter(None, None, start)
+    return orderer._lock.run(orderer._work_in, None, None, start)
 
 
 def main(corpora: Path | None) -> None:
