@@ -14,7 +14,7 @@ pytest.importorskip("scipy")
 
 import torch
 
-from ragorder.benchmarks.kernels.embedded.cells import EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedCell
 from ragorder.benchmarks.kernels.gpu_day.clock import DayClock
 from ragorder.benchmarks.kernels.gpu_day.parts import MINUTES, PARTS, Part
 from ragorder.benchmarks.kernels.gpu_day.record import GpuDayCell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.common.files import cache_folder
 from ragorder.eval.engines.torch import RANDOM_WEIGHTS
 from ragorder.kernels.random_model import make_model

@@ -1,17 +1,20 @@
-"""Cached tokens of conversations, in retrieval order and through the proxy: the suites of kind "conversations"."""
+"""Cached tokens of conversations, in retrieval order and through the proxy."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from ragorder.benchmarks.chats.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
-from ragorder.benchmarks.chats.conversations.servers import ChatServers, whole_conversations
+from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
+from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.report.declared import Column, Row, TableForm
+from ragorder.eval.report.metrics import CACHED
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
@@ -19,13 +22,83 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 if TYPE_CHECKING:
     import httpx2
 
-    from ragorder.benchmarks.chats.conversations.servers import ChatServer
+__all__ = ["LAYOUTS", "Conversations", "make_proxy", "send_conversations"]
 
-__all__ = ["ConversationCell", "ConversationRecord", "Conversations", "make_proxy", "send_conversations"]
-
+_SYSTEM = {"role": "system", "content": "Answer the question from the documents."}
+Message = dict[str, Any]
 _CHAT = "/v1/chat/completions"
 _LONGEST_PROMPT = 8192
 _PREDICTED = "x-ragorder-predicted-cached-tokens"
+
+
+Body = Callable[[Sequence[ChatTurn]], dict[str, Any]]
+
+
+def _user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _chat(turns: Sequence[ChatTurn], shown: Sequence[Any], system: str = _SYSTEM["content"]) -> dict[str, Any]:
+    messages: list[Message] = [{"role": "system", "content": system}]
+    for turn, content in zip(turns, shown, strict=True):
+        messages += [_user(content), {"role": "assistant", "content": turn.answer}]
+    return {"messages": messages[:-1]}
+
+
+def _each_turn(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    return _chat(turns, [turn.shown() for turn in turns])
+
+
+def _first_turn(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    return _chat(turns, [turns[0].shown(), *(turn.question for turn in turns[1:])])
+
+
+def _system(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    documents = "\n".join([_SYSTEM["content"], *turns[-1].written()])
+    return _chat(turns, [turn.question for turn in turns], documents)
+
+
+def _last_turn(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    return _chat(turns, [*(turn.question for turn in turns[:-1]), turns[-1].shown()])
+
+
+def _one_turn(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    return _chat(turns[-1:], [turns[-1].shown()])
+
+
+def _parts(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    texts = [*turns[-1].written(), turns[-1].question]
+    return _chat(turns[-1:], [[{"type": "text", "text": text} for text in texts]])
+
+
+def _ranks(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    return _chat(turns[-1:], [turns[-1].shown(ranks=True)])
+
+
+def _tagged(turns: Sequence[ChatTurn]) -> dict[str, Any]:
+    documents = [{"id": id, "text": text} for id, text in turns[-1].documents]
+    return {"messages": [_SYSTEM], "ragorder": {"documents": documents, "query": turns[-1].question}}
+
+
+class ChatLayout(NamedTuple):
+    """Request bodies in retrieval order and for the proxy, and the proxy's options."""
+
+    retrieval: Body
+    proxied: Body
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+LAYOUTS = {
+    "each turn": ChatLayout(_each_turn, _each_turn),
+    "first turn only": ChatLayout(_first_turn, _first_turn),
+    "system message replaced": ChatLayout(_system, _system),
+    "last turn behind history": ChatLayout(_last_turn, _last_turn),
+    "one turn": ChatLayout(_one_turn, _one_turn),
+    "one turn tagged": ChatLayout(_one_turn, _tagged),
+    "one turn in parts": ChatLayout(_parts, _parts),
+    "one turn ids are ranks": ChatLayout(_ranks, _ranks),
+    "the same --number-by-place": ChatLayout(_ranks, _ranks, {"number_by_place": True}),
+}
 
 
 class ConversationCell(SuiteCell):
@@ -46,12 +119,34 @@ class ConversationRecord(RunRecord):
     type: Literal["conversations"] = "conversations"  # type: ignore[assignment]
 
 
+def _predicted(row: Row) -> str:
+    import numpy as np
+
+    tokens, predicted = (row.group.values(row.policy, name) for name in ("prompt_tokens", "predicted_tokens"))
+    return format_number(100 * np.nansum(predicted) / tokens.sum())
+
+
 class Conversations(Experiment):
     kind = "conversations"
     record = ConversationRecord
     cell = ConversationCell
     policies: ClassVar[Any] = ("retrieval", "ragorder")
     one_job = True
+    tables: ClassVar[Any] = [
+        TableForm(
+            "Predicted by the proxy",
+            [
+                Column("", lambda row: row.group.label or row.block.suite.title),
+                Column(
+                    "prompt tokens", lambda row: format_number(row.group.values(row.policy, "prompt_tokens").sum(), 0)
+                ),
+                Column("cached, %", lambda row: format_number(row.group.value(row.policy, CACHED))),
+                Column("predicted, %", _predicted),
+            ],
+            by=(),
+            policies=("ragorder",),
+        )
+    ]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

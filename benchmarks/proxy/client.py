@@ -1,4 +1,4 @@
-"""A load generator: a server that answers at once, `ragorder serve` in front of it, and requests to both."""
+"""A minimal client of chats, and processes of servers and proxies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import re
-import secrets
 import subprocess
 import sys
 import threading
@@ -16,19 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple, Self
 
-from ragorder.benchmarks.proxy.proxy_load.upstream import answer_events
-
-__all__ = [
-    "Connections",
-    "ServerProcess",
-    "chat_body",
-    "instant_server",
-    "measure_latency",
-    "post",
-    "proxy_server",
-    "run_streams",
-    "servers",
-]
+__all__ = ["Connections", "ServerProcess", "chat_body", "instant_server", "post", "proxy_server"]
 
 _CHAT = "/v1/chat/completions"
 _DOCUMENTS = 5
@@ -42,8 +29,9 @@ class ServerProcess(NamedTuple):
 
 
 @contextmanager
-def instant_server(module: str = "ragorder.benchmarks.proxy.proxy_load.upstream") -> Iterator[ServerProcess]:
-    """A server that answers at once, or another module that prints its address when it is run."""
+def instant_server() -> Iterator[ServerProcess]:
+    """A server that answers at once."""
+    module = "ragorder.benchmarks.proxy.upstream"
     with _process([sys.executable, "-m", module], "stdout", r"http://127.0.0.1:(\d+)") as server:
         yield server
 
@@ -54,51 +42,6 @@ def proxy_server(upstream: int, *options: str, command: str = "serve") -> Iterat
     arguments = [command, "--upstream", f"http://127.0.0.1:{upstream}", "--port", "0", *options]
     with _process([sys.executable, "-m", "ragorder", *arguments], "stderr", r"127.0.0.1:(\d+)/v1") as server:
         yield server
-
-
-@contextmanager
-def servers(*options: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    """A server that answers at once, and `ragorder serve` with these options in front of it."""
-    sizes = ("--capacity-tokens", "262144", "--block-size", "16")
-    with instant_server() as upstream, proxy_server(upstream.port, *sizes, *options) as proxy:
-        yield upstream, proxy
-
-
-async def measure_latency(
-    upstream: int, proxy: int, rate: float, seconds: float, seed: int = 0
-) -> list[tuple[bool, float, float]]:
-    """Send `rate` requests a second to the proxy, every other one tagged, and the same half a period away upstream.
-
-    Returns for each pair whether it was tagged, and the latencies in ms of server and proxy.
-    """
-    rng = random.Random(seed)
-    clients = Connections(upstream), Connections(proxy)
-    sent = []
-    start = time.perf_counter() + 0.1
-    for number in range(max(2, round(rate * seconds))):
-        tagged = number % 2 == 0
-        body = chat_body(rng, tagged=tagged)
-        # Which is first takes turns.
-        times = [start + (number + half) / rate for half in ((0.0, 0.5) if number // 2 % 2 else (0.5, 0.0))]
-        tasks = [asyncio.create_task(each.time(body, at)) for each, at in zip(clients, times, strict=True)]
-        sent.append((tagged, tasks))
-    measured = [(tagged, 1e3 * await direct, 1e3 * await proxied) for tagged, (direct, proxied) in sent]
-    for client in clients:
-        client.close()
-    return measured
-
-
-async def run_streams(port: int, streams: int, events: int = 20, pause_s: float = 0.25) -> list[bool]:
-    """Hold so many streams at a time: none goes on behind its first event until all have begun. Returns whether each
-    had exactly its own content, byte for byte."""
-    together = [secrets.token_hex(8), streams]
-
-    async def one(number: int) -> bool:
-        name = f"client-{number}"
-        body = {"stream": True, "user": name, "max_tokens": events, "pause": pause_s, "together": together}
-        return await post(port, json.dumps(body).encode()) == b"".join(answer_events(name, events))
-
-    return list(await asyncio.gather(*map(one, range(streams))))
 
 
 async def post(port: int, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Conversations at a simulated cloud, on a virtual clock."""
+"""Requests and conversations at a simulated cloud, in virtual time."""
 
 from __future__ import annotations
 
@@ -7,37 +7,92 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from typing import TYPE_CHECKING
 
-from ragorder import Document
-from ragorder.benchmarks.chats.clouds.chats import CHATS, CloudChat, make_orderer
-from ragorder.benchmarks.chats.clouds.prompts import make_builder, make_document, make_question, make_text
-from ragorder.benchmarks.chats.clouds.record import CloudsCell
+from ragorder import Document, Ordering
+from ragorder.benchmarks.chats.clouds.policies import (
+    CHATS,
+    POLICIES,
+    CloudChat,
+    make_builder,
+    make_document,
+    make_orderer,
+    make_question,
+    make_text,
+)
+from ragorder.benchmarks.chats.talks import NEAREST, TOPICS, draw_topics, find_again
 from ragorder.clouds import CacheRules
-from ragorder.eval.engines.cloud import SimulatedCloud
+from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
 
-__all__ = ["serve_conversations", "talks"]
+if TYPE_CHECKING:
+    from ragorder.benchmarks.chats.clouds.experiment import CloudsCell
 
-_TOPICS = 25
-_NEAREST = 8
-_DOCUMENTS = 5
-# By so many ranks another wording may move a document.
-_NOISE = 6.0
+__all__ = ["serve", "serve_conversations", "talks"]
+
 _ANSWER_TOKENS = 200
-
 Rankings = Sequence[Sequence[Sequence[int]]]
+
+
+def serve(
+    rankings: Sequence[Sequence[int]],
+    cell: CloudsCell,
+    rules: CacheRules,
+    policy: str,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, list[int]]:
+    """Rows of a `CloudsRecord`. Requests overlap: what one writes can be read from its first token on."""
+    now = 0.0
+    builder = make_builder(cell)
+    documents = {number: make_document(number, cell.document_tokens) for ranking in rankings for number in ranking}
+    asked = POLICIES[policy](rules, builder, lambda: now, cell.question_tokens)
+    cloud = SimulatedCloud(rules)
+    rng = random.Random(f"arrivals {seed}")
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    numbers = count()
+    rows: dict[str, list[int]] = {
+        "prompt_tokens": [],
+        "cached_tokens": [],
+        "written_tokens": [],
+        "predicted_tokens": [],
+    }
+    at_s = 0.0
+    for number, ranking in enumerate(rankings):
+        at_s += rng.expovariate(1 / cell.gap_s)
+        while events and events[0][0] <= at_s:
+            now, _, happen = heappop(events)
+            happen()
+        now = at_s
+        ordering = asked.ordering([documents[each] for each in ranking])
+        predicted = asked.predicted(ordering)
+        answer = cloud.begin(asked.body(make_question(number, cell.question_tokens), ordering), now)
+
+        first: Callable[[], None] = partial(_first_token, cloud, answer, ordering)
+        last: Callable[[], None] = partial(asked.confirm, ordering, cloud.usage(answer))
+        heappush(events, (now + cell.first_token_s, next(numbers), first))
+        heappush(events, (now + max(cell.first_token_s, cell.answer_s), next(numbers), last))
+        for name, tokens in zip(
+            rows, (answer.prompt_tokens, answer.cached_tokens, answer.written_tokens, predicted), strict=True
+        ):
+            rows[name].append(tokens)
+        advance()
+    return rows
+
+
+def _first_token(cloud: SimulatedCloud, answer: CloudAnswer, ordering: Ordering[Document]) -> None:
+    cloud.first_token(answer)
+    ordering.readable()
 
 
 def talks(conversations: int, turns: int, seed: int) -> Rankings:
     """Numbers of documents, best first, for each turn of conversations on 25 topics, drawn by a power law: each turn
     finds five of its topic's eight documents, in another order."""
     rng = random.Random(f"talks {seed}")
-    drawn = rng.choices(range(_TOPICS), [1 / rank for rank in range(1, _TOPICS + 1)], k=conversations)
-
-    def find(topic: int) -> list[int]:
-        score = {topic * _NEAREST + rank: rank + rng.uniform(0, _NOISE) for rank in range(_NEAREST)}
-        return sorted(score, key=score.__getitem__)[:_DOCUMENTS]
-
-    return [[find(topic) for _ in range(turns)] for topic in drawn]
+    topics = [range(topic * NEAREST, (topic + 1) * NEAREST) for topic in range(TOPICS)]
+    return [
+        [find_again(rng, topics[topic]) for _ in range(turns)]
+        for topic in draw_topics(rng, range(TOPICS), conversations)
+    ]
 
 
 def serve_conversations(

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers at once; run as a module, it prints the port that it serves on."""
+"""A server that answers at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import click
 
-__all__ = ["allow_many_connections", "answer", "answer_events", "instant_upstream", "main"]
+__all__ = ["ENDLESS", "allow_many_connections", "answer", "answer_events"]
 
 Message = MutableMapping[str, Any]
-
+ENDLESS = "/v1/endless"
+_PIECE = bytes(1 << 16)
 _OTHER_FILES = 64
 
 
@@ -36,15 +37,22 @@ async def instant_upstream(
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart. With
-    "together" (a name, a number) the second event waits until so many streams of this name have begun."""
-    body = b""
+    """An ASGI application; the path `ENDLESS` has an answer without end.
+
+    A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart. With "together" (a name, a
+    number) the second event waits until so many streams of this name have begun.
+    """
+    body = bytearray()
     more = True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    request = json.loads(body) if body else {}
+    if scope["path"] == ENDLESS:
+        await _answer_without_end(receive, send)
+        return
+    # Of the large bodies of an attack none is parsed.
+    request = json.loads(body) if b'"stream"' in body else {}
     if not request.get("stream"):
         content = answer()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
@@ -58,6 +66,16 @@ async def instant_upstream(
             await _meet(*request["together"])
         await asyncio.sleep(request["pause"])
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer_without_end(
+    receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+) -> None:
+    gone = asyncio.ensure_future(receive())
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while not gone.done():
+        await send({"type": "http.response.body", "body": _PIECE, "more_body": True})
+        await asyncio.sleep(0)
 
 
 class _Meeting:

@@ -1,29 +1,37 @@
-"""Ways to send a conversation whose turns each have documents."""
+"""Cached tokens of conversations whose turns each have documents, by how they are sent."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from ragorder import Document, Orderer, PromptBuilder, Turn
-from ragorder.benchmarks.chats.conversations.layouts import TEMPLATE, ChatTurn
+from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
+from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-if TYPE_CHECKING:
-    from ragorder.benchmarks.chats.conversations.server import SimulatedServer
-    from ragorder.eval.engines.server import VLLMServer
-
-    ChatServer = VLLMServer | SimulatedServer
-
-__all__ = ["CHATS", "SYSTEM", "Chat", "send_turns"]
+__all__ = ["CHATS", "Turns", "make_part", "send_turns"]
 
 _COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
-
 SYSTEM = "Answer the question from the documents."
-
 Message = dict[str, Any]
 Rows = dict[str, list[int | None]]
+_LONGEST_PROMPT = 16_384
+_NOTE = "Cached share of the prompt tokens (tokens computed for a turn), in the order of a conversation's turns."
+_PREDICTED = "Turns whose cached tokens were predicted to within a block of those that the server reported."
 
 
 class Chat(ABC):
@@ -181,3 +189,105 @@ async def send_turns(
 
 def _cached(usage: dict[str, Any]) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+class TurnCell(SuiteCell):
+    """`blocks` is the size of the cache, `concurrency` the conversations at a time."""
+
+    blocks: int = Field(1023, ge=1)
+    conversations: int = Field(40, ge=1)
+    turns: int = Field(6, ge=1)
+    concurrency: int = Field(8, ge=1)
+    max_tokens: int = Field(24, ge=1)
+
+
+class TurnRecord(RunRecord):
+    """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
+
+    type: Literal["turns"] = "turns"  # type: ignore[assignment]
+
+
+class Turns(Experiment):
+    kind = "turns"
+    record = TurnRecord
+    cell = TurnCell
+    policies: ClassVar[Any] = tuple(CHATS)
+    one_job = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._servers = ChatServers(self.options, _LONGEST_PROMPT)
+
+    def obstacle(self, suite: Suite, cell: TurnCell, policy: str) -> str | None:
+        return self._servers.obstacle
+
+    def requests(self, suite: Suite, cell: TurnCell) -> int:
+        return whole_conversations(cell.conversations, cell.turns, self.options.limit)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: TurnCell = job.cell
+        chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
+        texts = [text for turns in chats for turn in turns for _, text in turn.documents]
+        server = self.kept(cell.blocks, lambda: self._servers.start(cell.blocks, [SYSTEM, *texts], self.resources))
+        tokenizer = load_tokenizer(str(self._servers.model)) if self._servers.model is not None else None
+        for policy in job.policies:
+            rows = asyncio.run(
+                send_turns(server, chats, CHATS[policy], tokenizer, cell.max_tokens, cell.concurrency, advance)
+            )
+            yield {
+                "policy": policy,
+                "engine": self._servers.describe(server),
+                "load_average": load_average(),
+                "rows": rows,
+            }
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    groups = group_runs(results.of(TurnRecord, suite.name))
+    by_turn = Table("By turn", ["", *suite.policies], note=_NOTE)
+    headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out again"]
+    predicted = Table("Predicted", headings, note=_PREDICTED)
+    for group in groups:
+        label = group.label or suite.title
+        turns = sorted({int(turn) for policy in group.policies for turn in group.values(policy, "turn")})
+        for turn in turns:
+            row = [_share(group, policy, turn) for policy in suite.policies]
+            by_turn.rows.append([Entry(f"{label}, turn {turn + 1}"), *row])
+        for policy in ("turns", "rebased"):
+            if policy in group.policies:
+                predicted.rows.append(_predicted(group, policy, label))
+    return Part([table for table in (by_turn, predicted) if table.rows])
+
+
+def _share(group: RecordGroup[TurnRecord], policy: str, turn: int) -> Entry:
+    if policy not in group.policies:
+        return Entry("–")
+    at = group.values(policy, "turn") == turn
+    prompt, cached = (group.values(policy, name)[at] for name in ("prompt_tokens", "cached_tokens"))
+    if not prompt.sum():
+        return Entry("–")
+    share = format_number(100 * cached.sum() / prompt.sum())
+    return Entry(f"{share} ({format_number((prompt - cached).mean(), 0)})")
+
+
+def _predicted(group: RecordGroup[TurnRecord], policy: str, label: str) -> list[Entry]:
+    import numpy as np
+
+    reported, guessed = (group.values(policy, name) for name in ("cached_tokens", "predicted_tokens"))
+    within = 100 * float(np.mean(np.abs(reported - guessed) <= group.block_size))
+    anew = format_number(group.values(policy, "rebased").sum(), 0) if policy == "rebased" else "–"
+    named = format_number(group.values(policy, "repeated").sum(), 0)
+    shown = [format_number(within), named, _more(group, policy), anew]
+    return [Entry(f"{label}: {policy}"), *map(Entry, shown)]
+
+
+def _more(group: RecordGroup[TurnRecord], policy: str) -> str:
+    """Of how many turns, those that compute a block or more on top of what appending computes."""
+    if "append" not in group.policies:
+        return "–"
+    ours, theirs = (
+        group.values(each, "prompt_tokens") - group.values(each, "cached_tokens") for each in (policy, "append")
+    )
+    if len(ours) != len(theirs):
+        return "–"
+    return f"{(ours >= theirs + group.block_size).sum():,} of {len(ours):,}"

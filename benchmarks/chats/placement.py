@@ -1,18 +1,30 @@
-"""Prompts that differ in where their documents stand."""
+"""Where documents stand in a prompt (simulated)."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from ragorder.document import Document
-from ragorder.eval.data.trace import TraceRequest
+from ragorder.eval.data.trace import TraceRequest, trace_of_workload
+from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.running.cells import SuiteCell, one_of
+from ragorder.eval.running.load import serve_in_turn
+from ragorder.eval.running.options import SIM_LIKE
+from ragorder.eval.running.policies import ORDERERS, make_policy
+from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.runner import Run
+from ragorder.eval.running.suite import Experiment, Job, Line
 
-__all__ = ["PLACES", "PlacedPrompts"]
+__all__ = ["PLACES", "PlacedPrompts", "Placement"]
 
 PLACES = ("in front", "labelled", "numbered by place", "numbered by rank", "behind a date", "behind the question")
-
 _HEADER_TOKENS = 4
 _DATE_TOKENS = 8
 # Where the token ids of headers and dates begin; those of documents, system prompt and questions are elsewhere.
@@ -64,3 +76,42 @@ class PlacedPrompts:
 
 def _run(first: int, number: int, tokens: int) -> range:
     return range(first + number * tokens, first + (number + 1) * tokens)
+
+
+class PlacementCell(SuiteCell):
+    """`documents`: where they stand, or what stands in front of each."""
+
+    documents: Annotated[str, one_of("place", PLACES)] = "in front"
+    workload: Annotated[str, one_of("workload", WORKLOADS)] = "paper-shuf"
+    capacity_tokens: int = Field(100_000, ge=1)
+    block_size: int = Field(16, ge=1)
+
+
+class PlacementRecord(RunRecord):
+    """Requests whose documents stand at one place."""
+
+    type: Literal["placement"] = "placement"  # type: ignore[assignment]
+
+
+class Placement(Experiment):
+    kind = "placement"
+    record = PlacementRecord
+    cell = PlacementCell
+    policies: ClassVar[Any] = ("retrieval", "sorted", *ORDERERS)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: PlacementCell = job.cell
+        trace = trace_of_workload(make_workload(cell.workload, job.seed, requests=job.requests), job.requests)
+        for policy in job.policies:
+            engine = SimEngine(block_size=cell.block_size, capacity_tokens=cell.capacity_tokens, like=SIM_LIKE)
+            prompts = PlacedPrompts(cell.documents)
+            ordered = make_policy(policy, engine=engine, prompts=prompts, seed=job.seed)
+            run = Run(trace, policy, ordered, engine, prompts, seed=job.seed)
+            for _ in serve_in_turn(run, engine):
+                advance()
+            yield {
+                "policy": policy,
+                "engine": {"name": engine.name, "block_size": engine.block_size, "like": engine.like},
+                "warmup": min(job.suite.warmup, job.requests // 2),
+                "rows": asdict(run.columns()),
+            }

@@ -1,4 +1,4 @@
-"""Attacks on the memory of a proxy of chat completions."""
+"""The peak memory of `ragorder serve` under attack."""
 
 from __future__ import annotations
 
@@ -8,22 +8,39 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
-from typing import NamedTuple, Self
+from statistics import median
+from typing import Any, ClassVar, NamedTuple, Self
 
-from ragorder.benchmarks.proxy.proxy_memory.upstream import ENDLESS
+from pydantic import Field
 
-__all__ = ["ATTACKS", "EVERYTHING", "HELD", "TEMPLATE", "Attack", "Target", "attack", "attack_with_everything"]
+from ragorder.benchmarks.proxy.client import ServerProcess, instant_server, proxy_server
+from ragorder.benchmarks.proxy.upstream import ENDLESS, allow_many_connections
+from ragorder.eval.data.machine import load_average, peak_mb, resident_mb
+from ragorder.eval.report.declared import Column, Row, TableForm
+from ragorder.eval.report.tables import Entry
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+
+__all__ = [
+    "ATTACKS",
+    "EVERYTHING",
+    "TEMPLATE",
+    "ProxyMemory",
+    "ProxyMemoryCell",
+    "attacked_proxy",
+    "measure_peak",
+]
 
 EVERYTHING = "everything"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 """How documents stand in the bodies that are not tagged."""
 HELD = 2500
 """Connections that an attack keeps: more than the server does, and fewer than the system's limit of open files."""
-
 _CHAT = "/v1/chat/completions"
 _FOUND = TEMPLATE.replace("{text}", "text").replace("{id}", "{}")
 _TAG = '"messages":[],"ragorder":{"documents":[{"id":"a","text":"t"},{"id":"b","text":"t"}],"query":"?"}'
@@ -31,6 +48,8 @@ _TOGETHER = 32
 _EACH = 3
 _WAIT_S = 10.0
 _MIB = 1 << 20
+_NOTHING = "nothing"
+_LONGEST_S = 120.0
 
 
 class Target:
@@ -213,3 +232,102 @@ ATTACKS: Mapping[str, Attack] = {
     "names": Attack("bodies of 26 MiB, of names that mean nothing", 8, _names),
     "compressed": Attack("bodies of 46 KiB, which are 31 MiB unpacked", 100, _compressed),
 }
+
+
+class ProxyMemoryCell(SuiteCell):
+    """Each attack by this `share` of its clients; all together for so many `seconds`. A peak counts once it has not
+    risen for `settled` seconds."""
+
+    share: float = Field(1.0, gt=0, le=1)
+    seconds: float = Field(90.0, ge=0)
+    settled: float = Field(10.0, gt=0)
+
+
+def _attack_words(row: Row) -> str:
+    if row.policy in ATTACKS:
+        return f"{row.runs[0].rows['clients'][0]:,} {ATTACKS[row.policy].says}"
+    if row.policy == EVERYTHING:
+        seconds = row.group.cell.get("seconds", "")
+        return f"all of these and other bodies at once, {seconds:g} s" if seconds else "all of these at once"
+    return "none, at its start"
+
+
+def _peak(row: Row) -> Entry:
+    peaks = [run.rows["peak_mb"][0] for run in row.runs]
+    spread = f"{format_number(min(peaks), 0)} to {format_number(max(peaks), 0)}" if len(peaks) > 1 else ""
+    return Entry(format_number(median(peaks), 0), spread)
+
+
+class ProxyMemory(Experiment):
+    """Rows: the most memory, in MB, that a proxy of its own had under one attack (`peak_mb`), the clients, and under
+    all attacks at once the steps that they did."""
+
+    kind = "proxy-memory"
+    cell = ProxyMemoryCell
+    columns = ("peak_mb",)
+    policies: ClassVar[Any] = (_NOTHING, *ATTACKS, EVERYTHING)
+    packages: ClassVar[Any] = {"uvicorn": "proxy"}
+    unit = "attacks"
+    tables: ClassVar[Any] = [
+        TableForm(
+            "Memory",
+            [Column("attack", _attack_words), Column("peak, MB", _peak)],
+            "The most memory of the proxy's process, restarted for each attack: median of {seeds} runs, in brackets "
+            "their range.",
+            by=(),
+        )
+    ]
+
+    def obstacle(self, suite: Suite, cell: ProxyMemoryCell, policy: str) -> str | None:
+        if resident_mb() is None:
+            return "the peak memory of a process is read from /proc, which this system lacks"
+        return super().obstacle(suite, cell, policy)
+
+    def requests(self, suite: Suite, cell: ProxyMemoryCell) -> int:
+        return 1
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: ProxyMemoryCell = job.cell
+        load = load_average()
+        for policy in job.policies:
+            with attacked_proxy() as proxy:
+                rows = measure_peak(proxy, policy, cell)
+            yield {"policy": policy, "load_average": load, "rows": rows}
+            advance()
+
+
+@contextmanager
+def attacked_proxy() -> Iterator[ServerProcess]:
+    """`ragorder serve`, with its defaults and a template, before a server one path of which never ends its answer."""
+    options = ("--capacity-tokens", "100000", "--template", TEMPLATE)
+    with instant_server() as upstream, proxy_server(upstream.port, *options) as proxy:
+        yield proxy
+
+
+def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> dict[str, list[Any]]:
+    """Figures of `ProxyMemoryRecord`. Raises OSError if the system allows too few open files, or the proxy ends."""
+    allow_many_connections(HELD)
+    clients, done = 0, 0
+    with Target(proxy.port) as target:
+        if policy in ATTACKS:
+            chosen = ATTACKS[policy]
+            clients = max(1, round(chosen.clients * cell.share))
+            attack(target, chosen, clients)
+        elif policy == EVERYTHING:
+            done = attack_with_everything(target, cell.seconds)
+        peak = _settled_peak(proxy.pid, cell.settled)
+    return {"peak_mb": [peak], "clients": [clients], "steps": [done]}
+
+
+def _settled_peak(process: int, settled_s: float) -> float:
+    """The peak once it has not risen for so long, after two minutes at the latest."""
+    began = rose = time.monotonic()
+    peak = 0.0
+    while (now := time.monotonic()) < min(rose + settled_s, began + _LONGEST_S):
+        found = peak_mb(process)
+        if found is None:
+            raise OSError("the proxy has ended under attack")
+        if found > peak:
+            peak, rose = found, now
+        time.sleep(0.1)
+    return peak
