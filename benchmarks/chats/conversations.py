@@ -191,7 +191,7 @@ async def send_conversations(
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[int | None]]:
     """The first turn of each conversation, then each second one, …, sent to an empty server or through `proxy`, an
-    application in front of it; returns the columns of a run. Answers are put into the turns."""
+    application before it; returns the columns of a run. Answers are put into the turns."""
     import httpx2
 
     server.reset()
@@ -214,7 +214,7 @@ async def send_conversations(
 
 
 def make_proxy(server: ChatServer, tokenizer: Any = None, **options: Any) -> Any:
-    """The proxy's application in front of a server, with the template of the layouts."""
+    """The proxy's application for a server, with the template of the layouts."""
     from ragorder.adapters.proxy import DocumentTemplate, make_app
     from ragorder.orderer import Orderer
 

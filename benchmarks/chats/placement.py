@@ -79,7 +79,7 @@ def _run(first: int, number: int, tokens: int) -> range:
 
 
 class PlacementCell(SuiteCell):
-    """`documents`: where they stand, or what stands in front of each."""
+    """`documents`: where they stand, or what each begins with."""
 
     documents: Annotated[str, one_of("place", PLACES)] = "in front"
     workload: Annotated[str, one_of("workload", WORKLOADS)] = "paper-shuf"

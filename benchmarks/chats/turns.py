@@ -135,8 +135,8 @@ async def send_turns(
     concurrency: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Rows:
-    """All turns of the conversations, so many conversations at a time, to an empty server; returns the columns of a
-    run, turn by turn."""
+    """All turns of the conversations, `concurrency` at a time, to an empty server; returns the columns of a run, turn
+    by turn."""
     import httpx2
 
     server.reset()
@@ -175,7 +175,7 @@ async def send_turns(
                 counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
                 figures[number, place] = (number, *counts)
                 advance()
-                # A simulated server answers at once: conversations take turns all the same.
+                # A simulated server answers at once, and conversations take turns.
                 await asyncio.sleep(0)
 
     options: dict[str, Any] = {"timeout": 600, "trust_env": False, "transport": transport}

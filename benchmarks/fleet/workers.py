@@ -1,4 +1,4 @@
-"""Several orderers in front of one vLLM server, as an application's workers are: the suites of kind "workers"."""
+"""Several orderers on one vLLM server, as the workers of an application have them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _TBT_NOTE = "Over answers of several tokens, each with its mean (RAGCache 5.4)."
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """A reordering `window` (0: first come, first served); documents are arranged for so many `waiting` requests."""
+    """A reordering `window` (0: first come, first served); documents are arranged for the next `waiting` requests."""
 
     window: int
     waiting: int
@@ -273,7 +273,7 @@ def own_server(model: Path | None, capacity_tokens: int | None) -> VLLMServer:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedQueues(VirtualQueues):
-    """Documents are ordered on arrival, as behind the proxy; then requests wait in the engine. Its steps are computed,
+    """Documents are ordered on arrival, as by the proxy; then requests wait in the engine. Its steps are computed,
     and take the time of their tokens at the rate of `times`; loads from host memory take none."""
 
     name = "torch"

@@ -68,8 +68,8 @@ def _serve_fused(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
 
 
 class _Turns:
-    """Serves batches, each of the prompt of its turn and others of the same layout. What arms leave behind stands apart
-    by salt."""
+    """Serves batches, each of the prompt of its turn and others of the same layout. What arms leave is kept apart by
+    salt."""
 
     def __init__(self, engine: TorchEngine, vocabulary: int, cell: EmbeddedCell) -> None:
         self._engine, self._vocabulary, self._cell = engine, vocabulary, cell
@@ -131,7 +131,7 @@ class _Turns:
         return replace(request, fusion=Fusion(FUSED[way])) if way in FUSED else request
 
     def _alone(self, prompt: PromptIds, salt: str) -> list[Request]:
-        """Each document behind the system prompt."""
+        """Each document after the system prompt."""
         system, ends = self._cell.layout.system_tokens, self._cell.layout.ends
         whole = self._request(PREFIX, prompt, salt)
         return [
@@ -229,7 +229,7 @@ def measure_prefill(
     with start(model, cell) as serve:
         for number in range(-_WARM_UPS, cell.repeats):
             prompt = draw_prompt(layout, model.vocabulary, rng)
-            # In a new order: behind an arm that computes much, the processor's caches hold nothing of the next one's.
+            # In a new order: after an arm that computes much, the processor's caches hold nothing of the next one's.
             for arm in random.Random(f"{seed} {number}").sample(cell.arms, len(cell.arms)):
                 wall_ms, cpu_ms, cached = serve(arm, prompt, rng)
                 if number < 0:
