@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -113,12 +113,6 @@ class ConversationCell(SuiteCell):
     tokenizer: bool = False
 
 
-class ConversationRecord(RunRecord):
-    """Conversations in retrieval order or by the proxy, a row for each turn."""
-
-    type: Literal["conversations"] = "conversations"  # type: ignore[assignment]
-
-
 def _predicted(row: Row) -> str:
     import numpy as np
 
@@ -127,8 +121,10 @@ def _predicted(row: Row) -> str:
 
 
 class Conversations(Experiment):
+    """Conversations in retrieval order or by the proxy, a row for each turn."""
+
     kind = "conversations"
-    record = ConversationRecord
+    base = RunRecord
     cell = ConversationCell
     policies: ClassVar[Any] = ("retrieval", "ragorder")
     one_job = True
