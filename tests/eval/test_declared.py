@@ -23,7 +23,7 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, e
 
 class SearchCell(SuiteCell):
     size: int = Field(10, ge=1)
-    corpus: str = "mine"
+    held: str = "mine"
 
 
 class Searches(Experiment):
@@ -36,7 +36,7 @@ class Searches(Experiment):
     simulated = True
     tables: ClassVar[Any] = [
         TableForm(
-            "Searches of {cell.corpus}",
+            "Searches of {cell.held}",
             [
                 Column("size", lambda row: str(row.cell.size)),
                 policy_column("search", {"fast": "the fast one"}),
@@ -46,7 +46,7 @@ class Searches(Experiment):
             ],
             "Mean of {seeds} seeds.",
             labels=2,
-            by=("corpus",),
+            by=("held",),
             sort=("size",),
         )
     ]
@@ -81,7 +81,7 @@ def test_the_record_has_the_declared_columns_and_facts() -> None:
 def test_a_table_has_a_row_for_each_policy_of_the_groups_that_agree() -> None:
     records = [record("plain", 0.5, seed, size=20) for seed in (0, 1)]
     records += [record("fast", 0.25 * (seed + 2), seed, size=20) for seed in (0, 1)]
-    first, other = tables(*records, record("fast", None), record("plain", 1.0, corpus="another"))
+    first, other = tables(*records, record("fast", None), record("plain", 1.0, held="another"))
     assert (first.title, first.note, first.labels) == ("Searches of mine", "Mean of 2 seeds.", 2)
     assert [[entry.text for entry in row] for row in first.rows] == [
         ["10", "the fast one", "–", "2.0", "–"],
