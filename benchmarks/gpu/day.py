@@ -135,7 +135,9 @@ PARTS = {
 
 
 @click.command()
-@click.option("-o", "--output", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR")
+@click.option(
+    "-o", "--output", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR"
+)
 @click.option("--call-minutes", type=click.FloatRange(min=0), default=9.5, show_default=True, help="Of this call.")
 @click.option("--small", is_flag=True, help="Check the day on a CPU, in some minutes; it says nothing about a GPU.")
 def main(folder: Path, call_minutes: float, small: bool) -> None:
