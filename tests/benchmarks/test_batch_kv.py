@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batch_kv.measuring import POLICIES, fill, measure
-from ragorder.benchmarks.doll.batch_kv.record import SUFFIX_TOKENS, BatchKVRecord
-from ragorder.benchmarks.doll.batch_kv.report import make_part
+from ragorder.benchmarks.doll.batch_kv import POLICIES, SUFFIX_TOKENS, BatchKVRecord, fill, make_part, measure
 from ragorder.document import Document
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite, load_suites

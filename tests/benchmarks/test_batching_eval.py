@@ -10,17 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batching.joining import KeptKV
-from ragorder.benchmarks.doll.batching.layers import FAR_AHEAD, stalls, step_seconds
-from ragorder.benchmarks.doll.batching.line import Line, Served
-from ragorder.benchmarks.doll.batching.prompts import ANSWER_TOKENS, QUESTION_TOKENS, Prompts
-from ragorder.benchmarks.doll.batching.record import BatchingCell, BatchingRecord
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, BatchingCell, BatchingRecord
+from ragorder.benchmarks.doll.batching.generation import (
+    ANSWER_TOKENS,
+    QUESTION_TOKENS,
+    BacklogSizes,
+    FixedSizes,
+    KeptKV,
+    Line,
+    Passes,
+    Prompts,
+    RateSizes,
+    Served,
+)
 from ragorder.benchmarks.doll.batching.report import make_part
-from ragorder.benchmarks.doll.batching.retrieval import Passes
 from ragorder.benchmarks.doll.batching.serving import rates, serve
-from ragorder.benchmarks.doll.batching.settings import PARTITIONS, SETTINGS, Generator
-from ragorder.benchmarks.doll.batching.sizes import BacklogSizes, FixedSizes, RateSizes
-from ragorder.benchmarks.doll.batching.systems import SYSTEMS
+from ragorder.benchmarks.doll.batching.settings import FAR_AHEAD, PARTITIONS, SETTINGS, Generator, stalls, step_seconds
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion

@@ -13,10 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, serve_live
-from ragorder.benchmarks.doll.batching_live.parts import LiveParts
-from ragorder.benchmarks.doll.batching_live.record import BatchingLiveCell, BatchingLiveRecord
-from ragorder.benchmarks.doll.batching_live.report import make_part
+from ragorder.benchmarks.doll.batching_live.experiment import BatchingLiveCell, BatchingLiveRecord, make_part
+from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, LiveParts, serve_live
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite, load_suites
 

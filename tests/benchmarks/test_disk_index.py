@@ -10,10 +10,8 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.doll.disk_index.measuring import POLICIES, measure, refine
-from ragorder.benchmarks.doll.disk_index.record import DiskIndexCell, DiskIndexRecord
-from ragorder.benchmarks.doll.disk_index.report import make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import clustered
+from ragorder.benchmarks.doll.disk_index import POLICIES, DiskIndexCell, DiskIndexRecord, make_part, measure, refine
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite, load_suites
 

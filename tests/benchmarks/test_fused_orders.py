@@ -14,10 +14,15 @@ from support.commands import run_command
 pytest.importorskip("scipy")
 
 from ragorder import Orderer
-from ragorder.benchmarks.fusion.fused_orders.measuring import ORDERS, measure
-from ragorder.benchmarks.fusion.fused_orders.record import FusedOrdersCell, FusedOrdersRecord
-from ragorder.benchmarks.fusion.fused_orders.report import make_part
-from ragorder.benchmarks.fusion.fused_orders.simulated import FusedPrefill, SimulatedFusion
+from ragorder.benchmarks.fusion.fused_orders import (
+    ORDERS,
+    FusedOrdersCell,
+    FusedOrdersRecord,
+    FusedPrefill,
+    SimulatedFusion,
+    make_part,
+    measure,
+)
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
 from ragorder.benchmarks.ragcache.replacement.tiers import QUESTION_TOKENS
 from ragorder.cli import main as ragorder

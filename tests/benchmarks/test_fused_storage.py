@@ -10,9 +10,7 @@ from support.commands import run_command
 
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fused_storage.measuring import POLICIES, draw, measure
-from ragorder.benchmarks.fusion.fused_storage.record import StorageCell, StorageRecord
-from ragorder.benchmarks.fusion.fused_storage.report import make_part
+from ragorder.benchmarks.fusion.fused_storage import POLICIES, StorageCell, StorageRecord, draw, make_part, measure
 from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites

@@ -14,8 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion_deviation.record import DeviationRecord
-from ragorder.benchmarks.fusion.fusion_deviation.report import make_part
+from ragorder.benchmarks.fusion.fusion_deviation.experiment import DeviationRecord, make_part
 from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites

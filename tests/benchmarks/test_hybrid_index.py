@@ -15,11 +15,10 @@ pytest.importorskip("scipy")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.hedra.hybrid_index import measuring
-from ragorder.benchmarks.hedra.hybrid_index.record import HybridRecord
-from ragorder.benchmarks.hedra.hybrid_index.report import make_part
-from ragorder.benchmarks.hedra.locality.measuring import build_index, skew
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra import hybrid_index
+from ragorder.benchmarks.hedra.hybrid_index import HybridRecord, make_part
+from ragorder.benchmarks.hedra.locality import skew
 from ragorder.cli import main
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
@@ -39,13 +38,13 @@ def index() -> Iterator[Any]:
 
 @pytest.mark.parametrize("share", [0.4, 0.69, 0.9])
 def test_questions_have_the_skew_that_is_asked_for(share: float, index: Any) -> None:
-    queries = measuring.skewed_queries(index, 2000, share, seed=1)
+    queries = hybrid_index.skewed_queries(index, 2000, share, seed=1)
     assert skew(index, queries, [0.2])["0.2"] == pytest.approx(share, abs=0.03)
 
 
 def test_a_cold_index_finds_the_same(index: Any, tmp_path: Path) -> None:
     queries = clustered(20, D, clusters=60, seed=1)
-    cold = measuring.ColdIndex(index, tmp_path / "index")
+    cold = hybrid_index.ColdIndex(index, tmp_path / "index")
     cold.index.nprobe = index.nprobe
     for query in queries:
         cold.cool()
@@ -54,11 +53,11 @@ def test_a_cold_index_finds_the_same(index: Any, tmp_path: Path) -> None:
 
 
 def test_a_fifth_of_the_clusters_has_most_hits_at_the_papers_skew(index: Any) -> None:
-    queries = measuring.skewed_queries(index, 1200, 0.69, seed=1)
+    queries = hybrid_index.skewed_queries(index, 1200, 0.69, seed=1)
     fast = TorchClusterScan("inner product")
     # Its time is not looked at: the fast tier is used for whatever it holds.
     tiers = IndexTiers(fast, int(0.2 * fast.bytes_of(index.ntotal, D)), every=50, clock=lambda: 0.0)
-    times, hit_share = measuring.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
+    times, hit_share = hybrid_index.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
     assert len(times) == 1200
     assert 0.6 <= hit_share <= 0.75
 

@@ -13,14 +13,18 @@ from support.commands import run_command
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion.checkpoints import SHIPPED, checkpoint
-from ragorder.benchmarks.fusion.fusion.model import ChainModel
-from ragorder.benchmarks.fusion.fusion.task import VALUES
-from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, order_stream
-from ragorder.benchmarks.fusion.quality_positions.record import PositionsRecord
-from ragorder.benchmarks.fusion.quality_positions.report import make_part
-from ragorder.benchmarks.fusion.quality_positions.results import Share, bands, by_place, change, swapped
-from ragorder.benchmarks.fusion.quality_positions.stream import Stream, Task, draw_stream
+from ragorder.benchmarks.fusion.fusion.experiment import SHIPPED, checkpoint
+from ragorder.benchmarks.fusion.fusion.task import VALUES, ChainModel
+from ragorder.benchmarks.fusion.quality_positions.experiment import (
+    PositionsRecord,
+    Share,
+    bands,
+    by_place,
+    change,
+    make_part,
+    swapped,
+)
+from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, Stream, Task, draw_stream, order_stream
 from ragorder.cli import main as ragorder
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError

@@ -12,11 +12,8 @@ np = pytest.importorskip("numpy")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.hedra.partition.real import build_index
-from ragorder.benchmarks.hedra.search_costs.measuring import cluster_ms, scans
-from ragorder.benchmarks.hedra.search_costs.record import CostsRecord
-from ragorder.benchmarks.hedra.search_costs.report import explained, make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra.search_costs import CostsRecord, cluster_ms, explained, make_part, scans
 from ragorder.cli import main
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
@@ -24,7 +21,7 @@ from ragorder.eval.running.suite import Suite
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    return build_index(2000, 8)
+    return build_index(clustered(2000, 8, clusters=40, seed=0), 0.25)
 
 
 def test_calls_scan_one_cluster_up_to_a_quarter_and_are_predicted_from_those_before(index: Any) -> None:

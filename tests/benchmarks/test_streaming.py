@@ -13,10 +13,8 @@ pytest.importorskip("transformers")
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from ragorder.benchmarks.doll.streaming.measuring import Bench
-from ragorder.benchmarks.doll.streaming.model import write_model
-from ragorder.benchmarks.doll.streaming.record import SLOTS, StreamingCell, StreamingRecord
-from ragorder.benchmarks.doll.streaming.source import ThrottledSource, TokenBucket
+from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell, StreamingRecord
+from ragorder.benchmarks.doll.streaming.measuring import Bench, ThrottledSource, TokenBucket, write_model
 from ragorder.cli import main
 from ragorder.kernels.offload import Checkpoint
 

@@ -11,8 +11,7 @@ pytest.importorskip("numpy")
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from ragorder.benchmarks.hedra.wavefront.measuring import measure
-from ragorder.benchmarks.hedra.wavefront.record import WavefrontCell, WavefrontRecord
+from ragorder.benchmarks.hedra.wavefront import WavefrontCell, WavefrontRecord, measure
 from ragorder.cli import main
 
 

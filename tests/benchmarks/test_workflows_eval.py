@@ -11,16 +11,12 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.locality.measuring import build_index
+from ragorder.benchmarks.common.vectors import build_index
 from ragorder.benchmarks.hedra.workflows import measuring
-from ragorder.benchmarks.hedra.workflows.costs import MODELS
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.lockstep import Lockstep, Stages
-from ragorder.benchmarks.hedra.workflows.measuring import Materials, serve
-from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell, WorkflowsRecord
+from ragorder.benchmarks.hedra.workflows.experiment import MODELS, SYSTEMS, System, WorkflowsCell, WorkflowsRecord
+from ragorder.benchmarks.hedra.workflows.measuring import Lockstep, Materials, Stages, serve
 from ragorder.benchmarks.hedra.workflows.report import make_part
-from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Script, WordTokenizer, without_marks
-from ragorder.benchmarks.hedra.workflows.systems import SYSTEMS, System
+from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Embedder, Script, WordTokenizer, without_marks
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion

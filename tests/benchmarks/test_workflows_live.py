@@ -20,17 +20,21 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.hedra.staging.measuring import clustered
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.script import Script
+from ragorder.benchmarks.common.vectors import clustered
+from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
 from ragorder.benchmarks.hedra.workflows_live import measuring
-from ragorder.benchmarks.hedra.workflows_live.engines import LiveTorch, LiveVLLM, bind_server
-from ragorder.benchmarks.hedra.workflows_live.experiment import WorkflowsLive
-from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, serve_live
-from ragorder.benchmarks.hedra.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
-from ragorder.benchmarks.hedra.workflows_live.record import LiveCell, LiveRecord
-from ragorder.benchmarks.hedra.workflows_live.report import make_part
-from ragorder.benchmarks.hedra.workflows_live.systems import SYSTEMS
+from ragorder.benchmarks.hedra.workflows_live.experiment import SYSTEMS, LiveCell, LiveRecord, WorkflowsLive, make_part
+from ragorder.benchmarks.hedra.workflows_live.measuring import (
+    BatchedSearch,
+    LiveMaterials,
+    LiveTorch,
+    LiveVLLM,
+    ScriptedEngine,
+    bind_server,
+    large_index,
+    search_ms,
+    serve_live,
+)
 from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion

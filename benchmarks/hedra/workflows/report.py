@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell, WorkflowsRecord
-from ragorder.benchmarks.hedra.workflows.systems import SYSTEMS
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS, WorkflowsCell, WorkflowsRecord
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words

@@ -7,26 +7,84 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ragorder.benchmarks.hedra.workflows_live.record import LiveCell, LiveRecord
-from ragorder.benchmarks.hedra.workflows_live.systems import SYSTEMS
+from pydantic import Field
+
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
+from ragorder.benchmarks.hedra.workflows.experiment import System
+from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.engines.torch import lacks_torch
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.statistics import compare_seeds
+from ragorder.eval.report.tables import Table
+from ragorder.eval.report.words import format_number, interval_words
+from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.hedra.workflows_live.engines import LiveEngine
-    from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials
+    from ragorder.benchmarks.hedra.workflows_live.measuring import LiveEngine, LiveMaterials
     from ragorder.eval.data.corpora import Corpus
 
-__all__ = ["WorkflowsLive"]
+__all__ = ["SYSTEMS", "LiveCell", "LiveRecord", "WorkflowsLive", "make_part"]
+
+
+class LiveCell(SuiteCell):
+    """Requests at a `load` of the rate at which a full queue is served stage by stage. The index has the corpus and
+    jittered copies of it, `vectors` in all, in `clusters`, of which a search scans `nprobe`. Answers are computed by
+    the embedded engine, or by a vLLM server, on a model of one `shape`."""
+
+    corpus: str = "nqopen"
+    workflow: Annotated[str, one_of("workflow", WORKFLOWS)] = "irg"
+    load: float = Field(0.8, gt=0)
+    vectors: int = Field(300_000, ge=100)
+    clusters: int = Field(512, ge=1)
+    nprobe: int = Field(256, ge=1)
+    top_k: int = Field(5, ge=1, le=20)
+    engine: Literal["torch", "vllm"] = "torch"
+    shape: Literal["tiny", "small"] = "small"
+    requests: int = Field(120, ge=1)
+
+
+class LiveRecord(Record):
+    """`rows`: seconds from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search and
+    of a generation under this load, and those of `ragorder.benchmarks.hedra.workflows.measuring`."""
+
+    called: ClassVar[str] = "a run of workflows on real parts"
+    facts_needed: ClassVar[tuple[str, ...]] = ("rate", "search_ms", "total_s", "prompt_tokens", "cached_tokens")
+
+    type: Literal["workflows-live"] = "workflows-live"
+    cell: dict[str, Any]
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return ("latency_s",)
+
+    @property
+    def requests(self) -> int:
+        return len(self.rows["latency_s"])
+
+
+SYSTEMS = {
+    "lockstep": System("batches stage by stage", "alone", lockstep=32),
+    "stages": System("stage by stage", "alone"),
+    "batched": System("whole searches batched", "batch"),
+    "hedra": VIRTUAL["hedra"],
+    "hedra+order": VIRTUAL["hedra+order"],
+}
+"""By policy. One core searches, another computes."""
+
 
 _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
@@ -52,8 +110,7 @@ class WorkflowsLive(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.hedra.workflows.script import Script
-        from ragorder.benchmarks.hedra.workflows_live.measuring import serve_live
-        from ragorder.benchmarks.hedra.workflows_live.parts import search_ms
+        from ragorder.benchmarks.hedra.workflows_live.measuring import search_ms, serve_live
         from ragorder.benchmarks.kernels.embedded.clocks import threads
 
         cell: LiveCell = job.cell
@@ -87,10 +144,8 @@ class WorkflowsLive(Experiment):
             advance()
 
     def _materials(self, job: Job) -> LiveMaterials:
-        from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-        from ragorder.benchmarks.hedra.workflows.script import Script
-        from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials
-        from ragorder.benchmarks.hedra.workflows_live.parts import large_index
+        from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
+        from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, large_index
         from ragorder.eval.suites.pipelining.search import embed
 
         corpus, cell = job.corpus, job.cell
@@ -103,7 +158,7 @@ class WorkflowsLive(Experiment):
     def _engine(self, cell: LiveCell, corpus: Corpus) -> LiveEngine:
         import torch
 
-        from ragorder.benchmarks.hedra.workflows_live.engines import (
+        from ragorder.benchmarks.hedra.workflows_live.measuring import (
             CAPACITY_TOKENS,
             LiveTorch,
             LiveVLLM,
@@ -130,3 +185,71 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
+
+
+_ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
+
+_WORDS = (
+    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
+    "are scripted: nothing is said about answers. One core searches and one computes.",
+)
+_OURS = ("hedra", "hedra+order")
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    groups = group_runs(results.of(LiveRecord, suite.name))
+    return Part([_table(group) for group in groups], words=_WORDS if groups else ())
+
+
+def _table(group: RecordGroup[LiveRecord]) -> Table:
+    cell = LiveCell.read(group.cell, "live")
+    rate, search_ms = (fmean(float(run.facts[name]) for run in group.runs()) for name in ("rate", "search_ms"))
+    title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
+    title += f"searches of {search_ms:.0f} ms"
+    baseline = [run.facts["generation_ms"] for run in group.runs("stages") if "generation_ms" in run.facts]
+    title += f", generations of {fmean(baseline):.0f} ms" if baseline else ""
+    headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
+    table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
+    for policy, system in SYSTEMS.items():
+        runs = group.runs(policy)
+        mean = _mean(group, policy)
+        if mean is None:
+            continue
+        late = fmean(sorted(run.rows["latency_s"])[round(0.99 * (run.requests - 1))] for run in runs)
+        table.add(
+            f"{policy}: {system.words}",
+            format_number(mean, 3),
+            format_number(late, 3),
+            _percent(runs, "cached_tokens", "prompt_tokens"),
+            _percent(runs, "later_cached_tokens", "later_prompt_tokens"),
+            _percent(runs, "right", "speculations"),
+            *(_times(group, policy, our) for our in _OURS),
+        )
+    table.note = (
+        "Cached: of all prompt tokens; later: of those after a request's first generation; right: of speculative "
+        "generations; ÷: mean latency, times that of ours, and its 95 % interval (Student's, over the seeds). "
+        "A generation: stage by stage, under this load."
+    )
+    return table
+
+
+def _mean(group: RecordGroup[LiveRecord], policy: str) -> float | None:
+    runs = group.runs(policy)
+    return fmean(fmean(run.rows["latency_s"]) for run in runs) if runs else None
+
+
+def _times(group: RecordGroup[LiveRecord], policy: str, our: str) -> str:
+    """Seeds are drawn, not requests: those of one run wait for one another."""
+    sides = group.policies.get(policy, {}), group.policies.get(our, {})
+    common = sorted(sides[0].keys() & sides[1].keys())
+    if not common:
+        return format_number(None)
+    theirs, ours = ([fmean(side[seed].rows["latency_s"]) for seed in common] for side in sides)
+    found = compare_seeds(ours, theirs, relative=True)
+    times = format_number(1 + found.difference, 2)
+    return f"{times} {interval_words(found, 2, lambda change: 1 + change)}" if found.known and policy != our else times
+
+
+def _percent(runs: list[LiveRecord], part: str, whole: str) -> str:
+    total = sum(run.facts.get(whole, 0) for run in runs)
+    return format_number(100 * sum(run.facts[part] for run in runs) / total) if total else "–"
