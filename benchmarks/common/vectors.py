@@ -1,7 +1,8 @@
-"""Clustered vectors, and an IVF index of them."""
+"""Vectors of texts or at random, and an IVF index of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["build_index", "clustered"]
+__all__ = ["build_index", "clustered", "embedded"]
 
 _A_CENTROID = 40
 
@@ -44,3 +45,11 @@ def build_index(vectors: Vectors, nprobe: float, *, sampled: bool = False) -> An
     index.add(vectors)
     index.nprobe = max(1, round(nprobe * clusters))
     return index
+
+
+def embedded(texts: Iterable[str]) -> Vectors:
+    """Return the texts' vectors, which are kept in the user's cache."""
+    from ragorder.common.files import cache_folder
+    from ragorder.eval.suites.pipelining.search import embed
+
+    return embed(list(texts), cache_folder())

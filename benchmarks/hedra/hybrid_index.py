@@ -1,53 +1,135 @@
-"""Index clusters in two tiers of a CPU: the suites of kind "hybrid-index"."""
+"""Searches of a cold index file, of which memory holds a part (HedraRAG Figure 8; suite hedra-index)."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.common.faster import Cells, cells_along, faster_entry
+from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
-from ragorder.common.files import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture, draw, style
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.metrics import Metric
+from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, format_number
+from ragorder.eval.report.tables import Table
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.pipelining import ContinuousIVF
-from ragorder.pipelining.search import IndexTiers
-from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = [
-    "ColdIndex",
-    "HybridCell",
-    "HybridIndex",
-    "HybridRecord",
-    "hit_share_of",
-    "latencies",
-    "make_part",
-    "skewed_queries",
-]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Vectors = NDArray[np.float32]
+    from ragorder.pipelining.search import IndexTiers
+
+    Vectors = NDArray[np.float32]
+
+__all__ = ["ColdIndex", "HybridCell", "HybridIndex", "latencies", "make_part", "skewed_queries"]
+
+_BOTH = "file and memory"
+_EVERY = 50
+_WARMUP = 0.5
 _SHARE = 0.2
 _MADV_RANDOM, _MADV_DONTNEED = 1, 4
 _K = 1
+
+
+class HybridCell(SuiteCell):
+    """Searches of an index in a file, of which memory holds the share `held`.
+
+    Without a `corpus`: random vectors, asked for so that a fifth of the clusters has the share `skew` of the work
+    (HedraRAG Figure 8: 69 %).
+    """
+
+    corpus: str | None = None
+    held: float = Field(0.2, gt=0, lt=1)
+    skew: float = Field(0.69, gt=0.2, lt=1)
+    vectors: int = Field(100_000, ge=1000)
+    dimensions: int = Field(64, ge=1)
+    nprobe: float = Field(0.0625, gt=0, le=1)
+    requests: int = Field(800, ge=1)
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return self.corpus is None
+
+
+class HybridIndex(Experiment):
+    """Column `latency_ms`: of each search after the first `warmup`, which the tiers learn from."""
+
+    kind = "hybrid-index"
+    cell = HybridCell
+    columns = ("latency_ms",)
+    facts = ("skew", "hit_share")
+    policies: ClassVar[Any] = ("file", _BOTH)
+    unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval", "torch": "torch"}
+    one_job = True
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        from ragorder.benchmarks.kernels.embedded.clocks import threads
+
+        cell: HybridCell = job.cell
+        index, queries = self._index(job)
+        warmup = int(_WARMUP * len(queries))
+        facts: dict[str, Any] = {
+            "clusters": index.nlist,
+            "nprobe": index.nprobe,
+            "skew": skew(index, queries, [cell.held, 0.2]),
+        }
+        with (
+            threads(1),
+            TemporaryDirectory() as folder,
+            closing(ColdIndex(index, Path(folder, "index"))) as cold,
+        ):
+            for policy in job.policies:
+                tiers = _tiers(index, cell.held) if policy == _BOTH else None
+                before = load_average()
+                times, hit_share = latencies(cold.index, queries, index.nprobe, tiers, cold.cool, warmup)
+                yield {
+                    "policy": policy,
+                    "engine": {"name": "faiss"},
+                    "load_average": before,
+                    "warmup": warmup,
+                    "facts": {**facts, "hit_share": hit_share},
+                    "rows": {"latency_ms": [round(each, 4) for each in times]},
+                }
+                for _ in times:
+                    advance()
+
+    def _index(self, job: Job) -> tuple[Any, Vectors]:
+        """The index, and what is searched for."""
+        cell, corpus = job.cell, job.corpus
+
+        def start() -> Any:
+            if corpus is None:
+                vectors = clustered(cell.vectors, cell.dimensions, clusters=cell.vectors // 50, seed=0)
+            else:
+                vectors = embedded(each.text for each in corpus.documents)
+            return build_index(vectors, cell.nprobe)
+
+        index = self.kept((cell.corpus, cell.vectors, cell.dimensions, cell.nprobe), start)
+        if corpus is None:
+            return index, skewed_queries(index, job.requests, cell.skew, job.seed)
+        return index, embedded(each.text for each in corpus.questions)[: job.requests]
+
+
+def _tiers(index: Any, held: float) -> IndexTiers:
+    from ragorder.kernels.vectors import TorchClusterScan
+    from ragorder.pipelining.search import IndexTiers
+
+    fast = TorchClusterScan("inner product")
+    return IndexTiers(fast, max(1, int(held * fast.bytes_of(index.ntotal, index.d))), every=_EVERY)
 
 
 class ColdIndex:
@@ -55,7 +137,8 @@ class ColdIndex:
     file would be read ahead whole."""
 
     def __init__(self, index: Any, path: Path) -> None:
-        faiss = load_faiss()
+        import faiss
+
         faiss.write_index(index, str(path))
         self.index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
         lists = faiss.downcast_InvertedLists(self.index.invlists)
@@ -80,6 +163,8 @@ class ColdIndex:
 
 def skewed_queries(index: Any, count: int, share: float, seed: int) -> Vectors:
     """Near centroids, by a power law of their ranks, so that a fifth of the clusters has this share of the work."""
+    import numpy as np
+
     centroids = index.quantizer.reconstruct_n(0, index.nlist)
     rng = np.random.default_rng(seed)
     ranks = 1.0 + np.random.default_rng(0).permutation(index.nlist)
@@ -106,6 +191,8 @@ def latencies(
 ) -> tuple[list[float], float]:
     """Milliseconds of each search, one after another, on one core; and the share of codes that the fast tier scanned
     after the warm-up."""
+    from ragorder.pipelining import ContinuousIVF
+
     found, before = [], (0, 0)
     with ContinuousIVF(index, nprobe=nprobe, cores=1, tiers=tiers, thread=False) as search:
         for number, query in enumerate(queries):
@@ -115,145 +202,32 @@ def latencies(
             start_s = time.perf_counter()
             search.submit(query, _K).result()
             found.append(1e3 * (time.perf_counter() - start_s))
-    return found, hit_share_of(tiers, before) if tiers is not None else 0.0
-
-
-def hit_share_of(tiers: IndexTiers, before: tuple[int, int]) -> float:
+    if tiers is None:
+        return found, 0.0
     codes, fast_codes = tiers.codes - before[0], tiers.fast_codes - before[1]
-    return fast_codes / codes if codes else 0.0
-
-
-class HybridCell(SuiteCell):
-    """Searches of an index in a file, of which memory holds the share `held`.
-
-    Without a `corpus`: random vectors, asked for so that a fifth of the clusters has the share `skew` of the work
-    (HedraRAG Figure 8: 69 %).
-    """
-
-    corpus: str | None = None
-    held: float = Field(0.2, gt=0, lt=1)
-    skew: float = Field(0.69, gt=0.2, lt=1)
-    vectors: int = Field(100_000, ge=1000)
-    dimensions: int = Field(64, ge=1)
-    nprobe: float = Field(0.0625, gt=0, le=1)
-    requests: int = Field(800, ge=1)
-
-    @property
-    def varies_with_seed(self) -> bool:
-        return self.corpus is None
-
-
-class HybridRecord(Record):
-    """`rows["latency_ms"]`: of each search after the first `warmup`, which the tiers learn from."""
-
-    called: ClassVar[str] = "a measurement of an index in two tiers"
-    is_run: ClassVar[bool] = False
-    facts_needed: ClassVar[tuple[str, ...]] = ("skew", "hit_share")
-
-    type: Literal["hybrid-index"] = "hybrid-index"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("latency_ms",)
-
-
-_EVERY = 50
-_WARMUP = 0.5
-
-
-class HybridIndex(Experiment):
-    kind = "hybrid-index"
-    record = HybridRecord
-    cell = HybridCell
-    policies: ClassVar[Any] = ("file", "file and memory")
-    unit = "searches"
-    packages: ClassVar[Any] = {"faiss": "retrieval", "torch": "torch"}
-    one_job = True
-
-    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        import torch
-
-        from ragorder.eval.suites.pipelining.search import embed
-        from ragorder.kernels.vectors import TorchClusterScan
-        from ragorder.pipelining.search import IndexTiers
-
-        cell: HybridCell = job.cell
-        if job.corpus is None:
-
-            def start() -> Any:
-                vectors = clustered(cell.vectors, cell.dimensions, clusters=cell.vectors // 50, seed=0)
-                return build_index(vectors, cell.nprobe)
-
-            index = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
-            queries = skewed_queries(index, job.requests, cell.skew, job.seed)
-        else:
-            texts = [each.text for each in job.corpus.documents], [each.text for each in job.corpus.questions]
-            documents, asked = (embed(each, cache_folder()) for each in texts)
-            index = self.kept((cell.corpus, cell.nprobe), lambda: build_index(documents, cell.nprobe))
-            queries = asked[: job.requests]
-        warmup = int(_WARMUP * len(queries))
-        facts: dict[str, Any] = {
-            "clusters": index.nlist,
-            "nprobe": index.nprobe,
-            "skew": skew(index, queries, [cell.held, 0.2]),
-        }
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with TemporaryDirectory() as folder, closing(ColdIndex(index, Path(folder, "index"))) as cold:
-                for policy in job.policies:
-                    tiers = None
-                    if policy == "file and memory":
-                        fast = TorchClusterScan("inner product")
-                        capacity = int(cell.held * fast.bytes_of(index.ntotal, index.d))
-                        tiers = IndexTiers(fast, max(1, capacity), every=_EVERY)
-                    before = load_average()
-                    times, hit_share = latencies(cold.index, queries, index.nprobe, tiers, cold.cool, warmup)
-                    yield {
-                        "policy": policy,
-                        "engine": {"name": "faiss"},
-                        "load_average": before,
-                        "warmup": warmup,
-                        "facts": {**facts, "hit_share": hit_share},
-                        "rows": {"latency_ms": [round(each, 4) for each in times]},
-                    }
-                    for _ in times:
-                        advance()
-        finally:
-            torch.set_num_threads(threads)
-
-
-_BOTH = "file and memory"
-_MEAN = Metric("mean latency", "latency_ms", "ms", relative=True, better="lower")
-_Cells = Sequence[tuple[HybridCell, RecordGroup[HybridRecord]]]
+    return found, fast_codes / codes if codes else 0.0
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    by_setting: dict[tuple[object, ...], list[tuple[HybridCell, RecordGroup[HybridRecord]]]] = {}
-    for group in group_runs(results.of(HybridRecord, suite.name)):
-        cell = HybridCell.read(group.cell, "hybrid-index")
-        setting = tuple(value for name, value in cell.model_dump().items() if name != "held")
-        by_setting.setdefault(setting, []).append((cell, group))
-    found = [sorted(each, key=lambda pair: pair[0].held) for each in by_setting.values()]
+    found = cells_along("held", HybridIndex, suite, results)
     return Part(
         [_table(each, suite.baseline) for each in found],
         pictures=lambda: [picture for each in found for picture in _picture(each)],
     )
 
 
-def _name(cells: _Cells) -> str:
-    cell = cells[0][0]
+def _name(cells: Cells) -> str:
+    cell: HybridCell = cells[0][0]
     return cell.corpus or f"{cell.vectors:,} random vectors, {format_number(100 * cell.skew, 0)} % in a fifth"
 
 
-def _mean(group: RecordGroup[HybridRecord], fact: str) -> float:
-    values = [run.facts[fact] for run in group.runs(_BOTH)]
-    return sum(values) / len(values) if values else float("nan")
+def _hit_share(group: RecordGroup[Any]) -> float:
+    """In per cent."""
+    values = [run.facts["hit_share"] for run in group.runs(_BOTH)]
+    return 100 * sum(values) / len(values) if values else float("nan")
 
 
-def _table(cells: _Cells, baseline: str) -> Table:
+def _table(cells: Cells, baseline: str) -> Table:
     held = [f"{format_number(100 * cell.held, 0)} % held" for cell, _ in cells]
     table = Table(f"An index of which memory holds a part: {_name(cells)}", ["", *held])
     possible = []
@@ -261,24 +235,15 @@ def _table(cells: _Cells, baseline: str) -> Table:
         shares = [run.facts["skew"][f"{cell.held:g}"] for run in group.runs()]
         possible.append(format_number(100 * sum(shares) / len(shares)))
     table.add("work in as many clusters, %", *possible)
-    table.add("hit share, %", *(format_number(100 * _mean(group, "hit_share")) for _, group in cells))
+    table.add("hit share, %", *(format_number(_hit_share(group)) for _, group in cells))
     for policy in (baseline, _BOTH):
-        table.add(f"{policy}, ms", *(_entry(group, policy, baseline) for _, group in cells))
+        table.add(f"{policy}, ms", *(faster_entry(group, policy, baseline, interval=False) for _, group in cells))
     table.note = "Hit share: of the codes scanned, after the first half of the searches. Mean latency of one search."
     return table
 
 
-def _entry(group: RecordGroup[HybridRecord], policy: str, baseline: str) -> Entry:
-    shown = format_number(group.value(policy, _MEAN), 2)
-    compared = group.compare(policy, baseline, _MEAN)
-    if compared is None:
-        return Entry(shown)
-    times = f"{format_number(1 / max(1e-9, 1 + compared.difference), 2)}{THIN}×"
-    return Entry(shown, note=times, verdict=compared.verdict if compared.known else "")
-
-
-def _picture(cells: _Cells) -> Iterable[Picture]:
-    points = [(100 * cell.held, 100 * _mean(group, "hit_share")) for cell, group in cells if group.runs(_BOTH)]
+def _picture(cells: Cells) -> Iterable[Picture]:
+    points = [(100 * cell.held, _hit_share(group)) for cell, group in cells if group.runs(_BOTH)]
     if len(points) < 2:
         return
 

@@ -1,4 +1,4 @@
-"""Processor time of the workflow server: the suites of kind "wavefront"."""
+"""Processor time of the workflow server beside engine, search and embedder that take none (suite hedra-overhead)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
+from ragorder.eval.report.declared import Column, TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.pipelining import AnswerChunk, EngineLoad, Stage, Usage
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace, irg
 
-__all__ = ["WavefrontCell", "WavefrontRecord", "WavefrontTime", "make_part", "measure"]
+__all__ = ["WavefrontCell", "WavefrontTime", "measure"]
+
+_ROUNDS = 3
 
 
 class WavefrontCell(SuiteCell):
@@ -42,44 +39,42 @@ class WavefrontCell(SuiteCell):
         return False
 
 
-class WavefrontRecord(Record):
-    """`rows["ms"]`: processor time a piece, the far ends' taken off. Facts: `pieces` and `speculative` ones among them,
-    `cycles`, and what was taken off, `far_ends_ms`."""
-
-    called: ClassVar[str] = "a measurement of the workflow server's time"
-    is_run: ClassVar[bool] = False
-
-    type: Literal["wavefront"] = "wavefront"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-    facts: dict[str, Any]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if not self.rows.get("ms") or not self.facts.get("pieces"):
-            raise ValueError("times or pieces are missing")
-        return self
-
-    @property
-    def ms(self) -> float:
-        return median(self.rows["ms"])
-
-
 class WavefrontTime(Experiment):
+    """Column `ms`: processor time a piece, less that of the far ends, which is the fact `far_ends_ms`. Facts: `pieces`,
+    `speculative` ones among them, and `cycles`."""
+
     kind = "wavefront"
-    record = WavefrontRecord
     cell = WavefrontCell
+    columns = ("ms",)
+    facts = ("pieces",)
     policies: ClassVar[Any] = ("stage by stage", "all")
     unit = "repeats"
     packages: ClassVar[Any] = {"numpy": "retrieval"}
     one_job = True
+    tables = (
+        TableForm(
+            "Processor time of scheduling",
+            [
+                Column("requests in flight", lambda row: str(row.cell.in_flight)),
+                policy_column("transformations"),
+                *(
+                    figure(name, lambda run, of=of: of(run.rows["ms"]), 3)
+                    for name, of in (("ms a piece", median), ("least", min), ("most", max))
+                ),
+                Column("speculative", lambda row: f"{format_number(100 * row.mean(_speculative))} %"),
+                figure("cycles a piece", lambda run: run.facts["cycles"] / run.facts["pieces"], 2),
+            ],
+            note="Median, least and most of the repeats; the time of engine, search and embedder is taken off.",
+            labels=2,
+            by=(),
+        ),
+    )
 
     def steps(self, job: Job) -> int:
         return len(job.policies) * int(job.cell.repeats)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         """Policies take turns."""
-
         cell: WavefrontCell = job.cell.model_copy(update={"requests": job.requests})
         load = load_average()
         times: dict[str, list[float]] = {policy: [] for policy in job.policies}
@@ -90,17 +85,12 @@ class WavefrontTime(Experiment):
                 times[policy].append(round(ms, 5))
                 advance()
         for policy in job.policies:
-            rows = {"ms": times[policy]}
-            yield {
-                "policy": policy,
-                "engine": {"name": "played"},
-                "load_average": load,
-                "facts": facts[policy],
-                "rows": rows,
-            }
+            line = {"policy": policy, "engine": {"name": "played"}, "load_average": load}
+            yield {**line, "facts": facts[policy], "rows": {"ms": times[policy]}}
 
 
-_ROUNDS = 3
+def _speculative(run: Any) -> float:
+    return float(run.facts["speculative"] / run.facts["pieces"])
 
 
 @dataclass(frozen=True)
@@ -152,6 +142,8 @@ class _Handle:
         return False
 
     async def stages_async(self) -> AsyncGenerator[Stage, None]:
+        import numpy as np
+
         for number in range(1, self._stages + 1):
             await asyncio.sleep(0)
             ids = np.array([[1, 2, 3 + (2 * number > self._stages)]])
@@ -167,6 +159,8 @@ class _Search:
 
 
 async def _embed(query: str) -> Any:
+    import numpy as np
+
     await asyncio.sleep(0)
     return np.ones(8, np.float32)
 
@@ -225,24 +219,3 @@ async def _bare(cell: WavefrontCell, engine: _Engine) -> float:
     began_s = time.process_time()
     await asyncio.gather(*(request() for _ in range(cell.requests)))
     return time.process_time() - began_s
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    return Part([_table(group_runs(results.of(WavefrontRecord, suite.name)))])
-
-
-def _table(groups: list[RecordGroup[WavefrontRecord]]) -> Table:
-    headings = ["requests in flight", "transformations", "ms a piece", "least", "most", "speculative", "cycles a piece"]
-    table = Table("Processor time of scheduling", headings, labels=2)
-    for group in groups:
-        for line in group.runs():
-            facts, times = line.facts, line.rows["ms"]
-            table.add(
-                str(group.cell.get("in_flight", 100)),
-                line.policy,
-                *(format_number(ms, 3) for ms in (line.ms, min(times), max(times))),
-                f"{format_number(100 * facts['speculative'] / facts['pieces'])} %",
-                format_number(facts["cycles"] / facts["pieces"], 2),
-            )
-    table.note = "Median, least and most of the repeats; the time of engine, search and embedder is taken off."
-    return table

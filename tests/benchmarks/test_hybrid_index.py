@@ -17,11 +17,8 @@ from click.testing import CliRunner
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra import hybrid_index
-from ragorder.benchmarks.hedra.hybrid_index import HybridRecord, make_part
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.cli import main
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
 from ragorder.kernels.vectors import TorchClusterScan
 from ragorder.pipelining.search import IndexTiers
 
@@ -69,29 +66,3 @@ def test_the_suite_runs(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
     assert "An index of which memory holds a part: 3,000 random vectors, 69 % in a fifth" in shown
-
-
-def test_the_report_has_hits_and_times_by_the_share_held() -> None:
-    lines = [
-        HybridRecord(
-            suite="mine",
-            cell={"held": held},
-            policy=policy,
-            rows={"latency_ms": [ms] * 60},
-            facts={"skew": {f"{held:g}": 2 * held}, "hit_share": 0.0 if policy == "file" else 1.5 * held},
-        )
-        for held in (0.4, 0.2)
-        for policy, ms in (("file", 10.0), ("file and memory", 8.0))
-    ]
-    part = make_part(Suite.unlisted("mine", baseline="file"), Results(Path(), records=lines))
-    (table,) = part.tables
-    assert list(table.headings) == ["", "20 % held", "40 % held"]
-    assert [[entry.text for entry in row[1:]] for row in table.rows] == [
-        ["40.0", "80.0"],
-        ["30.0", "60.0"],
-        ["10.00", "10.00"],
-        ["8.00", "8.00"],
-    ]
-    assert table.rows[3][1].note.startswith("1.25")
-    (picture,) = part.pictures()
-    assert picture.alt == "30.0 % at 20 % held, 60.0 % at 40 % held"

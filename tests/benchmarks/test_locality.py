@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra import locality
-from ragorder.benchmarks.hedra.locality import LocalityRecord, make_part
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
+from ragorder.benchmarks.hedra.locality import Locality
 
 D = 16
 
@@ -46,14 +43,9 @@ class TestASearchIsFinal:
         assert locality.final_at(found([9, 2], [1, 2], [1, 2])) == [2]
 
     def test_in_shares_of_its_clusters(self) -> None:
-        line = LocalityRecord(
-            suite="mine",
-            cell={"corpus": "docs"},
-            policy="nearest",
-            rows={"final_at": [1, 2, 5, 10]},
-            facts={"nprobe": 10},
-        )
-        assert [line.final_share(share) for share in (0.05, 0.1, 0.25, 0.5, 1)] == [0, 0.25, 0.5, 0.75, 1]
+        line = Locality.record(suite="mine", policy="nearest", rows={"final_at": [1, 2, 5, 10]}, facts={"nprobe": 10})
+        shares = [locality.final_share(line, share) for share in (0.05, 0.1, 0.25, 0.5, 1)]
+        assert shares == [0, 25, 50, 75, 100]
 
 
 class TestAnEarlyEnd:
@@ -117,33 +109,3 @@ def test_work_in_the_clusters_used_most_grows_to_all_of_it(index: Any, pairs: An
 def test_a_partial_text_has_the_first_words_of_its_passage() -> None:
     assert locality.partial_texts(["who?"], ["a b c d"], 0.5) == ["who? a b"]
     assert locality.partial_texts(["who?"], ["a b c d"], 0.01) == ["who? a"]
-
-
-def test_the_report_has_a_row_for_each_order() -> None:
-    facts = {
-        "clusters": 40,
-        "nprobe": 10,
-        "patience": {"2": [0.5, 0.9]},
-        "observations": {"in their clusters": 0.5},
-        "skew": {"0.2": 0.6},
-        "to_first_query": 0.5,
-        "to_neighbours": 0.75,
-        "to_nearest": 0.7,
-        "to_whole": {"0.5": 0.25},
-    }
-    lines = [
-        LocalityRecord(suite="mine", cell={"corpus": "docs"}, policy=policy, rows={"final_at": [1, end]}, facts=facts)
-        for policy, end in (("nearest", 9), ("history", 2))
-    ]
-    part = make_part(Suite.unlisted("mine"), Results(Path(), records=lines))
-    final, ends, said, distances, work = part.tables
-    assert [[entry.text for entry in row] for row in final.rows] == [
-        ["nearest first", "0.0", "50.0", "50.0", "50.0", "5.0"],
-        ["by the first search", "0.0", "50.0", "100.0", "100.0", "1.5"],
-    ]
-    assert [entry.text for entry in ends.rows[0]] == ["nearest first", "50.0, 90.0"]
-    (picture,) = part.pictures()
-    assert picture.alt == "nearest first: 90.0 % at 50.0 %; by the first search: 90.0 % at 50.0 %"
-    assert [entry.text for entry in said.rows[0]] == ["all in their clusters", "50.0"]
-    assert [entry.text for entry in distances.rows[0]] == ["the first query", "0.50"]
-    assert [entry.text for entry in work.rows[0]] == ["20.0 %", "60.0"]

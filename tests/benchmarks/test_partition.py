@@ -16,12 +16,11 @@ from click.testing import CliRunner
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.partition import engines, experiment
-from ragorder.benchmarks.hedra.partition.experiment import PartitionCell, PartitionRecord, make_part
+from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
 from ragorder.cli import main
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import silent
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Job, Suite
 from ragorder.eval.virtual.costs import ScanCosts
@@ -107,30 +106,6 @@ def test_the_suite_runs_in_real_and_virtual_time(tmp_path: Path) -> None:
     assert "how many times as fast as batches: 1 core, real clock, mixed nprobe" in shown
     assert "1 core, virtual clock, mixed nprobe" in shown
     assert "of CPU time beside its scan, with 100 searches in flight" in shown
-
-
-def test_the_report_has_a_column_for_each_load_and_a_picture() -> None:
-    lines = [
-        PartitionRecord(
-            suite="mine",
-            cell={"cores": 2, "load": load},
-            policy=policy,
-            rows={"latency_ms": [ms] * 60},
-            facts={"search_ms": 10.0},
-        )
-        for load in (0.8, 0.3)
-        for policy, ms in (("batches", 20.0), ("oldest first", 10.0 if load == 0.3 else 16.0))
-    ]
-    suite = Suite.unlisted("mine", baseline="batches")
-    part = make_part(suite, Results(Path(), records=lines))
-    (table,) = part.tables
-    assert list(table.headings) == ["search", "load 0.3", "load 0.8"]
-    (_, low, high) = table.rows[1]
-    assert (low.text, high.text) == ("10.00", "16.00")
-    assert low.note.startswith("2.00")
-    assert high.note.startswith("1.25")
-    (picture,) = part.pictures()
-    assert picture.alt == "oldest first: 2.00 at 0.3, 1.25 at 0.8"
 
 
 def test_the_papers_index_has_38_million_vectors() -> None:

@@ -1,4 +1,4 @@
-"""Searches that arrive one by one, in pieces and in batches: the suites of kind "partition"."""
+"""Searches that arrive one by one, in pieces and in batches (HedraRAG section 4.2; suite hedra-partition)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.faster import MEAN, Cells, cells_along, faster, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, format_number
+from ragorder.eval.report.tables import Table
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Partition", "PartitionCell", "PartitionRecord", "make_part"]
+if TYPE_CHECKING:
+    from ragorder.benchmarks.hedra.partition.engines import Clock, System
+    from ragorder.eval.virtual.costs import ScanCosts
+
+    Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
+    """Each policy's engine with its clock, and a function that measures the facts."""
+
+__all__ = ["Partition", "PartitionCell", "make_part"]
+
+_LOOKS = {
+    "batches by clusters": "sorted",
+    "equal shares": "none",
+    "oldest first": "earned",
+    "shortest first": "prefix",
+}
+_MIXED = (0.25, 0.5, 1.0, 2.0)
+_MEASURED = 40
+_BATCHES = ("batches", "batches by clusters")
 
 
 class PartitionCell(SuiteCell):
@@ -51,40 +66,14 @@ class PartitionCell(SuiteCell):
     hand_us: float = Field(12.0, gt=0)
 
 
-class PartitionRecord(Record):
-    """`rows["latency_ms"]`: from arrival to the final result. Facts: `search_ms`, a whole search on one core, and the
+class Partition(Experiment):
+    """Column `latency_ms`: from arrival to the final result. Facts: `search_ms`, a whole search on one core, and the
     costs that a virtual clock goes by."""
 
-    called: ClassVar[str] = "a measurement of searches that share their time"
-    is_run: ClassVar[bool] = False
-    facts_needed: ClassVar[tuple[str, ...]] = ("search_ms",)
-
-    type: Literal["partition"] = "partition"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("latency_ms",)
-
-
-if TYPE_CHECKING:
-    from ragorder.benchmarks.hedra.partition.engines import Clock, System
-    from ragorder.eval.virtual.costs import ScanCosts
-
-    Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
-    """Each policy's engine with its clock, and a function that measures the facts."""
-
-
-_MIXED = (0.25, 0.5, 1.0, 2.0)
-_MEASURED = 40
-_BATCHES = ("batches", "batches by clusters")
-
-
-class Partition(Experiment):
     kind = "partition"
-    record = PartitionRecord
     cell = PartitionCell
+    columns = ("latency_ms",)
+    facts = ("search_ms",)
     policies: ClassVar[Any] = (*_BATCHES, "equal shares", "oldest first", "shortest first")
     unit = "searches"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
@@ -190,24 +179,8 @@ def _facts(costs: ScanCosts) -> dict[str, float]:
     }
 
 
-_Group = RecordGroup[PartitionRecord]
-_MEAN = Metric("mean latency", "latency_ms", "ms", relative=True, better="lower")
-_LOOKS = dict(
-    zip(
-        ("batches by clusters", "equal shares", "oldest first", "shortest first"),
-        ("sorted", "none", "earned", "prefix"),
-        strict=True,
-    )
-)
-
-
 def make_part(suite: Suite, results: Results) -> Part:
-    by_setting: dict[tuple[object, ...], list[tuple[PartitionCell, _Group]]] = {}
-    for group in group_runs(results.of(PartitionRecord, suite.name)):
-        cell = PartitionCell.read(group.cell, "partition")
-        setting = tuple(value for name, value in cell.model_dump().items() if name != "load")
-        by_setting.setdefault(setting, []).append((cell, group))
-    found = [sorted(each, key=lambda pair: pair[0].load) for each in by_setting.values()]
+    found = cells_along("load", Partition, suite, results)
     return Part(
         [_table(each, suite.baseline) for each in found],
         pictures=lambda: [picture for each in found for picture in _picture(each, suite.baseline)],
@@ -219,12 +192,12 @@ def _title(cell: PartitionCell) -> str:
     return f"{cores}, {cell.clock} clock, {'mixed nprobe' if cell.mixed else 'one nprobe'}"
 
 
-def _table(cells: Sequence[tuple[PartitionCell, _Group]], baseline: str) -> Table:
+def _table(cells: Cells, baseline: str) -> Table:
     loads = [f"load {cell.load:g}" for cell, _ in cells]
     table = Table(f"Mean latency, and how many times as fast as {baseline}: {_title(cells[0][0])}", ["search", *loads])
     policies = dict.fromkeys(policy for _, group in cells for policy in group.policies)
     for policy in policies:
-        table.add(policy, *(_entry(group, policy, baseline) for _, group in cells))
+        table.add(policy, *(faster_entry(group, policy, baseline, interval=True) for _, group in cells))
     facts = [run.facts for _, group in cells for run in group.runs()]
     search_ms = sum(each["search_ms"] for each in facts) / len(facts)
     table.note = f"ms; a whole search takes {format_number(search_ms)} ms of one core."
@@ -234,29 +207,13 @@ def _table(cells: Sequence[tuple[PartitionCell, _Group]], baseline: str) -> Tabl
     return table
 
 
-def _entry(group: _Group, policy: str, baseline: str) -> Entry:
-    shown = format_number(group.value(policy, _MEAN), 2)
-    compared = group.compare(policy, baseline, _MEAN)
-    if compared is None:
-        return Entry(shown)
-    low, high = (_times(end) for end in (compared.high, compared.low))
-    interval = f" [{low}, {high}]" if compared.known else ""
-    times = f"{_times(compared.difference)}{THIN}×"
-    return Entry(shown, note=f"{times}{interval}", verdict=compared.verdict if compared.known else "")
-
-
-def _times(difference: float) -> str:
-    """From a relative difference of latencies."""
-    return format_number(1 / max(1e-9, 1 + difference), 2)
-
-
-def _picture(cells: Sequence[tuple[PartitionCell, _Group]], baseline: str) -> Iterable[Picture]:
+def _picture(cells: Cells, baseline: str) -> Iterable[Picture]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for cell, group in cells:
         for policy in group.policies:
-            compared = group.compare(policy, baseline, _MEAN)
+            compared = group.compare(policy, baseline, MEAN)
             if compared is not None:
-                lines.setdefault(policy, []).append((cell.load, 1 / max(1e-9, 1 + compared.difference)))
+                lines.setdefault(policy, []).append((cell.load, faster(compared.difference)))
     if len(cells) < 2 or not lines:
         return
 
