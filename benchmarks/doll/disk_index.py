@@ -1,32 +1,37 @@
-"""Searches of vectors on disk: the suites of kind "disk-index"."""
+"""A batch of searches of vectors on disk: bytes in memory, bytes read, and what is found (suite doll-disk-index)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from ragorder.benchmarks.common.vectors import build_index
-from ragorder.common.extras import install_hint
-from ragorder.common.files import cache_folder
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
-from ragorder.eval.report.words import format_number
+from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
+from ragorder.eval.report.declared import TableForm, figure, policy_column
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-from ragorder.pipelining.staged._faiss import load_faiss
+from ragorder.eval.running.suite import Experiment, Job, Line
 
-__all__ = ["POLICIES", "DiskIndex", "DiskIndexCell", "DiskIndexRecord", "Found", "make_part", "measure", "refine"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+    Ids = NDArray[np.int64]
+
+__all__ = ["POLICIES", "DiskIndex", "DiskIndexCell", "measure", "refine"]
+
+_PAGE = 4096
+_ID_BYTES = 8
+
+_WORDS = {
+    "partitions": "partitions, loaded one by one",
+    "codes": "product quantisation in memory",
+    "codes refined": "and refined from disk",
+}
 
 
 class DiskIndexCell(SuiteCell):
@@ -45,71 +50,65 @@ class DiskIndexCell(SuiteCell):
     factor: int = Field(8, ge=1)
 
     @property
+    def words(self) -> str:
+        return self.corpus or f"{self.vectors:,} random vectors of {self.dimensions}"
+
+    @property
     def varies_with_seed(self) -> bool:
         return self.corpus is None
 
 
-class DiskIndexRecord(Record):
-    """Of a batch: `memory_bytes` of codes and vectors held, `read_bytes` from disk, and its `recall`."""
-
-    called: ClassVar[str] = "a measurement of an index on disk"
-    is_run: ClassVar[bool] = False
-    facts_needed: ClassVar[tuple[str, ...]] = ("memory_bytes", "read_bytes", "recall", "vector_bytes")
-
-    type: Literal["disk-index"] = "disk-index"
-    cell: dict[str, Any]
-
-
 class DiskIndex(Experiment):
+    """Facts of a batch: `memory_bytes` of codes and vectors held, `read_bytes` from disk, and its `recall`."""
+
     kind = "disk-index"
-    record = DiskIndexRecord
     cell = DiskIndexCell
+    facts = ("memory_bytes", "read_bytes", "recall", "vector_bytes")
     policies: ClassVar[Any] = ("partitions", "codes", "codes refined")
     unit = "batches"
+    counts = "policies"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: DiskIndexCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return f"searches need faiss: {install_hint('retrieval')}"
-        return super().obstacle(suite, cell, policy)
-
-    def steps(self, job: Job) -> int:
-        return len(job.policies)
+    tables = (
+        TableForm(
+            "A batch of {cell.requests} searches: {cell.words}, top {cell.top_k}",
+            [
+                policy_column("", _WORDS),
+                figure("memory, % of the vectors", lambda run: _of_vectors(run, "memory_bytes")),
+                figure("read, % of the vectors", lambda run: _of_vectors(run, "read_bytes")),
+                figure("found, %", "recall", scale=100),
+            ],
+            note=lambda block: (
+                f"Of the true nearest; each search scans {100 * block.cell.nprobe:.0f} % of the clusters. Pages of "
+                f"4 KiB, each read once a batch; {block.cell.factor} candidates a result are refined."
+            ),
+        ),
+    )
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.common.vectors import clustered
-        from ragorder.eval.suites.pipelining.search import embed
-
         cell: DiskIndexCell = job.cell
         if job.corpus is None:
             clusters = cell.vectors // 50
             vectors = clustered(cell.vectors, cell.dimensions, clusters=clusters, seed=2 * job.seed)
             queries = clustered(job.requests, cell.dimensions, clusters=clusters, seed=2 * job.seed + 1)
         else:
-            vectors = embed([each.text for each in job.corpus.documents], cache_folder())
-            queries = embed([each.text for each in job.corpus.questions[: job.requests]], cache_folder())
+            vectors = embedded(each.text for each in job.corpus.documents)
+            queries = embedded(each.text for each in job.corpus.questions[: job.requests])
         for policy in job.policies:
             with TemporaryDirectory() as folder:
                 found, recall = measure(policy, vectors, queries, cell, Path(folder))
-            yield {
-                "policy": policy,
-                "engine": {"name": "faiss"},
-                "rows": {},
-                "facts": {
-                    "memory_bytes": found.memory_bytes,
-                    "read_bytes": found.read_bytes,
-                    "recall": recall,
-                    "vector_bytes": int(vectors.nbytes),
-                },
+            facts = {
+                "memory_bytes": found.memory_bytes,
+                "read_bytes": found.read_bytes,
+                "recall": recall,
+                "vector_bytes": int(vectors.nbytes),
             }
+            yield {"policy": policy, "engine": {"name": "faiss"}, "rows": {}, "facts": facts}
             advance()
 
 
-Vectors = NDArray[np.float32]
-Ids = NDArray[np.int64]
-
-_PAGE = 4096
-_ID_BYTES = 8
+def _of_vectors(run: Record, fact: str) -> float:
+    return float(100 * run.facts[fact] / run.facts["vector_bytes"])
 
 
 class Found(NamedTuple):
@@ -121,7 +120,11 @@ class Found(NamedTuple):
 
 
 def measure(policy: str, vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder: Path) -> tuple[Found, float]:
-    """What the batch found, and the share of the true nearest that is in it."""
+    """Return what the batch found, and the share of the true nearest that is in it."""
+    import numpy as np
+
+    from ragorder.pipelining.staged._faiss import load_faiss
+
     faiss = load_faiss()
     exact = faiss.IndexFlatIP(vectors.shape[1])
     exact.add(vectors)
@@ -132,7 +135,9 @@ def measure(policy: str, vectors: Vectors, queries: Vectors, cell: DiskIndexCell
 
 
 def refine(file: NDArray[np.float32], queries: Vectors, candidates: Ids, k: int) -> Found:
-    """The k best of each query's candidates by the vectors in a mapped file; each page is read once for all."""
+    """Return the k best of each query's candidates by the vectors in a mapped file; each page is read once for all."""
+    import numpy as np
+
     width = file.shape[1] * file.itemsize
     wanted = np.unique(candidates[candidates >= 0])
     vectors = dict(zip(wanted.tolist(), np.asarray(file[wanted]), strict=True))
@@ -160,6 +165,8 @@ def _partitions(vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder:
 
 def _codes(vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder: Path, *, factor: int = 1) -> Found:
     """Product quantisation in memory alone."""
+    from ragorder.pipelining.staged._faiss import load_faiss
+
     faiss = load_faiss()
     dimensions = vectors.shape[1]
     clusters = min(len(vectors), round(4 * len(vectors) ** 0.5))
@@ -177,6 +184,8 @@ def _codes(vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder: Path
 
 def _refined(vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder: Path) -> Found:
     """More candidates by their codes, the best of them by their vectors on disk."""
+    import numpy as np
+
     candidates = _codes(vectors, queries, cell, folder, factor=cell.factor)
     path = folder / "vectors.npy"
     np.save(path, vectors)
@@ -189,35 +198,3 @@ POLICIES: dict[str, Callable[[Vectors, Vectors, DiskIndexCell, Path], Found]] = 
     "codes": _codes,
     "codes refined": _refined,
 }
-
-
-_WORDS = {
-    "partitions": "partitions, loaded one by one",
-    "codes": "product quantisation in memory",
-    "codes refined": "and refined from disk",
-}
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    return Part([_table(group) for group in group_runs(results.of(DiskIndexRecord, suite.name))])
-
-
-def _table(group: RecordGroup[DiskIndexRecord]) -> Table:
-    cell = DiskIndexCell.read(group.cell, "doll-disk-index")
-    held = cell.corpus or f"{cell.vectors:,} random vectors of {cell.dimensions}"
-    table = Table(
-        f"A batch of {cell.requests} searches: {held}, top {cell.top_k}",
-        ["", "memory, % of the vectors", "read, % of the vectors", "found, %"],
-    )
-    for policy in group.policies:
-        facts = [record.facts for record in group.runs(policy)]
-        row = (
-            fmean(100 * each[name] / each["vector_bytes"] for each in facts) for name in ("memory_bytes", "read_bytes")
-        )
-        recall = fmean(100 * each["recall"] for each in facts)
-        table.add(_WORDS[policy], *(format_number(each) for each in (*row, recall)))
-    table.note = (
-        f"Of the true nearest; each search scans {format_number(100 * cell.nprobe, 0)} % of the clusters. Pages of "
-        f"4 KiB, each read once a batch; {cell.factor} candidates a result are refined."
-    )
-    return table

@@ -137,8 +137,9 @@ class ColdIndex:
     file would be read ahead whole."""
 
     def __init__(self, index: Any, path: Path) -> None:
-        import faiss
+        from ragorder.pipelining.staged._faiss import load_faiss
 
+        faiss = load_faiss()
         faiss.write_index(index, str(path))
         self.index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
         lists = faiss.downcast_InvertedLists(self.index.invlists)

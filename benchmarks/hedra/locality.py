@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -248,7 +249,8 @@ def _percent(share: float) -> str:
 def final_share(run: Record, scanned: float) -> float:
     """Return the share of searches, in per cent, whose results are final after this share of their clusters."""
     clusters = scanned * float(run.facts["nprobe"])
-    return 100 * sum(number <= clusters for number in run.rows["final_at"]) / len(run.rows["final_at"])
+    final_at: list[float] = run.rows["final_at"]
+    return 100 * sum(number <= clusters for number in final_at) / len(final_at)
 
 
 def _setting(block: Block) -> str:
@@ -271,7 +273,7 @@ _FINAL = TableForm(
     lambda block: f"Second searches that are final: {_setting(block)}",
     [
         policy_column("clusters", _ORDERS),
-        *(figure(f"{_percent(share)} %", lambda run, share=share: final_share(run, share)) for share in _SCANNED),
+        *(figure(f"{_percent(share)} %", partial(final_share, scanned=share)) for share in _SCANNED),
         figure("final after, mean", lambda run: fmean(run.rows["final_at"])),
     ],
     note=_final_note,

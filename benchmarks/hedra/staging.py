@@ -57,11 +57,11 @@ class StagingCell(SuiteCell):
 
 
 def plain_ms(run: Record) -> float:
-    return median(run.rows["plain_ms"])
+    return float(median(run.rows["plain_ms"]))
 
 
 def added_ms(run: Record) -> float:
-    return median(run.rows["added_ms"])
+    return float(median(run.rows["added_ms"]))
 
 
 class Staging(Experiment):

@@ -57,11 +57,10 @@ class WavefrontTime(Experiment):
             [
                 Column("requests in flight", lambda row: str(row.cell.in_flight)),
                 policy_column("transformations"),
-                *(
-                    figure(name, lambda run, of=of: of(run.rows["ms"]), 3)
-                    for name, of in (("ms a piece", median), ("least", min), ("most", max))
-                ),
-                Column("speculative", lambda row: f"{format_number(100 * row.mean(_speculative))} %"),
+                figure("ms a piece", lambda run: median(run.rows["ms"]), 3),
+                figure("least", lambda run: min(run.rows["ms"]), 3),
+                figure("most", lambda run: max(run.rows["ms"]), 3),
+                Column("speculative", lambda row: f"{format_number(row.mean(_speculative))} %"),
                 figure("cycles a piece", lambda run: run.facts["cycles"] / run.facts["pieces"], 2),
             ],
             note="Median, least and most of the repeats; the time of engine, search and embedder is taken off.",
@@ -90,7 +89,8 @@ class WavefrontTime(Experiment):
 
 
 def _speculative(run: Any) -> float:
-    return float(run.facts["speculative"] / run.facts["pieces"])
+    """In per cent."""
+    return float(100 * run.facts["speculative"] / run.facts["pieces"])
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Record(_Line):
 
     @property
     def requests(self) -> int:
-        return 0
+        return len(self.rows[self.columns_of_all[0]]) if self.columns_of_all else 0
 
     def column(self, name: str) -> Floats | None:
         """The figures after the warm-up, NaN where one is missing; None without any."""
@@ -191,11 +191,11 @@ class RunRecord(Record):
         return 0 if column is None else int(np.isfinite(column).sum())
 
 
-def declared_record(kind: str, columns: tuple[str, ...], facts: tuple[str, ...]) -> type[Record]:
-    """Return the record of a measurement that is no run of requests: its type is the kind."""
+def declared_record(kind: str, columns: tuple[str, ...], facts: tuple[str, ...], *, runs: bool) -> type[Record]:
+    """Return the record of a measurement, whose type is the kind."""
     fields: Any = {"type": (Literal[kind], kind)}
     made: type[Record] = create_model(kind, __base__=Record, **fields)
-    made.is_run, made.columns_of_all, made.facts_needed = False, columns, facts
+    made.is_run, made.columns_of_all, made.facts_needed = runs, columns, facts
     return made
 
 

@@ -288,7 +288,9 @@ class Experiment(ABC):
     facts: ClassVar[tuple[str, ...]] = ()
     """What every record has, of one length and besides."""
     record: ClassVar[type[Record]]
-    """By default made of `kind`, `columns` and `facts`."""
+    """By default made of `kind`, `columns`, `facts` and `runs`."""
+    runs: ClassVar[bool] = False
+    """Whether a record is a run of requests, which the report counts."""
     tables: ClassVar[Sequence[Any]] = ()
     """Each a `TableForm` of the report, in an experiment without `make_part`."""
     policies: ClassVar[Collection[str] | None] = None
@@ -315,7 +317,7 @@ class Experiment(ABC):
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "record" not in vars(cls):
-            cls.record = declared_record(cls.kind, cls.columns, cls.facts)
+            cls.record = declared_record(cls.kind, cls.columns, cls.facts, runs=cls.runs)
 
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress

@@ -1,28 +1,23 @@
-"""Steps with streamed weights: the suites of kind "streaming"."""
+"""Steps of a model whose weights stream from a disk, by layers read ahead (suite doll-streaming)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ragorder.common.extras import install_hint
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
+from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column, ratio
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["SLOTS", "Streaming", "StreamingCell", "StreamingRecord", "make_part"]
+__all__ = ["SLOTS", "Streaming", "StreamingCell"]
 
 # Buffers for layers on the device, by policy; None: all that the budget has room for.
 SLOTS: dict[str, int | None] = {"no prefetch": 1, "one ahead": 2, "two ahead": 3, "ring": None}
@@ -46,47 +41,63 @@ class StreamingCell(SuiteCell):
         return False
 
 
-class StreamingRecord(Record):
-    """`rows["step_s"]`: seconds of each step. Facts: `stream_s` and `compute_s`, a step's reading and computing alone;
-    `tokens` of a step; `bytes` read, `waits` for layers and `waits_s` a step; `slots`; whether the logits are
-    `equal` to those of the first policy."""
+def step_s(run: Record) -> float:
+    return float(median(run.rows["step_s"]))
 
-    called: ClassVar[str] = "a measurement of streamed weights"
-    is_run: ClassVar[bool] = False
 
-    type: Literal["streaming"] = "streaming"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-    facts: dict[str, Any]
+def _of_the_bound(run: Record) -> float:
+    """What no step can be shorter than is the longer of reading and computing."""
+    return step_s(run) / max(float(run.facts["stream_s"]), float(run.facts["compute_s"]))
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if not self.rows.get("step_s") or not self.facts.get("stream_s") or not self.facts.get("compute_s"):
-            raise ValueError("the times of steps, reading or computing are missing")
-        return self
 
-    @property
-    def step_s(self) -> float:
-        return median(self.rows["step_s"])
+def _columns(block: Block) -> Sequence[Column]:
+    baseline = block.suite.baseline
+    return [
+        policy_column(),
+        figure("step, s", step_s, 3),
+        figure("least", lambda run: min(run.rows["step_s"]), 3),
+        figure("most", lambda run: max(run.rows["step_s"]), 3),
+        ratio(f"of {baseline}", step_s, baseline),
+        ratio("of one ahead", step_s, "one ahead"),
+        figure("of the bound", _of_the_bound, 2),
+        figure("GB", "bytes", 2, scale=1e-9),
+        figure("waits, s", "waits_s", 3),
+        Column("same logits", lambda row: "yes" if row.runs[0].facts["equal"] else "NO"),
+    ]
 
-    @property
-    def bound_s(self) -> float:
-        """What no step can be shorter than."""
-        return max(float(self.facts["stream_s"]), float(self.facts["compute_s"]))
+
+def _note(block: Block) -> str:
+    facts = block.first.facts
+    return (
+        f"Medians; {facts['tokens']:,} tokens a step, {facts['threads']} threads. Reading alone takes "
+        f"{format_number(facts['stream_s'], 3)} s, computing alone {format_number(facts['compute_s'], 3)} s; the "
+        "longer one is the bound. GB and waits are of one step."
+    )
 
 
 class Streaming(Experiment):
+    """Column `step_s`: seconds of each step. Facts: `stream_s` and `compute_s`, a step's reading and computing alone;
+    `tokens` of a step; `bytes` read, `waits` for layers and `waits_s` a step; `slots`; whether the logits are
+    `equal` to those of the first policy."""
+
     kind = "streaming"
-    record = StreamingRecord
     cell = StreamingCell
+    columns = ("step_s",)
+    facts = ("stream_s", "compute_s")
     policies: ClassVar[Any] = tuple(SLOTS)
     unit = "steps"
+    packages: ClassVar[Any] = {"torch": "torch", "transformers": "torch"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: StreamingCell, policy: str) -> str | None:
-        if find_spec("torch") is None or find_spec("transformers") is None:
-            return f"streamed weights need torch and transformers: {install_hint('torch')}"
-        return super().obstacle(suite, cell, policy)
+    tables = (
+        TableForm(
+            lambda block: (
+                f"Steps of {block.cell.layers} layers, {block.cell.budget_layers} on the device, read at "
+                f"{block.cell.gigabytes_s:g} GB/s, jitter {format_number(100 * block.cell.jitter)} %"
+            ),
+            _columns,
+            note=_note,
+        ),
+    )
 
     def requests(self, suite: Suite, cell: StreamingCell) -> int:
         return min(cell.steps, self.options.limit or cell.steps)
@@ -118,53 +129,3 @@ class Streaming(Experiment):
                 "facts": facts[policy],
                 "rows": {"step_s": [round(step_s, 5) for step_s in times[policy]]},
             }
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    return Part([_table(group, suite.baseline) for group in group_runs(results.of(StreamingRecord, suite.name))])
-
-
-def _table(group: RecordGroup[StreamingRecord], baseline: str | None) -> Table:
-    cell = StreamingCell.read(group.cell, "streaming")
-    lines = group.runs()
-    by_policy = {line.policy: line for line in lines}
-    headings = [
-        "policy",
-        "step, s",
-        "least",
-        "most",
-        f"of {baseline}",
-        "of one ahead",
-        "of the bound",
-        "GB",
-        "waits, s",
-    ]
-    table = Table(
-        f"Steps of {cell.layers} layers, {cell.budget_layers} on the device, read at {cell.gigabytes_s:g} GB/s, "
-        f"jitter {format_number(100 * cell.jitter)} %",
-        [*headings, "same logits"],
-    )
-    for line in lines:
-        times, facts = line.rows["step_s"], line.facts
-        base, ahead = by_policy.get(baseline or ""), by_policy.get("one ahead")
-        table.add(
-            line.policy,
-            *(format_number(step_s, 3) for step_s in (line.step_s, min(times), max(times))),
-            _ratio(line, base),
-            _ratio(line, ahead),
-            format_number(line.step_s / line.bound_s, 2),
-            format_number(facts["bytes"] / 1e9, 2),
-            format_number(facts["waits_s"], 3),
-            "yes" if facts["equal"] else "NO",
-        )
-    facts = lines[0].facts
-    table.note = (
-        f"Medians; {facts['tokens']:,} tokens a step, {facts['threads']} threads. Reading alone takes "
-        f"{format_number(facts['stream_s'], 3)} s, computing alone {format_number(facts['compute_s'], 3)} s; the "
-        "longer one is the bound. GB and waits are of one step."
-    )
-    return table
-
-
-def _ratio(line: StreamingRecord, other: StreamingRecord | None) -> str:
-    return "" if other is None else format_number(line.step_s / other.step_s, 2)

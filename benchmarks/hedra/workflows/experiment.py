@@ -1,4 +1,4 @@
-"""Workflows served on a virtual clock: the suites of kind "workflows"."""
+"""Workflows on a virtual clock, with costs fitted to data sheets or guessed (HedraRAG Figures 13 to 19)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from ragorder.benchmarks.common.vectors import build_index, embedded
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.names import unknown
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.pipelining.workflow.transformations import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows.measuring import Materials
     from ragorder.benchmarks.hedra.workflows.script import Embedder
 
-__all__ = ["SYSTEMS", "System", "Workflows", "WorkflowsCell", "WorkflowsRecord"]
+__all__ = ["SYSTEMS", "System", "Workflows", "WorkflowsCell"]
 
 # Costs of the paper's hardware (HedraRAG section 6.1). Measured is one: 77 ns to scan a vector of 128 dimensions on
 # one core, which makes 616 ns of 1,024. The others follow from data sheets, or are guesses, as said here.
@@ -90,24 +90,6 @@ class WorkflowsCell(SuiteCell):
     requests: int = Field(300, ge=1)
 
 
-class WorkflowsRecord(Record):
-    """`rows`: seconds from each request's arrival to its answer, and its workflow. For the facts see `measuring`."""
-
-    called: ClassVar[str] = "a run of workflows"
-    facts_needed: ClassVar[tuple[str, ...]] = ("total_s", "prompt_tokens", "computed_tokens")
-
-    type: Literal["workflows"] = "workflows"
-    cell: dict[str, Any]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("latency_s", "workflow")
-
-    @property
-    def requests(self) -> int:
-        return len(self.rows["latency_s"])
-
-
 _AT_ONCE = 8
 
 
@@ -161,19 +143,21 @@ search in pieces, as in the paper, which gave both to its own system."""
 
 
 class Workflows(Experiment):
+    """Columns: seconds from each request's arrival to its answer, and its workflow. Facts: see `serve`."""
+
     kind = "workflows"
-    record = WorkflowsRecord
     cell = WorkflowsCell
+    columns = ("latency_s", "workflow")
+    facts = ("total_s", "prompt_tokens", "computed_tokens")
+    runs = True
     policies: ClassVar[Any] = tuple(SYSTEMS)
     unit = "runs"
+    counts = "policies"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._embed: Embedder | None = None
-
-    def steps(self, job: Job) -> int:
-        return len(job.policies)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.hedra.workflows.measuring import serve
@@ -199,16 +183,13 @@ class Workflows(Experiment):
         materials.embed.save()
 
     def _materials(self, job: Job) -> Materials:
-        from ragorder.benchmarks.common.vectors import build_index
         from ragorder.benchmarks.hedra.workflows.measuring import Materials
         from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
-        from ragorder.eval.suites.pipelining.search import embed
 
         corpus = job.corpus
         assert corpus is not None, "a cell has a corpus"
         if self._embed is None:
             retriever = DenseRetriever(default_model())
             self._embed = Embedder(retriever.embed, cache_folder() / "workflow-vectors.npz")
-        vectors = embed([each.text for each in corpus.documents], cache_folder())
-        index = build_index(vectors, job.cell.nprobe / CLUSTERS)
+        index = build_index(embedded(each.text for each in corpus.documents), job.cell.nprobe / CLUSTERS)
         return Materials(corpus.documents, index, self._embed, Script(corpus, job.seed))

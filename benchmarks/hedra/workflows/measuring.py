@@ -35,7 +35,8 @@ __all__ = [
     "Materials",
     "Retrieve",
     "Stages",
-    "facts_of_traces",
+    "ordered_prompts",
+    "play",
     "serve",
     "stage_by_stage",
 ]
@@ -180,14 +181,11 @@ async def serve(
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
     tiers = _tiers(cell, search, materials)
-    latency_s = [0.0] * len(at_s)
-    traces: list[Any] = []
-
+    prompts = ordered_prompts(builder, costs.capacity_tokens, engine.cache)
     async with AsyncExitStack() as stack:
         if system.transformations is None:
             retrieve = _retrieve(system, search, materials)
-            run = stage_by_stage(engine, RankedPrompts(_ordered(builder, engine)), retrieve, lockstep=system.lockstep)
-
+            run = stage_by_stage(engine, RankedPrompts(prompts), retrieve, lockstep=system.lockstep)
         else:
             server = await stack.enter_async_context(
                 WorkflowServer(
@@ -195,7 +193,7 @@ async def serve(
                     VirtualIVF(materials.index, search, tiers=tiers),
                     materials.embed,
                     materials.documents.__getitem__,
-                    _ordered(builder, engine),
+                    prompts,
                     transformations=system.transformations(),
                     load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
                     max_requests=_UNBOUNDED,
@@ -205,27 +203,18 @@ async def serve(
                     clock=loop.time,
                 )
             )
-
             run = server.run
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(at_s[number])
-            graph, state = graphs[workflows[number]]
-            result = await run(graph, materials.script.question(number), state=state)
-            latency_s[number] = loop.time() - at_s[number]
-            traces.append(result.trace)
-
-        await asyncio.gather(*map(ask, range(len(at_s))))
-        total_s = loop.time() - min(at_s)
+        graph_of = [graphs[workflow] for workflow in workflows]
+        latency_s, speculations, total_s = await play(run, materials.script, graph_of, at_s)
     return {
-        "rows": {"latency_s": [round(each, 6) for each in latency_s], "workflow": list(workflows)},
+        "rows": {"latency_s": latency_s, "workflow": list(workflows)},
         "facts": {
-            "total_s": total_s,
+            "total_s": total_s - min(at_s),
             "engine_busy_s": engine.busy_s,
             "prompt_tokens": engine.prompt_tokens,
             "computed_tokens": engine.computed_tokens,
             "aborted": engine.aborted,
-            **facts_of_traces([trace for trace in traces if trace is not None]),
+            **speculations,
             **({} if tiers is None else {"fast_share": tiers.hit_share}),
         },
     }
@@ -252,18 +241,47 @@ def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> Vi
     return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
 
 
-def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:
+def ordered_prompts(
+    builder: PromptBuilder, capacity_tokens: int | None, cache: Any, learn: Callable[[int], None] | None = None
+) -> WorkflowPrompts:
+    """Return prompts ordered for a cache with blocks like those of `cache`."""
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
-        capacity_tokens=engine.costs.capacity_tokens,
-        block_size=engine.cache.block_size,
-        partial_blocks_first=engine.cache.partial_blocks_first,
+        capacity_tokens=capacity_tokens,
+        block_size=cache.block_size,
+        partial_blocks_first=cache.partial_blocks_first,
     )
-    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))
 
 
-def facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
+async def play(
+    run: Callable[..., Awaitable[WorkflowResult]],
+    script: Script,
+    graphs: Sequence[tuple[CompiledGraph, Mapping[str, Any]]],
+    at_s: Sequence[float],
+) -> tuple[list[float], dict[str, int], float]:
+    """Ask each question at its time, by its graph.
+
+    Return seconds from each arrival to its answer, facts of the traces, and seconds until the last answer.
+    """
+    loop = asyncio.get_running_loop()
+    latency_s, start_s = [0.0] * len(at_s), loop.time()
+    traces: list[Any] = []
+
+    async def ask(number: int) -> None:
+        await asyncio.sleep(max(0.0, start_s + at_s[number] - loop.time()))
+        graph, state = graphs[number]
+        result = await run(graph, script.question(number), state=state)
+        latency_s[number] = loop.time() - start_s - at_s[number]
+        traces.append(result.trace)
+
+    await asyncio.gather(*map(ask, range(len(at_s))))
+    facts = _facts_of_traces([trace for trace in traces if trace is not None])
+    return [round(each, 6) for each in latency_s], facts, loop.time() - start_s
+
+
+def _facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
     """Of speculative generations, those one stage ahead apart, of searches ahead of need, and of the generations after
     each request's first."""
     facts = dict.fromkeys(_FACTS, 0)

@@ -1,4 +1,4 @@
-"""Workflows on real parts, in real time: the suites of kind "workflows-live"."""
+"""Workflows on real parts, in real time (suites hedra-live and hedra-long)."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.served import late_s, mean_s, share_column
+from ragorder.benchmarks.common.vectors import embedded
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
 from ragorder.benchmarks.hedra.workflows.experiment import System
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
-from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.engines.torch import lacks_torch
-from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, tables_of
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import compare_seeds
-from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows_live.measuring import LiveEngine, LiveMaterials
     from ragorder.eval.data.corpora import Corpus
 
-__all__ = ["SYSTEMS", "LiveCell", "LiveRecord", "WorkflowsLive", "make_part"]
+__all__ = ["SYSTEMS", "LiveCell", "WorkflowsLive", "make_part"]
 
 
 class LiveCell(SuiteCell):
@@ -57,25 +56,6 @@ class LiveCell(SuiteCell):
     requests: int = Field(120, ge=1)
 
 
-class LiveRecord(Record):
-    """`rows`: seconds from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search and
-    of a generation under this load, and those of `ragorder.benchmarks.hedra.workflows.measuring`."""
-
-    called: ClassVar[str] = "a run of workflows on real parts"
-    facts_needed: ClassVar[tuple[str, ...]] = ("rate", "search_ms", "total_s", "prompt_tokens", "cached_tokens")
-
-    type: Literal["workflows-live"] = "workflows-live"
-    cell: dict[str, Any]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("latency_s",)
-
-    @property
-    def requests(self) -> int:
-        return len(self.rows["latency_s"])
-
-
 SYSTEMS = {
     "lockstep": System("batches stage by stage", "alone", lockstep=32),
     "stages": System("stage by stage", "alone"),
@@ -89,16 +69,73 @@ SYSTEMS = {
 _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
 _LONGEST = 8192
+_ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
+_WORDS = (
+    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
+    "are scripted: nothing is said about answers. One core searches and one computes.",
+)
+
+
+def _title(block: Block) -> str:
+    cell, runs = block.cell, block.runs
+    rate, search_ms = (fmean(float(run.facts[name]) for run in runs) for name in ("rate", "search_ms"))
+    title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
+    title += f"searches of {search_ms:.0f} ms"
+    baseline = [
+        each.facts["generation_ms"] for each in runs if each.policy == "stages" and "generation_ms" in each.facts
+    ]
+    return title + (f", generations of {fmean(baseline):.0f} ms" if baseline else "")
+
+
+def _times_column(our: str) -> Column:
+    """Seeds are drawn, not requests: those of one run wait for one another."""
+
+    def entry(row: Row) -> str:
+        sides = row.group.policies.get(row.policy, {}), row.group.policies.get(our, {})
+        common = sorted(sides[0].keys() & sides[1].keys())
+        if not common:
+            return format_number(None)
+        theirs, ours = ([mean_s(side[seed]) for seed in common] for side in sides)
+        found = compare_seeds(ours, theirs, relative=True)
+        times = format_number(1 + found.difference, 2)
+        if not found.known or row.policy == our:
+            return times
+        return f"{times} {interval_words(found, 2, lambda change: 1 + change)}"
+
+    return Column(f"÷ {our}", entry)
 
 
 class WorkflowsLive(Experiment):
+    """Column `latency_s`: from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search
+    and of a generation under this load, and those of the measurement on a virtual clock."""
+
     kind = "workflows-live"
-    record = LiveRecord
     cell = LiveCell
+    columns = ("latency_s",)
+    facts = ("rate", "search_ms", "total_s", "prompt_tokens", "cached_tokens")
+    runs = True
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
+    tables = (
+        TableForm(
+            _title,
+            [
+                Column("", lambda row: f"{row.policy}: {SYSTEMS[row.policy].words}"),
+                figure("mean, s", mean_s, 3),
+                figure("p99, s", late_s, 3),
+                share_column("cached, %", "cached_tokens", "prompt_tokens"),
+                share_column("later, %", "later_cached_tokens", "later_prompt_tokens"),
+                share_column("right, %", "right", "speculations"),
+                *map(_times_column, ("hedra", "hedra+order")),
+            ],
+            note="Cached: of all prompt tokens; later: of those after a request's first generation; right: of "
+            "speculative generations; ÷: mean latency, times that of ours, and its 95 % interval (Student's, over the "
+            "seeds). A generation: stage by stage, under this load.",
+            policies=tuple(SYSTEMS),
+        ),
+    )
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
         if cell.engine == "vllm" and (find_spec("vllm") is None or find_spec("openai") is None):
@@ -146,11 +183,10 @@ class WorkflowsLive(Experiment):
     def _materials(self, job: Job) -> LiveMaterials:
         from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
         from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, large_index
-        from ragorder.eval.suites.pipelining.search import embed
 
         corpus, cell = job.corpus, job.cell
         assert corpus is not None, "a cell has a corpus"
-        vectors = embed([each.text for each in corpus.documents], cache_folder())
+        vectors = embedded(each.text for each in corpus.documents)
         index = large_index(vectors, cell.vectors, cell.clusters, cell.nprobe)
         embedder = Embedder(DenseRetriever(default_model()).embed)
         return LiveMaterials(corpus.documents, index, embedder, Script(corpus, job.seed), self._engine(cell, corpus))
@@ -187,69 +223,6 @@ class WorkflowsLive(Experiment):
         return LiveVLLM(server, shape.vocabulary)
 
 
-_ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
-
-_WORDS = (
-    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
-    "are scripted: nothing is said about answers. One core searches and one computes.",
-)
-_OURS = ("hedra", "hedra+order")
-
-
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(LiveRecord, suite.name))
-    return Part([_table(group) for group in groups], words=_WORDS if groups else ())
-
-
-def _table(group: RecordGroup[LiveRecord]) -> Table:
-    cell = LiveCell.read(group.cell, "live")
-    rate, search_ms = (fmean(float(run.facts[name]) for run in group.runs()) for name in ("rate", "search_ms"))
-    title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
-    title += f"searches of {search_ms:.0f} ms"
-    baseline = [run.facts["generation_ms"] for run in group.runs("stages") if "generation_ms" in run.facts]
-    title += f", generations of {fmean(baseline):.0f} ms" if baseline else ""
-    headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
-    table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
-    for policy, system in SYSTEMS.items():
-        runs = group.runs(policy)
-        mean = _mean(group, policy)
-        if mean is None:
-            continue
-        late = fmean(sorted(run.rows["latency_s"])[round(0.99 * (run.requests - 1))] for run in runs)
-        table.add(
-            f"{policy}: {system.words}",
-            format_number(mean, 3),
-            format_number(late, 3),
-            _percent(runs, "cached_tokens", "prompt_tokens"),
-            _percent(runs, "later_cached_tokens", "later_prompt_tokens"),
-            _percent(runs, "right", "speculations"),
-            *(_times(group, policy, our) for our in _OURS),
-        )
-    table.note = (
-        "Cached: of all prompt tokens; later: of those after a request's first generation; right: of speculative "
-        "generations; ÷: mean latency, times that of ours, and its 95 % interval (Student's, over the seeds). "
-        "A generation: stage by stage, under this load."
-    )
-    return table
-
-
-def _mean(group: RecordGroup[LiveRecord], policy: str) -> float | None:
-    runs = group.runs(policy)
-    return fmean(fmean(run.rows["latency_s"]) for run in runs) if runs else None
-
-
-def _times(group: RecordGroup[LiveRecord], policy: str, our: str) -> str:
-    """Seeds are drawn, not requests: those of one run wait for one another."""
-    sides = group.policies.get(policy, {}), group.policies.get(our, {})
-    common = sorted(sides[0].keys() & sides[1].keys())
-    if not common:
-        return format_number(None)
-    theirs, ours = ([fmean(side[seed].rows["latency_s"]) for seed in common] for side in sides)
-    found = compare_seeds(ours, theirs, relative=True)
-    times = format_number(1 + found.difference, 2)
-    return f"{times} {interval_words(found, 2, lambda change: 1 + change)}" if found.known and policy != our else times
-
-
-def _percent(runs: list[LiveRecord], part: str, whole: str) -> str:
-    total = sum(run.facts.get(whole, 0) for run in runs)
-    return format_number(100 * sum(run.facts[part] for run in runs) / total) if total else "–"
+    tables = tables_of(WorkflowsLive, suite, results)
+    return Part(tables, words=_WORDS if tables else ())

@@ -15,15 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder import Orderer
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.openai.engine import OpenAIStreams
-from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
+from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.server_load import PromptLoad
 from ragorder.adapters.openai.system_prefix import WatchedEngine
-from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEM_PROMPT_WORDS, System
-from ragorder.benchmarks.hedra.workflows.measuring import facts_of_traces, stage_by_stage
+from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.common.extras import needs
 from ragorder.document import Document
@@ -288,9 +286,7 @@ async def serve_live(
     every query again."""
     tokenizer = WordTokenizer()
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
-    graph, state = compiled(workflow, top_k)
-    latency_s = [0.0] * len(at_s)
-    traces: list[Any] = []
+    graph_of = compiled(workflow, top_k)
 
     def document(id: int) -> Document:
         return materials.documents[id % len(materials.documents)]
@@ -311,7 +307,10 @@ async def serve_live(
                 return [document(id) for id in await searches.search(vector, k) if id >= 0]
 
             run: Any = stage_by_stage(
-                engine, RankedPrompts(_prompts(builder, materials.engine)), retrieve, lockstep=system.lockstep
+                engine,
+                RankedPrompts(ordered_prompts(builder, CAPACITY_TOKENS, materials.engine)),
+                retrieve,
+                lockstep=system.lockstep,
             )
         else:
             search = stack.enter_context(ContinuousIVF(materials.index, cores=1))
@@ -321,7 +320,7 @@ async def serve_live(
                 search,
                 materials.embed.anew,
                 document,
-                _prompts(builder, materials.engine, load.learn),
+                ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
                 load=load,
                 max_requests=_UNBOUNDED,
@@ -329,34 +328,14 @@ async def serve_live(
             )
             run = (await stack.enter_async_context(server)).run
 
-        start_s = time.perf_counter()
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(max(0.0, start_s + at_s[number] - time.perf_counter()))
-            result = await run(graph, materials.script.question(number), state=state)
-            latency_s[number] = time.perf_counter() - start_s - at_s[number]
-            traces.append(result.trace)
-
-        await asyncio.gather(*map(ask, range(len(at_s))))
-        total_s = time.perf_counter() - start_s
+        latency_s, speculations, total_s = await play(run, materials.script, [graph_of] * len(at_s), at_s)
     return {
-        "rows": {"latency_s": [round(each, 6) for each in latency_s]},
+        "rows": {"latency_s": latency_s},
         "facts": {
             "total_s": total_s,
             "prompt_tokens": engine.prompt_tokens,
             "cached_tokens": engine.cached_tokens,
             "generation_ms": 1e3 * engine.generation_s / max(1, engine.generations),
-            **facts_of_traces([trace for trace in traces if trace is not None]),
+            **speculations,
         },
     }
-
-
-def _prompts(builder: PromptBuilder, engine: LiveEngine, learn: Callable[[int], None] | None = None) -> WorkflowPrompts:
-    orderer = Orderer(
-        tokens=builder.document_tokens,
-        prefix_tokens=builder.prefix_tokens,
-        capacity_tokens=CAPACITY_TOKENS,
-        block_size=engine.block_size,
-        partial_blocks_first=engine.partial_blocks_first,
-    )
-    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))
