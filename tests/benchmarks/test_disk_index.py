@@ -61,8 +61,6 @@ def test_each_page_is_read_once() -> None:
 
 
 def test_the_suite_runs(tmp_path: Path) -> None:
-    settings = ["--set", "vectors=2000", "--set", "dimensions=16", "--set", "requests=4", "--set", "corpus="]
-    run = run_command(main, "eval", "run", "doll-disk-index", "--seeds", "0", "-o", tmp_path, *settings)
-    assert run.exit_code == 0, run.output
+    assert run_command(main, "eval", "run", "doll-disk-index", "--reduced", "-o", tmp_path).exit_code == 0
     report = run_command(main, "eval", "report", tmp_path, "--md").output
-    assert "A batch of 4 searches: 2,000 random vectors of 16, top 5" in report
+    assert "A batch of 8 searches: 2,000 random vectors of 16, top 5" in report
