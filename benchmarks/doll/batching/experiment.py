@@ -1,4 +1,4 @@
-"""Retrieval and generation within a memory budget on a virtual clock: the suites of kind "batching"."""
+"""Retrieval and generation within a memory budget on a virtual clock, with costs fitted to RAGDoll's figures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ragorder.benchmarks.doll.batching.settings import PARTITION_GB, PARTITIONS,
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["SYSTEMS", "Batching", "BatchingCell", "BatchingRecord", "System", "checked_steps"]
+__all__ = ["SYSTEMS", "Batching", "BatchingCell", "System", "checked_steps"]
 
 
 def checked_steps(text: str) -> str:
@@ -49,24 +48,9 @@ class BatchingCell(SuiteCell):
     def arrivals(self) -> Arrivals:
         return Arrivals.parse(self.steps)
 
-
-class BatchingRecord(Record):
-    """`rows`: of each request its arrival, and seconds that it waited, was searched for and was generated for. For the
-    facts see `serving`."""
-
-    called: ClassVar[str] = "a run within a memory budget"
-    facts_needed: ClassVar[tuple[str, ...]] = ("total_s", "searching_s", "generating_s", "trace")
-
-    type: Literal["batching"] = "batching"
-    cell: dict[str, Any]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("at_s", "waiting_s", "retrieval_s", "generation_s", "latency_s")
-
     @property
     def requests(self) -> int:
-        return len(self.rows["latency_s"])
+        return self.arrivals.count or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +95,17 @@ SYSTEMS = {
 
 
 class Batching(Experiment):
+    """Columns: of each request its arrival, and seconds that it waited, was searched for and was generated for. Facts:
+    see `serve`."""
+
     kind = "batching"
-    record = BatchingRecord
     cell = BatchingCell
+    columns = ("latency_s", "at_s", "waiting_s", "retrieval_s", "generation_s")
+    facts = ("total_s", "searching_s", "generating_s", "trace")
+    runs = True
     policies: ClassVar[Any] = tuple(SYSTEMS)
     unit = "runs"
+    counts = "policies"
 
     def obstacle(self, suite: Suite, cell: BatchingCell, policy: str) -> str | None:
         """Only systems that keep KV need a corpus."""
@@ -124,13 +114,6 @@ class Batching(Experiment):
     def corpus(self, cell: BatchingCell) -> Corpus | None:
         found = self._corpus(cell)
         return None if isinstance(found, str) else found
-
-    def requests(self, suite: Suite, cell: BatchingCell) -> int:
-        count = cell.arrivals.count or 0
-        return min(count, self.options.limit or count)
-
-    def steps(self, job: Job) -> int:
-        return len(job.policies)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.doll.batching.generation import Prompts

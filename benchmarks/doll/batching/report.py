@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
-from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, BatchingCell, BatchingRecord
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, Batching, BatchingCell
 from ragorder.benchmarks.doll.batching.settings import SETTINGS
 from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, signed
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import key_of
+from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["latency_picture", "make_part", "trace_pictures"]
@@ -31,7 +31,7 @@ _LOOKS = {
 }
 
 
-def latency_picture(setting: str, records: Mapping[str, BatchingRecord]) -> Picture:
+def latency_picture(setting: str, records: Mapping[str, Record]) -> Picture:
     """Latency of each request in the order of arrival (Figure 7)."""
 
     def paint(axes: Any) -> None:
@@ -50,7 +50,7 @@ def latency_picture(setting: str, records: Mapping[str, BatchingRecord]) -> Pict
     return draw(paint, title=f"Latency of each request: {setting}", alt="; ".join(said), caption="One seed.")
 
 
-def trace_pictures(system: str, record: BatchingRecord) -> list[Picture]:
+def trace_pictures(system: str, record: Record) -> list[Picture]:
     """Batches and backlog; KV on the device and partitions (Figure 9)."""
     moments: Sequence[Sequence[float]] = record.facts["trace"]
     minutes = [each[0] / 60 for each in moments]
@@ -114,12 +114,12 @@ _TABLE_2 = {
     "high-70b": {"ragdoll": 1236, "ragdoll-serial": 1954, "ragdoll-fixed": 1841, "ragdoll-depth1": 1283},
 }
 
-_Cells = list[tuple[BatchingCell, dict[str, list[BatchingRecord]]]]
+_Cells = list[tuple[BatchingCell, dict[str, list[Record]]]]
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    found: dict[object, tuple[BatchingCell, dict[str, list[BatchingRecord]]]] = {}
-    for record in results.of(BatchingRecord, suite.name):
+    found: dict[object, tuple[BatchingCell, dict[str, list[Record]]]] = {}
+    for record in results.of(Batching.record, suite.name):
         cell = BatchingCell.read(record.cell, suite.name)
         found.setdefault(key_of(record.cell), (cell, {}))[1].setdefault(record.policy, []).append(record)
     if not found:
@@ -350,11 +350,11 @@ def _policies(cells: _Cells) -> list[str]:
     return [policy for policy in SYSTEMS if policy in measured]
 
 
-def _mean(records: Sequence[BatchingRecord] | None, column: str = "latency_s") -> float | None:
+def _mean(records: Sequence[Record] | None, column: str = "latency_s") -> float | None:
     return fmean(fmean(record.rows[column]) for record in records) if records else None
 
 
-def _latency_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], policy: str) -> Entry:
+def _latency_entry(cell: BatchingCell, runs: dict[str, list[Record]], policy: str) -> Entry:
     seconds, paper = _mean(runs.get(policy)), SETTINGS[cell.setting].paper.get(policy)
     if seconds is None:
         return Entry("–")
@@ -364,7 +364,7 @@ def _latency_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], po
     return Entry(format_number(seconds, 0), note)
 
 
-def _ratio_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], policy: str) -> Entry:
+def _ratio_entry(cell: BatchingCell, runs: dict[str, list[Record]], policy: str) -> Entry:
     theirs = {record.seed: fmean(record.rows["latency_s"]) for record in runs.get(_SERIAL, ())}
     ratios = [
         theirs[record.seed] / fmean(record.rows["latency_s"])
@@ -380,7 +380,7 @@ def _ratio_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], poli
     return Entry(format_number(fmean(ratios), 2), note)
 
 
-def _spread(records: Sequence[BatchingRecord] | None) -> str:
+def _spread(records: Sequence[Record] | None) -> str:
     if not records:
         return "–"
     values = [value for record in records for value in record.rows["latency_s"]]
