@@ -1,4 +1,4 @@
-"""Answers of a real model from reused KV: the suites of kind "fused-answers"."""
+"""Answers of a real model from reused KV of documents, against full attention (suite fusion-answers)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ragorder.prompt import PromptBuilder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragorder.kernels.engine import Completion, Fusion, Request
+    from ragorder.kernels.engine import Completion, Request
 
 __all__ = [
     "FIGURES",
@@ -347,8 +347,6 @@ def _serve(
 def _request(
     engine: TorchEngine, prompt: PromptIds, fusion: Fusion | Literal["exact"], output_tokens: int | None = None
 ) -> Request:
-    from dataclasses import replace
-
     system, *ends = prompt.document_ends
     request = engine.request(prompt, output_tokens)
     return replace(request, document_ends=ends, prefix_tokens=system, fusion=fusion, keep_logits=True)

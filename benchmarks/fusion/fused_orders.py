@@ -1,9 +1,10 @@
-"""Tokens that fused requests compute: the suites of kind "fused-orders"."""
+"""Tokens that fused requests compute, by the order of their documents, on a simulated engine (suite fusion-orders)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
@@ -11,28 +12,25 @@ from pydantic import Field
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
 from ragorder.benchmarks.ragcache.replacement.tiers import A10G, QUESTION_TOKENS
 from ragorder.eval.data.trace import trace_of_corpus
-from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column, ratio
 from ragorder.eval.report.words import THIN, format_number
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.orderer import Orderer
 from ragorder.trie.policies import History, Tier, make_policy
 from ragorder.trie.profile import LINEAR
 
-__all__ = [
-    "ORDERS",
-    "FusedOrders",
-    "FusedOrdersCell",
-    "FusedOrdersRecord",
-    "FusedPrefill",
-    "SimulatedFusion",
-    "make_part",
-    "measure",
-]
+__all__ = ["ORDERS", "FusedOrders", "FusedOrdersCell", "FusedPrefill", "SimulatedFusion", "measure", "room_column"]
+
+ORDERS = ("prefix cache", "prefix cache, ordered", "retrieval", "ordered", "invested")
+"""A prefix cache alone, as ranked and ordered; fused as ranked (FusionRAG); ordered by ragorder; ordered, and copies
+computed exactly where later requests pay for it."""
+Place = Callable[[tuple[int, ...]], tuple[list[int], int, Callable[[int], None]]]
+Path = tuple[int, ...]
+"""A document after others."""
+_HISTORY_NODES = 65_536
+_FIRST = 100
 
 
 class FusedOrdersCell(SuiteCell):
@@ -54,94 +52,121 @@ class FusedOrdersCell(SuiteCell):
         return self.order == "random"
 
 
-class FusedOrdersRecord(Record):
-    """By request: the tokens of its documents, those of an exact prefix, those taken over, and those computed, the
-    question's among them; `seconds` are estimated from these."""
-
-    called: ClassVar[str] = "a count of what fused requests compute"
-    is_run: ClassVar[bool] = False
-
-    type: Literal["fused-orders"] = "fused-orders"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return "document_tokens", "exact_tokens", "fused_tokens", "computed_tokens", "seconds"
-
-    def total(self, column: str) -> float:
-        return float(sum(self.rows[column]))
+def total(run: Record, column: str) -> float:
+    return float(sum(run.rows[column]))
 
 
-_HEADINGS = (
-    "corpus",
-    "device, tokens",
-    "order",
-    "exact prefix, %",
-    "taken over, %",
-    "reused from the 101st request on, %",
-    "computed, thousand tokens",
-    "of the ordered",
-    "estimated, s",
-    "of the ordered",
-)
-_FIRST = 100
-_NOTE = (
-    "Sums over all requests, in the order of the data. %: of the documents' tokens. Seconds: those of the replacement "
-    "suites' estimated A10G for as many tokens computed at the end of a prompt as long."
-)
+def _share(run: Record, column: str) -> float:
+    return 100 * total(run, column) / total(run, "document_tokens")
 
 
-def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(FusedOrdersRecord, suite.name))
-    return Part([_table(copies, groups) for copies in ("all", "served") if _of(copies, groups)])
-
-
-def _of(copies: str, groups: list[RecordGroup[FusedOrdersRecord]]) -> list[RecordGroup[FusedOrdersRecord]]:
-    return [group for group in groups if FusedOrdersCell.read(group.cell, "fused-orders").copies == copies]
-
-
-def _table(copies: str, groups: list[RecordGroup[FusedOrdersRecord]]) -> Table:
-    title = "All documents can be taken over" if copies == "all" else "Documents that are held can be taken over"
-    table = Table(title, list(_HEADINGS), labels=3, note=_NOTE)
-    for group in _of(copies, groups):
-        cell = FusedOrdersCell.read(group.cell, "fused-orders")
-        room = "unlimited" if cell.device_tokens is None else f"{cell.device_tokens:,}".replace(",", THIN)
-        ordered = group.runs("ordered")
-        for run in group.runs():
-            before = next((each for each in ordered if each.seed == run.seed), None)
-            table.add(
-                cell.corpus,
-                room,
-                run.policy,
-                *(_share(run, name) for name in ("exact_tokens", "fused_tokens")),
-                _reused_later(run),
-                format_number(run.total("computed_tokens") / 1e3),
-                _ratio(run, before, "computed_tokens"),
-                format_number(run.total("seconds")),
-                _ratio(run, before, "seconds"),
-            )
-    return table
-
-
-def _share(run: FusedOrdersRecord, column: str) -> str:
-    return format_number(100 * run.total(column) / run.total("document_tokens"))
-
-
-def _ratio(run: FusedOrdersRecord, before: FusedOrdersRecord | None, column: str) -> str:
-    return "" if before is None else format_number(run.total(column) / before.total(column), 4)
-
-
-def _reused_later(run: FusedOrdersRecord) -> str:
+def _reused_later(row: Row) -> str:
     """Exact and taken over; empty without so many requests."""
-    whole, exact, fused = (sum(run.rows[name][_FIRST:]) for name in ("document_tokens", "exact_tokens", "fused_tokens"))
+    rows = row.runs[0].rows
+    whole, exact, fused = (sum(rows[name][_FIRST:]) for name in ("document_tokens", "exact_tokens", "fused_tokens"))
     return format_number(100 * (exact + fused) / whole) if whole else ""
 
 
-_HISTORY_NODES = 65_536
+def room_column() -> Column:
+    def entry(row: Row) -> str:
+        tokens = row.cell.device_tokens
+        return "unlimited" if tokens is None else f"{tokens:,}".replace(",", THIN)
 
-Path = tuple[int, ...]
-"""A document behind others."""
+    return Column("device, tokens", entry)
+
+
+def _title(block: Block) -> str:
+    held = "All documents" if block.cell.copies == "all" else "Documents that are held"
+    return f"{held} can be taken over"
+
+
+class FusedOrders(Experiment):
+    """Columns, by request: the tokens of its documents, those of an exact prefix, those taken over, and those computed,
+    the question's among them; `seconds` are estimated from these."""
+
+    kind = "fused-orders"
+    cell = FusedOrdersCell
+    columns = ("document_tokens", "exact_tokens", "fused_tokens", "computed_tokens", "seconds")
+    policies: ClassVar[Any] = ORDERS
+    tables = (
+        TableForm(
+            _title,
+            [
+                Column("corpus", lambda row: str(row.cell.corpus)),
+                room_column(),
+                policy_column("order"),
+                figure("exact prefix, %", partial(_share, column="exact_tokens")),
+                figure("taken over, %", partial(_share, column="fused_tokens")),
+                Column("reused from the 101st request on, %", _reused_later),
+                figure("computed, thousand tokens", partial(total, column="computed_tokens"), scale=1e-3),
+                ratio("of the ordered", partial(total, column="computed_tokens"), "ordered", 4),
+                figure("estimated, s", partial(total, column="seconds")),
+                ratio("of the ordered", partial(total, column="seconds"), "ordered", 4),
+            ],
+            note="Sums over all requests, in the order of the data. %: of the documents' tokens. Seconds: those of the "
+            "replacement suites' estimated A10G for as many tokens computed at the end of a prompt as long.",
+            labels=3,
+            by=("copies",),
+            sort=("copies",),
+        ),
+    )
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: FusedOrdersCell = job.cell
+        assert job.corpus is not None, "a cell has a corpus"
+        trace = trace_of_corpus(job.corpus, top_k=cell.top_k, order=cell.order, seed=job.seed, limit=job.requests)
+        stream = stream_of_trace(trace)
+        for policy in job.policies:
+            yield {"policy": policy, "engine": {"name": "sim"}, "rows": measure(stream, cell, policy, advance)}
+
+
+def measure(
+    stream: DocumentStream, cell: FusedOrdersCell, policy: str, advance: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Return the columns of a record."""
+    engine = SimulatedFusion(
+        stream.tokens,
+        cell.device_tokens,
+        recompute=cell.recompute,
+        copied=cell.copies == "all",
+        fuses=not policy.startswith("prefix cache"),
+    )
+    place = _placing(stream, cell, policy)
+    rows: dict[str, list[float]] = {name: [] for name in FusedOrders.columns}
+    for request in stream.requests:
+        documents, exact_documents, confirm = place(request)
+        found = engine.serve(documents, exact_documents, QUESTION_TOKENS)
+        confirm(found.exact)
+        length = sum(stream.tokens[document] for document in request)
+        # What is computed attends to all in front of it, as a suffix does.
+        seconds = A10G(round(length + QUESTION_TOKENS - found.computed), found.computed)
+        for name, value in zip(rows, (length, found.exact, found.fused, found.computed, seconds), strict=True):
+            rows[name].append(round(value, 4))
+        advance()
+    return rows
+
+
+def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Place:
+    if policy in ("retrieval", "prefix cache"):
+        return lambda request: (list(request), 0, lambda _: None)
+    orderer = Orderer(
+        key=lambda document: document,
+        tokens=stream.tokens.__getitem__,
+        capacity_tokens=cell.device_tokens,
+        block_size=1,
+        suffix_tokens=QUESTION_TOKENS,
+        reuse="exact" if policy == "prefix cache, ordered" else "fused",
+        recompute=cell.recompute,
+        copies=cell.copies,
+        invest=policy == "invested",
+        strict=True,
+    )
+
+    def place(request: tuple[int, ...]) -> tuple[list[int], int, Callable[[int], None]]:
+        ordering = orderer.order(request)
+        return list(ordering.documents), ordering.exact_documents, ordering.confirm
+
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,76 +262,3 @@ class SimulatedFusion:
             if not ending:
                 del self._ending[path[-1]]
         return evicted is not None
-
-
-ORDERS = ("prefix cache", "prefix cache, ordered", "retrieval", "ordered", "invested")
-"""A prefix cache alone, as ranked and ordered; fused as ranked (FusionRAG); ordered by ragorder; ordered, and copies
-computed exactly where later requests pay for it."""
-
-Place = Callable[[tuple[int, ...]], tuple[list[int], int, Callable[[int], None]]]
-
-
-def measure(
-    stream: DocumentStream, cell: FusedOrdersCell, policy: str, advance: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Rows of a `FusedOrdersRecord`."""
-    engine = SimulatedFusion(
-        stream.tokens,
-        cell.device_tokens,
-        recompute=cell.recompute,
-        copied=cell.copies == "all",
-        fuses=not policy.startswith("prefix cache"),
-    )
-    place = _placing(stream, cell, policy)
-    columns = "document_tokens", "exact_tokens", "fused_tokens", "computed_tokens", "seconds"
-    rows: dict[str, list[float]] = {name: [] for name in columns}
-    for request in stream.requests:
-        documents, exact_documents, confirm = place(request)
-        found = engine.serve(documents, exact_documents, QUESTION_TOKENS)
-        confirm(found.exact)
-        length = sum(stream.tokens[document] for document in request)
-        # What is computed attends to all in front of it, as a suffix does.
-        seconds = A10G(round(length + QUESTION_TOKENS - found.computed), found.computed)
-        for name, value in zip(columns, (length, found.exact, found.fused, found.computed, seconds), strict=True):
-            rows[name].append(round(value, 4))
-        advance()
-    return rows
-
-
-def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Place:
-    if policy in ("retrieval", "prefix cache"):
-        return lambda request: (list(request), 0, lambda _: None)
-    orderer = Orderer(
-        key=lambda document: document,
-        tokens=stream.tokens.__getitem__,
-        capacity_tokens=cell.device_tokens,
-        block_size=1,
-        suffix_tokens=QUESTION_TOKENS,
-        reuse="exact" if policy == "prefix cache, ordered" else "fused",
-        recompute=cell.recompute,
-        copies=cell.copies,
-        invest=policy == "invested",
-        strict=True,
-    )
-
-    def place(request: tuple[int, ...]) -> tuple[list[int], int, Callable[[int], None]]:
-        ordering = orderer.order(request)
-        return list(ordering.documents), ordering.exact_documents, ordering.confirm
-
-    return place
-
-
-class FusedOrders(Experiment):
-    kind = "fused-orders"
-    record = FusedOrdersRecord
-    cell = FusedOrdersCell
-    policies: ClassVar[Any] = ORDERS
-
-    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        cell: FusedOrdersCell = job.cell
-        assert job.corpus is not None, "a cell has a corpus"
-        trace = trace_of_corpus(job.corpus, top_k=cell.top_k, order=cell.order, seed=job.seed, limit=job.requests)
-        stream = stream_of_trace(trace)
-        for policy in job.policies:
-            rows = measure(stream, cell, policy, advance)
-            yield {"policy": policy, "engine": {"name": "sim"}, "rows": rows}

@@ -1,26 +1,28 @@
-"""KV held by a knowledge base and its users' uploads: the suites of kind "fused-storage"."""
+"""KV that a knowledge base and uploads take, on a simulated engine (FusionRAG 5.3.3; suite fusion-storage)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
-from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fused_orders import SimulatedFusion
-from ragorder.eval.report.groups import group_runs
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Table
-from ragorder.eval.report.words import THIN, format_number
+from ragorder.benchmarks.fusion.fused_orders import SimulatedFusion, room_column
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.orderer import Orderer
 
-__all__ = ["POLICIES", "FusedStorage", "StorageCell", "StorageRecord", "draw", "make_part", "measure"]
+__all__ = ["POLICIES", "FusedStorage", "StorageCell", "draw", "measure"]
+
+POLICIES = ("prefix cache", "alternative path", "alternative path, ordered")
+"""KV found as a prefix; also elsewhere (FusionRAG 4.1); the same, with documents ordered by ragorder."""
+_KNOWN, _UPLOADED = 0.6, 0.3
+_BASELINE = "prefix cache"
 
 
 class StorageCell(SuiteCell):
@@ -35,30 +37,72 @@ class StorageCell(SuiteCell):
     device_tokens: int | None = Field(None, ge=1)
 
 
-class StorageRecord(Record):
-    """By request: its documents, those of which KV was `found`, those `computed`, of these those computed `again`; and
-    the tokens of KV `held` afterwards."""
-
-    called: ClassVar[str] = "a count of KV held"
-    is_run: ClassVar[bool] = False
-
-    type: Literal["fused-storage"] = "fused-storage"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return "documents", "found", "computed", "again", "held"
+def _total(run: Record, column: str) -> float:
+    return float(sum(run.rows[column]))
 
 
-POLICIES = ("prefix cache", "alternative path", "alternative path, ordered")
-"""KV found as a prefix; also elsewhere (FusionRAG 4.1); the same, with documents ordered by ragorder."""
+def _held(run: Record) -> float:
+    return float(run.rows["held"][-1])
 
-_KNOWN, _UPLOADED = 0.6, 0.3
+
+def _less_column(of: Callable[[Record], float]) -> Column:
+    def entry(row: Row) -> str:
+        value, before = row.mean(of), row.mean(of, _BASELINE)
+        return "" if value is None or before is None or value == before else format_number(100 * (1 - value / before))
+
+    return Column("less, %", entry)
+
+
+def _found(row: Row) -> str:
+    found, documents = (row.mean(partial(_total, column=name)) or 0.0 for name in ("found", "documents"))
+    return format_number(100 * found / documents)
+
+
+def _note(block: Block) -> str:
+    cell, first = block.cell, block.groups[0]
+    return (
+        f"Means of seeds {', '.join(map(str, first.seeds))}: {len(block.first.rows['held']):,} requests for "
+        f"{cell.documents} documents of {cell.document_tokens} tokens, 60 % of them of {cell.known:,} that were "
+        f"computed before, 30 % of {cell.uploads:,} uploads, 10 % asked for once. Less: than with a prefix cache "
+        "alone. Again: of documents that had been computed before. The paper has 71.0 % less, 82.3 % less and 77.9 % "
+        "found; it does not say of how many documents."
+    )
+
+
+class FusedStorage(Experiment):
+    """Columns, by request: its documents, those of which KV was `found`, those `computed`, of these those computed
+    `again`; and the tokens of KV `held` afterwards."""
+
+    kind = "fused-storage"
+    cell = StorageCell
+    columns = ("documents", "found", "computed", "again", "held")
+    policies: ClassVar[Any] = POLICIES
+    tables = (
+        TableForm(
+            "KV of a knowledge base and of uploads",
+            [
+                room_column(),
+                policy_column("KV found"),
+                figure("held in the end, thousand tokens", _held, scale=1e-3),
+                _less_column(_held),
+                figure("documents computed again", partial(_total, column="again"), 0),
+                _less_column(partial(_total, column="again")),
+                Column("of all documents found, %", _found),
+            ],
+            note=_note,
+            labels=2,
+            by=(),
+        ),
+    )
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        for policy in job.policies:
+            rows = measure(job.cell, policy, job.requests, job.seed, advance)
+            yield {"policy": policy, "engine": {"name": "sim"}, "rows": rows}
 
 
 def draw(cell: StorageCell, requests: int, seed: int) -> Iterator[list[int]]:
-    """Numbers of documents: the known ones first, then the uploads, then those that are asked for once."""
+    """Draw numbers of documents: the known ones first, then the uploads, then those that are asked for once."""
     random, unique = Random(seed), cell.known + cell.uploads
     for _ in range(requests):
         chosen: dict[int, None] = {}
@@ -77,7 +121,7 @@ def draw(cell: StorageCell, requests: int, seed: int) -> Iterator[list[int]]:
 def measure(
     cell: StorageCell, policy: str, requests: int, seed: int, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Rows of a `StorageRecord`."""
+    """Return the columns of a record."""
     drawn = list(draw(cell, requests, seed))
     tokens = [cell.document_tokens] * (1 + max(cell.known, *map(max, drawn)))
     fuses = policy != "prefix cache"
@@ -87,7 +131,7 @@ def measure(
         own, confirm = place([document])
         confirm(engine.serve(own, 0, 0).exact)
     computed_before = set(range(cell.known))
-    rows: dict[str, list[float]] = {name: [] for name in ("documents", "found", "computed", "again", "held")}
+    rows: dict[str, list[float]] = {name: [] for name in FusedStorage.columns}
     for documents in drawn:
         own, confirm = place(documents)
         found = engine.serve(own, 0, 0)
@@ -118,73 +162,3 @@ def _ordered(cell: StorageCell) -> Callable[[list[int]], tuple[list[int], Callab
         return list(ordering.documents), ordering.confirm
 
     return place
-
-
-class FusedStorage(Experiment):
-    kind = "fused-storage"
-    record = StorageRecord
-    cell = StorageCell
-    policies: ClassVar[Any] = POLICIES
-
-    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        for policy in job.policies:
-            rows = measure(job.cell, policy, job.requests, job.seed, advance)
-            yield {"policy": policy, "engine": {"name": "sim"}, "rows": rows}
-
-
-_BASELINE = "prefix cache"
-_HEADINGS = (
-    "device, tokens",
-    "KV found",
-    "held in the end, thousand tokens",
-    "less, %",
-    "documents computed again",
-    "less, %",
-    "of all documents found, %",
-)
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(StorageRecord, suite.name))
-    if not groups:
-        return Part([])
-    table = Table("KV of a knowledge base and of uploads", list(_HEADINGS), labels=2)
-    for group in groups:
-        cell = StorageCell.read(group.cell, "fusion-storage")
-        room = "unlimited" if cell.device_tokens is None else f"{cell.device_tokens:,}".replace(",", THIN)
-        for policy in group.policies:
-            runs = group.runs(policy)
-            held, again = _held(runs), _mean(runs, "again")
-            before = group.runs(_BASELINE)
-            table.add(
-                room,
-                policy,
-                format_number(held / 1e3),
-                _less(held, _held(before)) if before else "",
-                format_number(again, 0),
-                _less(again, _mean(before, "again")) if before else "",
-                format_number(100 * _mean(runs, "found") / _mean(runs, "documents")),
-            )
-    first = groups[0]
-    cell = StorageCell.read(first.cell, "fusion-storage")
-    table.note = (
-        f"Means of seeds {', '.join(map(str, first.seeds))}: {len(first.runs()[0].rows['held']):,} requests for "
-        f"{cell.documents} documents of {cell.document_tokens} tokens, 60 % of them of {cell.known:,} that were "
-        f"computed before, 30 % of {cell.uploads:,} uploads, 10 % asked for once. Less: than with a prefix cache "
-        "alone. Again: of documents that had been computed before. The paper has 71.0 % less, 82.3 % less and 77.9 % "
-        "found; it does not say of how many documents."
-    )
-    return Part([table])
-
-
-def _held(runs: Sequence[StorageRecord]) -> float:
-    return fmean(run.rows["held"][-1] for run in runs)
-
-
-def _mean(runs: Sequence[StorageRecord], column: str) -> float:
-    """Of the seeds' sums."""
-    return fmean(sum(run.rows[column]) for run in runs)
-
-
-def _less(value: float, before: float) -> str:
-    return "" if value == before else format_number(100 * (1 - value / before))

@@ -1,4 +1,4 @@
-"""Answers from reused KV, and the models that give them: the suites of kinds "fusion" and "fusion-training"."""
+"""Answers of a toy model from reused KV, by what is recomputed (FusionRAG 5.2), and the training of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.torch import need_torch
+from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
@@ -35,7 +35,6 @@ __all__ = [
     "Order",
     "Select",
     "TrainingCell",
-    "TrainingRecord",
     "checkpoint",
     "earlier",
 ]
@@ -189,25 +188,6 @@ class FusionRecord(Record):
         return len(next(iter(self.rows.values())))
 
 
-class TrainingRecord(Record):
-    """The training of one model: processor time, tokens, hops and documents, and the share of right predictions by
-    kind. Fact `bytes`: of its file."""
-
-    called: ClassVar[str] = "a training"
-    is_run: ClassVar[bool] = False
-
-    type: Literal["fusion-training"] = "fusion-training"
-    cell: dict[str, Any]
-    rows: dict[str, list[float | None]]
-    facts: dict[str, Any]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if not self.rows.get("seconds") or len({len(column) for column in self.rows.values()}) != 1:
-            raise ValueError("columns of different lengths, or none")
-        return self
-
-
 _QUESTIONS_SEED = 1_000
 """Questions of seed 0; no model was trained with it."""
 
@@ -235,7 +215,7 @@ class Fusion(Experiment):
     def obstacle(self, suite: Suite, cell: FusionCell, policy: str) -> str | None:
         if cell.by == "engine" and not ARMS[policy].on_engine:
             return "by = engine has no preprocessed copies: take by = reference"
-        return _no_torch()
+        return lacks_torch()
 
     def steps(self, job: Job) -> int:
         return job.requests
@@ -276,13 +256,17 @@ class Fusion(Experiment):
 
 
 class FusionTraining(Experiment):
+    """Columns: processor time, tokens, hops and documents, and the share of right predictions by kind. Fact `bytes`: of
+    the model's file."""
+
     kind = "fusion-training"
-    record = TrainingRecord
     cell = TrainingCell
+    columns = ("seconds", "tokens", "hops", "documents")
+    facts = ("bytes", "steps")
     policies: ClassVar[Any] = ("training",)
 
     def obstacle(self, suite: Suite, cell: TrainingCell, policy: str) -> str | None:
-        return _no_torch()
+        return lacks_torch()
 
     def steps(self, job: Job) -> int:
         return 0
@@ -314,14 +298,6 @@ class FusionTraining(Experiment):
             "facts": {"bytes": path.stat().st_size, "steps": history.steps},
             "rows": history.rows,
         }
-
-
-def _no_torch() -> str | None:
-    try:
-        need_torch()
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 def _untrained(cell: FusionCell, seed: int) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, RATIOS, REUSE, FusionRecord, TrainingRecord
+from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, RATIOS, REUSE, FusionRecord, FusionTraining
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
@@ -15,6 +15,7 @@ from ragorder.eval.report.statistics import PairedDifference, StatisticsError, c
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import change_words, format_number
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 __all__ = [
@@ -290,7 +291,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     every = group_runs(results.of(FusionRecord, suite.name))
     groups = [group for group in every if not compares_copies(group)]
     copies = [group for group in every if compares_copies(group)]
-    trained = group_runs(results.of(TrainingRecord, suite.name))
+    trained = group_runs(results.of(FusionTraining.record, suite.name))
     tables = [table for group in groups for table in _tables(group)]
     return Part(
         [*tables, *([copies_table(copies)] if copies else []), *map(_training, trained)],
@@ -375,8 +376,6 @@ def _change(found: Curve, other: str, ratio: float) -> Entry:
 
 
 def _hundredfold(comparison: Any) -> Any:
-    from dataclasses import replace
-
     names = ("baseline", "value", "difference", "low", "high")
     return replace(comparison, **{name: 100 * getattr(comparison, name) for name in names})
 
@@ -445,7 +444,7 @@ def _deviations(group: Group) -> dict[str, list[float]]:
     return {arm: [fmean(each) for each in zip(*found, strict=True)] for arm, found in columns.items()}
 
 
-def _training(group: RecordGroup[TrainingRecord]) -> Table:
+def _training(group: RecordGroup[Record]) -> Table:
     kinds = ("one hop", "two hops", "three hops", "link", "link over a relay")
     table = Table(
         "Right predictions at the end of training, %", ["seed", *kinds, "steps", "million tokens", "CPU s", "kB"]
@@ -464,7 +463,7 @@ def _training(group: RecordGroup[TrainingRecord]) -> Table:
     return table
 
 
-def _training_picture(group: RecordGroup[TrainingRecord]) -> Picture:
+def _training_picture(group: RecordGroup[Record]) -> Picture:
     kind = "three hops" if group.cell.get("hops") == 3 else "two hops"
     lines = group.runs()
 

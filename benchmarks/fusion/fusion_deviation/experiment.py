@@ -1,4 +1,4 @@
-"""Deviation of reused KV from full attention's: the suites of kind "fusion-deviation"."""
+"""Deviation of reused KV from full attention's, and the places of critical tokens (FusionRAG Figures 3, 7b and 8)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.benchmarks.fusion.fusion_deviation.measuring import Measured
 
-__all__ = ["ALONE", "COPIES", "PREPROCESSED", "DeviationCell", "DeviationRecord", "FusionDeviation", "make_part"]
+__all__ = ["ALONE", "COPIES", "PREPROCESSED", "DeviationCell", "FusionDeviation", "make_part"]
 
 ALONE, PREPROCESSED = "alone", "preprocessed"
 COPIES = (ALONE, PREPROCESSED)
@@ -53,48 +53,22 @@ class DeviationCell(SuiteCell):
         return self
 
 
-class DeviationRecord(Record):
-    """Copies of one kind. Column `deviation`: of each prompt's documents in the second layer, relative to full
-    attention's KV. Facts, over all prompts: that by layer (`layers`), by document and tenth of it (`places`), and the
-    share of tokens that each selection chose there (`chosen`). Of preprocessed copies also `related`: over all
-    questions the share of documents with a neighbour retrieved beside them, and of their neighbours that are."""
-
-    called: ClassVar[str] = "a measurement of KV deviation"
-    facts_needed: ClassVar[tuple[str, ...]] = ("layers", "places", "chosen", "tokens")
-
-    type: Literal["fusion-deviation"] = "fusion-deviation"
-    cell: dict[str, Any]
-    facts: dict[str, Any]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return ("deviation",)
-
-    @property
-    def setting(self) -> DeviationCell:
-        return DeviationCell.model_validate(self.cell)
-
-    @property
-    def requests(self) -> int:
-        return len(self.rows["deviation"])
-
-    @model_validator(mode="after")
-    def _shaped(self) -> Self:
-        places = [self.facts["places"], *self.facts["chosen"].values()]
-        if len({(len(table), *map(len, table)) for table in places}) > 1:
-            raise ValueError("places are not of one shape")
-        return self
-
-
 _OTHER_ENGINE = "KV is compared in the embedded engine: give --engine torch, or none"
 # Of a system prompt and a question.
 _MORE_TOKENS = 1024
 
 
 class FusionDeviation(Experiment):
+    """Copies of one kind. Column `deviation`: of each prompt's documents in the second layer, relative to full
+    attention's KV. Facts, over all prompts: that by layer (`layers`), by document and tenth of it (`places`), and the
+    share of tokens that each selection chose there (`chosen`). Of preprocessed copies also `related`: over all
+    questions the share of documents with a neighbour retrieved beside them, and of their neighbours that are."""
+
     kind = "fusion-deviation"
-    record = DeviationRecord
     cell = DeviationCell
+    columns = ("deviation",)
+    facts = ("layers", "places", "chosen", "tokens")
+    runs = True
     policies: ClassVar[Any] = COPIES
     unit = "prompts"
     one_job = True
@@ -155,7 +129,7 @@ class FusionDeviation(Experiment):
         return TorchModel.load(make_model(folder, texts=texts, layers=6, hidden_size=256, vocab_size=4096))
 
 
-_Group = RecordGroup[DeviationRecord]
+_Group = RecordGroup[Record]
 _LOOKS = {ALONE: "retrieval", PREPROCESSED: "earned", "query": "earned", "deviation": "greedy"}
 _NAMES = {"query": "question's attention", "deviation": "KV deviation"}
 _RANDOM = (
@@ -167,7 +141,7 @@ _Grid = Sequence[Sequence[float]]
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(DeviationRecord, suite.name))
+    groups = group_runs(results.of(FusionDeviation.record, suite.name))
     models = dict.fromkeys(str(group.engine["model"]) for group in groups)
     return Part(
         list(map(_table, groups)),
@@ -184,7 +158,7 @@ def _table(group: _Group) -> Table:
         layers, places = _mean_row(group, kind, "layers"), _places(group, kind)
         shown = (layers[1], layers[-1], fmean(places[0]), fmean(places[-1]))
         table.add(kind, *(format_number(100 * share, 2) for share in shown))
-    cell, first = group.runs()[0].setting, group.runs()[0]
+    cell, first = DeviationCell.read(group.cell, "fusion-deviation"), group.runs()[0]
     table.note = (
         f"Squared, of keys and values, relative to full attention's. {first.requests} prompts × seeds "
         f"{', '.join(map(str, group.seeds))} of {cell.documents} documents of at most {cell.document_tokens} tokens"

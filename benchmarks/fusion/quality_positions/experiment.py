@@ -1,4 +1,4 @@
-"""Answers by the place of what they need: the suites of kind "quality-positions"."""
+"""Answers of a small trained model by the place of what they need, on a simulated cache (suite quality-positions)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS, SHIPPED, checkpoint
 from ragorder.benchmarks.fusion.fusion.report import TOY
-from ragorder.eval.engines.torch import need_torch
+from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.canvas import Picture, draw, name_marks, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
@@ -30,7 +30,6 @@ from ragorder.eval.suites.quality.orders import Order
 __all__ = [
     "Group",
     "PositionsCell",
-    "PositionsRecord",
     "QualityPositions",
     "Share",
     "bands",
@@ -60,30 +59,6 @@ class PositionsCell(SuiteCell):
         return None if self.models is None else Path(self.models)
 
 
-class PositionsRecord(Record):
-    """By request: whether the answer is `right`; the `rank` and the `place` (from 0) of the document that the question
-    names, and for chains `other_place`, of the one that this refers to; the mean number of places that its documents
-    moved; cached and prompt tokens, of a simulated engine."""
-
-    called: ClassVar[str] = "a measurement of answers by place"
-
-    type: Literal["quality-positions"] = "quality-positions"
-    cell: dict[str, Any]
-    rows: dict[str, list[float]]
-
-    @property
-    def columns_needed(self) -> tuple[str, ...]:
-        return "right", "rank", "place", "displacement", "cached_tokens", "prompt_tokens"
-
-    @property
-    def setting(self) -> PositionsCell:
-        return PositionsCell.model_validate(self.cell)
-
-    @property
-    def requests(self) -> int:
-        return len(self.rows["right"])
-
-
 _STREAM_SEED = 2_000
 """Requests of seed 0; no model was trained with it."""
 
@@ -91,9 +66,14 @@ _HOPS = 2
 
 
 class QualityPositions(Experiment):
+    """Columns, by request: whether the answer is `right`; the `rank` and the `place` (from 0) of the document that the
+    question names, and for chains `other_place`, of the one that this refers to; the mean number of places that its
+    documents moved; cached and prompt tokens, of a simulated engine."""
+
     kind = "quality-positions"
-    record = PositionsRecord
     cell = PositionsCell
+    columns = ("right", "rank", "place", "displacement", "cached_tokens", "prompt_tokens")
+    runs = True
     one_job = True
 
     @classmethod
@@ -120,11 +100,7 @@ class QualityPositions(Experiment):
         return [seed for seed in super().seeds(cell) if _path(cell, seed).is_file()]
 
     def obstacle(self, suite: Suite, cell: PositionsCell, policy: str) -> str | None:
-        try:
-            need_torch()
-        except ImportError as error:
-            return str(error)
-        return super().obstacle(suite, cell, policy)
+        return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.fusion.fusion.task import ChainModel
@@ -148,7 +124,7 @@ def _path(cell: PositionsCell, seed: int) -> Path:
 BANDS = 8
 """Places are taken together, so that there are no more of these."""
 
-Group = RecordGroup[PositionsRecord]
+Group = RecordGroup[Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +143,17 @@ class Share:
         return wilson(self.right / self.count, self.count) if self.count else None
 
 
+def _cell(group: Group) -> PositionsCell:
+    return PositionsCell.read(group.cell, "quality-positions")
+
+
 def total(group: Group, policy: str) -> Share:
     return _share(group, policy, lambda _: True)
 
 
 def bands(group: Group) -> list[range]:
     """Places that are taken together, from 0."""
-    documents = group.runs()[0].setting.documents
+    documents = _cell(group).documents
     several = -(-documents // BANDS)
     return [range(start, min(start + several, documents)) for start in range(0, documents, several)]
 
@@ -256,7 +236,7 @@ _CHAINS = "The model has learnt to follow links to what stands in front of them:
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(PositionsRecord, suite.name))
+    groups = group_runs(results.of(QualityPositions.record, suite.name))
     tables = [table for group in groups for table in _tables(group, suite.baseline)]
     return Part(tables, words=[TOY] if groups else [], pictures=lambda: [*map(_picture, groups)])
 
@@ -269,7 +249,7 @@ def _tables(group: Group, baseline: str) -> list[Table]:
 
 
 def _setting(group: Group) -> str:
-    cell = group.runs()[0].setting
+    cell = _cell(group)
     return f"{_TASKS[cell.task]}, of {cell.documents}"
 
 

@@ -177,7 +177,7 @@ class Answers:
 def rows_of(
     stream: Stream, orders: Sequence[Ordered], answers: Answers, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Rows of a `PositionsRecord`."""
+    """Return the columns of a record."""
     said = answers.to([each.permutation for each in orders])
     rows: dict[str, list[float]] = {}
     for asked, order, answer in zip(stream.requests, orders, said, strict=True):
