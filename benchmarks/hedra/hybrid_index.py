@@ -77,7 +77,7 @@ class HybridIndex(Experiment):
     one_job = True
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: HybridCell = job.cell
         index, queries = self._index(job)

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
 
-from ragorder.benchmarks.chats.conversations.experiment import make_proxy, send_conversations
-from ragorder.benchmarks.chats.conversations.layouts import LAYOUTS, ChatTurn, conversations
-from ragorder.benchmarks.chats.conversations.server import SimulatedServer
+from ragorder.benchmarks.chats.conversations import LAYOUTS, make_proxy, send_conversations
+from ragorder.benchmarks.chats.servers import SimulatedServer
+from ragorder.benchmarks.chats.talks import ChatTurn, conversations
 from ragorder.eval.cli.eval import eval as evaluate
 
 
@@ -122,7 +122,7 @@ def test_with_engine_openai_a_server_with_a_model_is_started(
         started.append((model, max_model_len))
         yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.benchmarks.chats.conversations.servers.VLLMServer", start)
+    monkeypatch.setattr("ragorder.benchmarks.chats.servers.VLLMServer", start)
     options = ["--engine", "openai", "--model", model_folder, "--seeds", "0", "--limit", "3", "-o", tmp_path]
     invoke("run", "conversations", *options, "--set", "turns=1", "--set", "layout=one turn", "--set", "tokenizer=yes")
     assert started == [(model_folder, 8192)]

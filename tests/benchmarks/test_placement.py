@@ -11,7 +11,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("scipy")
 
 from ragorder import Document
-from ragorder.benchmarks.chats.placement.prompts import PLACES, PlacedPrompts
+from ragorder.benchmarks.chats.placement import PLACES, PlacedPrompts
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report.groups import group_runs

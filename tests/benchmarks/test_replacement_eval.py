@@ -21,22 +21,19 @@ from support.suites import assert_refused, suite_of
 
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.ragcache.replacement import (
+from ragorder.benchmarks.ragcache.replacement.experiment import TierSize
+from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
+from ragorder.benchmarks.ragcache.replacement.tiers import (
     A10G,
     QUESTION_TOKENS,
     REPLACEMENT_POLICIES,
-    SKEWED,
     SYSTEM_TOKENS,
-    DocumentStream,
     EventsOrderer,
     SimulatedPrefill,
-    TierSize,
     TwoTiers,
     mirroring_orderer,
     most_hits,
     simulate,
-    skewed_stream,
-    stream_of_trace,
 )
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import trace_of_workload

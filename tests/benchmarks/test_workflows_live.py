@@ -35,7 +35,7 @@ from ragorder.benchmarks.hedra.workflows_live.measuring import (
     search_ms,
     serve_live,
 )
-from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
 from ragorder.eval.running.options import Options

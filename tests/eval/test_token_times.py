@@ -12,8 +12,7 @@ from rich.console import Console
 
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.ragcache.reordering.experiment import ReorderingRecord
-from ragorder.benchmarks.ragcache.reordering.report import make_part
+from ragorder.benchmarks.ragcache.reordering import ReorderingRecord, make_part
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens

@@ -224,7 +224,7 @@ class Fusion(Experiment):
         from ragorder.benchmarks.fusion.fusion.prompts import draw_questions, measure_curves
         from ragorder.benchmarks.fusion.fusion.served import measure_on_engine
         from ragorder.benchmarks.fusion.fusion.task import ChainModel, Level
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: FusionCell = job.cell
         level, seed = Level(cell.hops, cell.documents), _QUESTIONS_SEED + job.seed
@@ -274,7 +274,7 @@ class FusionTraining(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         from ragorder.benchmarks.fusion.fusion.task import ChainModel
         from ragorder.benchmarks.fusion.fusion.training import History, remaining, train
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: TrainingCell = job.cell
         found = earlier(cell.start, cell.hops, job.seed) if cell.start is not None else None

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ragorder.benchmarks.fusion.fusion.experiment import Arm
 from ragorder.benchmarks.fusion.fusion.prompts import Measured, Prompts, Questions
 from ragorder.benchmarks.fusion.fusion.task import ASK, BOS, EPSILON, OPENING, THETA, VOCABULARY, ChainModel
-from ragorder.benchmarks.kernels.embedded.clocks import timed
+from ragorder.benchmarks.kernels.embedded.models import timed
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.load import rotated
 

@@ -105,7 +105,7 @@ class QualityPositions(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.fusion.fusion.task import ChainModel
         from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, draw_stream, order_stream, rows_of
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: PositionsCell = job.cell
         with threads(1):
