@@ -29,7 +29,7 @@ def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vecto
 
 
 def build_index(vectors: Vectors, nprobe: float, *, sampled: bool = False) -> Any:
-    """Return an index by inner product in 4 sqrt(n) clusters, of which a search scans the share `nprobe`.
+    """Return an index by inner product in 4 sqrt(n) clusters; a search scans the share `nprobe` of them.
 
     A large one is trained in four rounds, on a sample of 40 vectors a cluster (`sampled`).
     """

@@ -61,7 +61,7 @@ def _share(run: Record, column: str) -> float:
 
 
 def _reused_later(row: Row) -> str:
-    """Exact and taken over; empty without so many requests."""
+    """Exact and reused; empty for fewer requests."""
     rows = row.runs[0].rows
     whole, exact, fused = (sum(rows[name][_FIRST:]) for name in ("document_tokens", "exact_tokens", "fused_tokens"))
     return format_number(100 * (exact + fused) / whole) if whole else ""
@@ -81,7 +81,7 @@ def _title(block: Block) -> str:
 
 
 class FusedOrders(Experiment):
-    """Columns, by request: the tokens of its documents, those of an exact prefix, those taken over, and those computed,
+    """Columns, by request: the tokens of its documents, those of an exact prefix, those reused, and those computed,
     the question's among them; `seconds` are estimated from these."""
 
     kind = "fused-orders"
@@ -138,7 +138,7 @@ def measure(
         found = engine.serve(documents, exact_documents, QUESTION_TOKENS)
         confirm(found.exact)
         length = sum(stream.tokens[document] for document in request)
-        # What is computed attends to all in front of it, as a suffix does.
+        # What is computed attends to all before it, as a suffix does.
         seconds = A10G(round(length + QUESTION_TOKENS - found.computed), found.computed)
         for name, value in zip(rows, (length, found.exact, found.fused, found.computed, seconds), strict=True):
             rows[name].append(round(value, 4))
@@ -171,7 +171,7 @@ def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Plac
 
 @dataclass(frozen=True, slots=True)
 class FusedPrefill:
-    """Tokens of documents in an exact prefix, and taken over; tokens computed, the question's among them."""
+    """Tokens of documents in an exact prefix, and reused; tokens computed, the question's among them."""
 
     exact: int
     fused: int
@@ -181,10 +181,10 @@ class FusedPrefill:
 class SimulatedFusion:
     """One tier with room for `device_tokens` (None: unlimited), whose leaves PGDSF evicts.
 
-    As on the engine: behind the longest cached path come documents that are computed in place, exactly, and stay; from
-    the first one on that is taken over, all are copied. A document without KV among these is computed by itself, which
+    As on the engine: after the longest cached path come documents that are computed in place, exactly, and stay; from
+    the first one on that is reused, all are copied. A document without KV among these is computed by itself, which
     stays, too. Of what is copied the share `recompute` is recomputed. With `copied` all documents have a copy that
-    takes no room; else those that stand on a path. One that does not fuse computes all behind the longest cached path.
+    takes no room; else those that stand on a path. One that does not fuse computes all after the longest cached path.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class SimulatedFusion:
         return self._tier.used
 
     def serve(self, documents: Sequence[int], exact_documents: int, question_tokens: int) -> FusedPrefill:
-        """`exact_documents`: leading ones that are not taken over."""
+        """`exact_documents`: leading ones that are not reused."""
         tokens = self._tokens
         paths = [tuple(documents[:end]) for end in range(1, len(documents) + 1)]
         cached = next((place for place, path in enumerate(paths) if path not in self._tier), len(paths))
@@ -240,18 +240,18 @@ class SimulatedFusion:
         return FusedPrefill(prompt - new - copied, copied - by_themselves, computed)
 
     def _insert(self, paths: Iterable[Path], in_use: set[Path]) -> None:
-        """As far as there is room."""
+        """While there is room."""
         for path in paths:
             size = self._tokens[path[-1]]
-            behind = path[:-1] or None
-            if path in self._tier or (behind is not None and behind not in self._tier):
+            parent = path[:-1] or None
+            if path in self._tier or (parent is not None and parent not in self._tier):
                 continue
             if self._make_room(size, in_use | {path[:-1]}):
-                self._tier.insert(path, size, behind)
+                self._tier.insert(path, size, parent)
                 self._ending.setdefault(path[-1], {})[path] = None
 
     def _make_room(self, tokens: int, in_use: set[Path]) -> bool:
-        """Whether so many are free then."""
+        """Return whether there is room then."""
         if self._room is None:
             return True
         missing = self._tier.used + tokens - self._room

@@ -1,4 +1,4 @@
-"""Searches of a cold index file, of which memory holds a part (HedraRAG Figure 8; suite hedra-index)."""
+"""Searches of a cold index file that memory holds in part (HedraRAG Figure 8; suite hedra-index)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _K = 1
 
 
 class HybridCell(SuiteCell):
-    """Searches of an index in a file, of which memory holds the share `held`.
+    """Searches of an index in a file; memory holds the share `held` of it.
 
     Without a `corpus`: random vectors, asked for so that a fifth of the clusters has the share `skew` of the work
     (HedraRAG Figure 8: 69 %).

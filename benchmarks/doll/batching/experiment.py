@@ -56,7 +56,7 @@ class BatchingCell(SuiteCell):
 @dataclass(frozen=True, slots=True)
 class System:
     """`serial`: a batch is searched for, then generated. `sizes` of its batches; `placed`: partitions are resident
-    where memory is left; `depth`: layers read ahead, None: as many as there is room for. `joined`: requests join
+    where memory is left; `depth`: layers read ahead, None: all with room. `joined`: requests join
     generation at each step; `kept`: KV of prefixes is shared and kept, with documents by "rank", or "ordered";
     `passes`: requests join retrieval at each partition. `server`: the product's own, with the batches that are joined
     or not, and ordered KV if kept."""

@@ -100,7 +100,7 @@ class Prompts:
 
     @classmethod
     def of(cls, corpus: Corpus, count: int, *, top_k: int, seed: int) -> Prompts:
-        """Of `count` questions, drawn without repetition as far as there are enough."""
+        """Of `count` questions, drawn without repetition while there are enough."""
         draw = random.Random(f"prompts {seed}")
         chosen: list[int] = []
         while len(chosen) < count:
@@ -166,7 +166,7 @@ class Passes:
         found.close()
 
     async def run_joined(self, line: Line, found: Line) -> None:
-        """Requests join at the next partition, and have their results after all partitions, in whatever order."""
+        """Requests join at the next partition, and have their results after all partitions, in any order."""
         loop = asyncio.get_running_loop()
         left: dict[Served, int] = {}
         while left or await line.any():
@@ -253,7 +253,7 @@ class BacklogSizes:
 
 
 class Moment(NamedTuple):
-    """The beginning of a batch, or a step that requests join: the time, requests that run and that wait behind it, the
+    """The beginning of a batch, or a step that requests join: the time, requests that run and that wait, the
     share of KV on the device, and partitions that may be resident."""
 
     at_s: float
@@ -384,7 +384,7 @@ class _Running:
 
 
 class Joining:
-    """An engine with the costs of a `generator`, a step at a time: each streams the weights once, whatever runs. As
+    """An engine with the costs of a `generator`, a step at a time: each streams the weights once for all that run. As
     many run as there is room for in `kept`, or `generator.most` without it."""
 
     def __init__(

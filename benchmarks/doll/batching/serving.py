@@ -154,7 +154,7 @@ class _Committed:
 
 class Decoupled:
     """A `DecoupledServer` on a virtual clock. Without `capacity_tokens` its batches run to their ends, after `seconds`
-    of their size; with it requests join an engine with the costs of `generator` at each step, as many as the trie of
+    of their size; with it requests join an engine with the costs of `generator` at each step, while the trie of
     their KV leaves room for, documents ordered, and those that are cached go first. `joined_passes`: they join a pass
     at each partition, too."""
 

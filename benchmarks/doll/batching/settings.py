@@ -1,4 +1,4 @@
-"""Costs of RAGDoll's two platforms with its two models (section 6.1), as far as the paper's figures say.
+"""Costs of RAGDoll's two platforms with its two models (section 6.1), fitted to the paper's figures.
 
 Fitted are, with the figure that each was read from:
 
@@ -128,7 +128,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A platform with a model. `pass_s`: over all partitions, none of which is resident. `room_gb`: host memory for
+    """A platform with a model. `pass_s`: over all partitions, none resident. `room_gb`: host memory for
     partitions and for KV that `device_kv_gb` does not hold; a request has `kv_gb`. `streamed`: share of the weights
     that a step streams. `serial_most`: the largest batch if no retrieval runs beside it; `fixed`: the size in Table
     2, or by analogy. `kv_bound`: whether KV limits batches."""

@@ -166,7 +166,7 @@ class LiveParts:
             ),
         )
         engine = TimedEngine(streamed, settings, search)
-        # Moved behind its back, layers come back to the engine's plan: all in memory.
+        # Moved without its knowledge, layers come back to the engine's plan: all in memory.
         engine.move_layers(Residency.spread(cell.layers, 0))
         streamed.streamer.resize(_SLOTS)
         worker = EngineWorker(engine)

@@ -24,7 +24,7 @@ SLOTS: dict[str, int | None] = {"no prefetch": 1, "one ahead": 2, "two ahead": 3
 
 
 class StreamingCell(SuiteCell):
-    """A Llama of so many `layers`, of which `budget_layers` have room on the device, read at `gigabytes_s`; reading and
+    """A Llama of `layers`, `budget_layers` of them with room on the device, read at `gigabytes_s`; reading and
     computing a layer take up to the share `jitter` more or less. `repeats` turns of `steps` steps are measured."""
 
     gigabytes_s: float = Field(1.0, gt=0)

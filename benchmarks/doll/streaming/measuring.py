@@ -81,7 +81,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, nbytes: float) -> float:
-        """When so many bytes will have passed, by `time.perf_counter`."""
+        """Return when the bytes will have passed, by `time.perf_counter`."""
         with self._lock:
             self.free_s = max(time.perf_counter() - self.burst_s, self.free_s) + nbytes / self.bytes_s
             return self.free_s
@@ -194,7 +194,7 @@ class Bench:
         self._streamer.move(Residency.spread(layers, 0))
 
     def steps(self, policy: str, count: int, advance: Callable[[], None]) -> list[float]:
-        """Seconds of so many steps, behind one that is not counted."""
+        """Return seconds of `count` steps, after one that is not counted."""
         self._slots[policy] = self._streamer.resize(SLOTS[policy] or self._cell.budget_layers)
         self._sources[0].begin()
         self._pauses.begin()
@@ -230,7 +230,7 @@ class Bench:
         return self._sources[-1]
 
     def _computing(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens on weights that stay."""
+        """Return seconds of a step of `tokens` on weights that stay."""
         random = Random(self._seed)
         self._ids = torch.tensor([[random.randrange(VOCABULARY) for _ in range(tokens)]])
         self._pauses.begin()

@@ -52,9 +52,9 @@ NEIGHBOURS = 4
 """Similar documents of the corpus that preprocessing takes."""
 
 Copies = Literal["alone", "similar", "similar, best first", "retrieved", "in front", "served"]
-"""What a document's KV was computed behind: the system prompt alone; the KV of the documents most like it (FusionRAG
-3.1), of which the most similar one comes last, or first (Eq. 10); the KV of others of the same prompt, or of those that
-stand in front of it there, which no preprocessing can know; some other documents of an earlier prompt (Cache-Craft)."""
+"""What a document's KV was computed after: the system prompt alone; the KV of the documents most like it (FusionRAG
+3.1), the most similar one last, or first (Eq. 10); the KV of others of the same prompt, or of those before it there,
+which no preprocessing can know; some other documents of an earlier prompt (Cache-Craft)."""
 
 Select = Literal["query", "deviation", "inter", "head", "random"]
 
@@ -99,8 +99,8 @@ Order = Literal["in front", "behind", "any"]
 
 
 class FusionCell(SuiteCell):
-    """Questions of so many `hops` on so many `documents`. In `order` a document that another one refers to stands in
-    front of it, behind it, or anywhere. `neighbours` are for preprocessing; `models` is a folder of suite
+    """Questions of `hops` on `documents`. In `order` a document that another one refers to stands before it, after it,
+    or anywhere. `neighbours` are for preprocessing; `models` is a folder of suite
     fusion-training, instead of the models that come with ragorder; answers are `by` a reference in plain torch, or the
     embedded engine, compared with that. `idle_layers` change no answer, and give the engine's model the times of a
     larger one. `topic`: how many documents of a corpus refer only to each other, and are likelier to be retrieved
@@ -131,8 +131,8 @@ class FusionCell(SuiteCell):
 
 
 class TrainingCell(SuiteCell):
-    """A model for questions of up to so many `hops`. `start` is a folder of earlier models ("shipped": those that come
-    with ragorder), whose training goes on: of as many hops with its last stage again, else of fewer."""
+    """A model for questions of up to `hops`. `start` is a folder of earlier models ("shipped": those that come
+    with ragorder), whose training goes on: of the same hops with its last stage again, else of fewer."""
 
     hops: Literal[2, 3] = 2
     start: str | None = None
@@ -142,12 +142,12 @@ SHIPPED = Path(__file__).parent
 
 
 def checkpoint(folder: Path, hops: int, seed: int) -> Path:
-    """The model for questions of up to so many hops."""
+    """Return the path of the model for questions of up to `hops`."""
     return folder / f"chains-{hops}-hops-{seed}.safetensors"
 
 
 def earlier(start: str, hops: int, seed: int) -> tuple[int, Path] | None:
-    """The model of the most hops, at most so many, in the folder `start` ("shipped": the package's), and its hops."""
+    """Return the hops and the path of the model of the most hops, at most `hops`, in a folder or "shipped"."""
     folder = SHIPPED if start == "shipped" else Path(start)
     paths = ((known, checkpoint(folder, known, seed)) for known in range(hops, 1, -1))
     return next(((known, path) for known, path in paths if path.is_file()), None)
@@ -288,7 +288,7 @@ class FusionTraining(Experiment):
         advance = self.progress(f"steps, seed {job.seed}", sum(stage.steps for stage in stages))
         with threads(1):
             for model in train(job.seed, stages, history.take(advance), start):
-                # Whatever stage is interrupted, the model of the last one remains.
+                # If a stage is interrupted, the model of the last one remains.
                 model.save(path)
         history.close()
         yield {

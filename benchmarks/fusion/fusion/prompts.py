@@ -79,7 +79,7 @@ class Questions:
         return self.of(self.retrieved)
 
     def retrieved_together(self, neighbours: int) -> float:
-        """The share of so many most similar documents, of those in a prompt, that are in the prompt."""
+        """Return the share of the most similar documents of those in a prompt that are in the prompt."""
         if not neighbours:
             return 0.0
         of_prompt = self.similar.gather(1, self.retrieved[..., None].expand(-1, -1, self.similar.shape[2]))
@@ -144,7 +144,7 @@ def _similarity(documents: Tensor) -> Tensor:
 
 
 EARLIER_DOCUMENTS = 3
-"""In front of a document in the earlier prompt that its copy is from."""
+"""Before a document in the earlier prompt that its copy is from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def make_copies(model: ChainModel, questions: Questions, copies: Copies, neighbo
 
 def _in_front(questions: Questions, place: int, copies: Copies, neighbours: int) -> Sequence[Tensor]:
     """Numbers of the documents, one a question each, whose KV the document at this place of the prompts is computed
-    behind."""
+    after."""
     retrieved = questions.retrieved
     if copies == "alone":
         return []
@@ -180,7 +180,7 @@ def _in_front(questions: Questions, place: int, copies: Copies, neighbours: int)
 
 
 def _behind(model: ChainModel, questions: Questions, numbers: Tensor, in_front: Sequence[Tensor]) -> ReferenceKV:
-    """Of one document a question, behind the KV of others that were computed alone (Eq. 10)."""
+    """Of one document a question, after the KV of others that were computed alone (Eq. 10)."""
     system = system_prompt(model, len(questions))
     others = [questions.of(other[:, None])[:, 0] for other in in_front]
     alone = [compute_behind(model, document, system).kv for document in others]
@@ -189,7 +189,7 @@ def _behind(model: ChainModel, questions: Questions, numbers: Tensor, in_front: 
 
 
 def _from_earlier_prompts(model: ChainModel, questions: Questions, seed: int) -> DocumentCopies:
-    """Of each document, computed exactly behind others of its corpus."""
+    """Of each document, computed exactly after others of its corpus."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(questions.similar.shape, generator=generator).argsort(2)[..., :EARLIER_DOCUMENTS]
     others, row = questions.similar.gather(2, drawn), torch.arange(len(questions))
@@ -223,16 +223,16 @@ class Prompts:
         count = self.budget(arm, ratio)
         first, end = self._candidates(arm)
         if count == end - first:
-            # Whatever the copies were.
+            # The same for any copies.
             arm = Arm()
             count = self.reused_tokens(arm)
-        # Whatever is selected, nothing and everything are the same.
+        # For every selection, nothing and everything are the same.
         select = (arm.select, arm.rounds) if 0 < count < self.reused_tokens(arm) else None
         key = ("right", arm.copies, arm.exact, count, select)
         return self._once(key, lambda: (self.answer(arm, count).argmax(-1) == self.questions.values).float())
 
     def answer(self, arm: Arm, count: int) -> Tensor:
-        """Logits (questions, vocabulary) with so many of the reused tokens recomputed."""
+        """Return logits (questions, vocabulary) with `count` of the reused tokens recomputed."""
         slots = self.selected(arm, count) if count else None
         return self.model.logits(self._compute(arm, slots).hidden[:, -1])
 

@@ -161,7 +161,7 @@ def copies_table(groups: Sequence[Group]) -> Table:
             if removed is None or found is None or arm in (BASELINE, REUSE) or (cell.topic, arm) in said:
                 continue
             if not by_number:
-                # The same whatever the number of neighbours.
+                # The same for any number of neighbours.
                 said.add((cell.topic, arm))
             table.add(
                 arm,

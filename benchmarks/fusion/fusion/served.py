@@ -40,9 +40,9 @@ _IDLE_UNITS = 4096
 
 
 def llama(model: ChainModel, idle_layers: int = 0) -> Any:
-    """The same model in transformers' terms. Its token b * VOCABULARY + t is t behind b; its answers are tokens t.
+    """The same model in transformers' terms. Its token b * VOCABULARY + t is t after b; its answers are tokens t.
 
-    `idle_layers` in front of the last one change nothing, and take the time of a larger model's, as do further units of
+    `idle_layers` before the last one change nothing, and take the time of a larger model's, as do further units of
     all layers.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,7 +92,7 @@ def llama(model: ChainModel, idle_layers: int = 0) -> Any:
 
 
 def llama_tokens(tokens: Sequence[int]) -> list[int]:
-    """A prompt in the tokens of `llama`. What opens a document or a question is the same behind everything."""
+    """A prompt in the tokens of `llama`. What opens a document or a question is the same after everything."""
     behind = (0 if token in OPENING else before for before, token in zip([0, *tokens], tokens, strict=False))
     return [before * VOCABULARY + token for before, token in zip(behind, tokens, strict=True)]
 
@@ -169,12 +169,12 @@ def measure_on_engine(
 
 
 def reference_arm(arm: Arm, questions: Questions) -> Arm:
-    """What the reference does as the engine: a document that stands directly behind the system prompt is exact."""
+    """What the reference does as the engine: a document that stands directly after the system prompt is exact."""
     return replace(arm, exact=max(arm.exact, 1 / questions.level.documents))
 
 
 def prepare(engine: TieredEngine, questions: Questions, number: int, arm: Arm) -> None:
-    """An empty cache, then each document of a question behind the system prompt, and an exact prefix of them."""
+    """An empty cache, then each document of a question after the system prompt, and an exact prefix of them."""
     documents = questions.documents[number].tolist()
     exact = round(arm.exact * len(documents))
     paths = [[document] for document in documents]
@@ -186,7 +186,7 @@ def prepare(engine: TieredEngine, questions: Questions, number: int, arm: Arm) -
 def answer_on_engine(
     engine: TieredEngine, questions: Questions, number: int, arm: Arm, ratio: float, *, keep_logits: bool = False
 ) -> Completion:
-    """Raises EngineError if another prefix was exact than the arm has, or a document was not taken over."""
+    """Raises EngineError if another prefix was exact than the arm has, or a document was not reused."""
     documents = questions.documents[number].tolist()
     question = [ASK, int(questions.names[number])]
     request = _request(documents, question, _fusion(arm, ratio), keep_logits=keep_logits)
@@ -196,7 +196,7 @@ def answer_on_engine(
     expected = exact, len(_SYSTEM) + level.tokens - exact
     if (done.cached.total, done.fused.total) != expected:
         found = f"{done.cached.total} and {done.fused.total}"
-        raise EngineError(f"{expected[0]} tokens should be exact and {expected[1]} taken over, not {found}")
+        raise EngineError(f"{expected[0]} tokens should be exact and {expected[1]} reused, not {found}")
     return done
 
 

@@ -142,8 +142,8 @@ def draw_corpora(
     shown: float = 0.0,
     topic: int = 0,
 ) -> Corpora:
-    """Corpora of so many documents; a share `shown` of the links and relays spells its value out. So many consecutive
-    documents, of one `topic`, refer only to each other (0: all do)."""
+    """Corpora of `documents` each; a share `shown` of the links and relays spells its value out. `topic` consecutive
+    documents refer only to each other (0: all do)."""
     topic = topic or documents
     definitions, relays, links = (documents * each for each in (_DEFINITIONS, level.relays, level.links))
     aliases = _distinct(count, ALIASES, definitions + relays, generator)
@@ -376,7 +376,7 @@ def compute(
     slots: Tensor,
     kv: ReferenceKV,
 ) -> Computed:
-    """New tokens (B, T), each behind `before`, at `slots` of prompts with this KV, causal by position."""
+    """New tokens (B, T), each after `before`, at `slots` of prompts with this KV, causal by position."""
     hidden, held = model.embed(tokens, before), kv.held.scatter(1, slots, True)
     spots = torch.arange(kv.slots)[None]
     hides = (spots[:, None] > slots[..., None]) | ~held[:, None]
@@ -399,7 +399,7 @@ def compute_prompts(model: ChainModel, tokens: Tensor) -> Computed:
 
 
 def compute_behind(model: ChainModel, documents: Tensor, kv: ReferenceKV) -> Computed:
-    """Documents (B, document tokens) behind this KV; the result has theirs alone."""
+    """Documents (B, document tokens) after this KV; the result has theirs alone."""
     prompts, length = documents.shape
     room = ReferenceKV.joined(kv, ReferenceKV.empty(model, prompts, length))
     slots = torch.arange(kv.slots, room.slots).expand(prompts, -1)

@@ -100,15 +100,15 @@ _STEP_TOKENS = 2_400
 _LEARNT = 0.97
 _MEMORY = 0.95
 _LOOKS_EARLY = 10
-"""In one of so many steps questions see the documents in all passes, otherwise in the last alone: what they need must
-have been resolved in the documents."""
+"""In one step of ten questions see the documents in all passes, otherwise in the last alone: what they need must have
+been resolved in the documents."""
 _HIDDEN = -1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Training on these levels in turn: until questions of the most hops are answered, at most for so many steps, or
-    (`settles`) for just so many, at a falling rate."""
+    """Training on these levels in turn: until questions of the most hops are answered, at most for `steps`, or
+    (`settles`) for all of them, at a falling rate."""
 
     levels: Sequence[Level]
     steps: int
@@ -195,7 +195,7 @@ class Training:
 
 
 def remaining(hops: int, known: int | None) -> Sequence[Stage]:
-    """The stages for a model that is trained for `known` hops: of as many, the last stage again."""
+    """The stages for a model that is trained for `known` hops: of the same number, the last stage again."""
     stages = CURRICULA[hops]
     if known is None:
         return stages
@@ -238,7 +238,7 @@ _STEPS = 50
 
 @dataclass(slots=True)
 class History:
-    """Means of so many steps each."""
+    """Means of 50 steps each."""
 
     steps: int = 0
     rows: dict[str, list[float | None]] = field(default_factory=dict)

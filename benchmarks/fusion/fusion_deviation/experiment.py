@@ -31,7 +31,7 @@ __all__ = ["ALONE", "COPIES", "PREPROCESSED", "DeviationCell", "FusionDeviation"
 
 ALONE, PREPROCESSED = "alone", "preprocessed"
 COPIES = (ALONE, PREPROCESSED)
-"""What documents' KV was computed behind: the system prompt, or also KV of similar documents (FusionRAG 3.1)."""
+"""What documents' KV was computed after: the system prompt, or also KV of similar documents (FusionRAG 3.1)."""
 
 
 class DeviationCell(SuiteCell):

@@ -38,7 +38,7 @@ class FusedPrompt:
 
 
 class CorpusPrompts:
-    """The questions of a corpus with as many documents as the cell wants, in an order of the seed's."""
+    """The questions of a corpus with the number of documents that the cell wants, in an order of the seed's."""
 
     def __init__(self, corpus: Corpus, tokenizer: Any, cell: DeviationCell) -> None:
         self._corpus, self._tokenizer, self._cell = corpus, tokenizer, cell
@@ -111,7 +111,7 @@ class KVSequence:
         self._model.restore()
 
     def compute(self, token_ids: Sequence[int], start: int) -> Tensor:
-        """KV of new tokens behind the first `start` ones."""
+        """Return KV of new tokens after the first `start` ones."""
         step = pack([Piece(token_ids, start, self.table, False)], self._layers, self._device)
         self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
         return self.read(start, start + len(token_ids))

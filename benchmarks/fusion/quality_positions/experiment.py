@@ -44,7 +44,7 @@ __all__ = [
 
 
 class PositionsCell(SuiteCell):
-    """`requests` of a `task` with so many `documents` each (the models were trained with up to 16), ordered for a
+    """`requests` of a `task` with `documents` each (the models were trained with up to 16), ordered for a
     prefix cache of `capacity_tokens`. `models` is a folder of suite fusion-training, instead of the models that come
     with ragorder."""
 
@@ -129,7 +129,7 @@ Group = RecordGroup[Record]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Right answers, of so many, with Wilson's 95 % interval."""
+    """Right answers of `count`, with Wilson's 95 % interval."""
 
     right: int
     count: int
@@ -168,7 +168,7 @@ def by_place(group: Group, policy: str) -> list[Share]:
 
 
 def definition_in_front(group: Group, policy: str, *, behind: bool = False) -> Share:
-    """Chains whose definition stands in front of the link, or behind it."""
+    """Return the share of chains whose definition stands before the link, or after it."""
     return _share(group, policy, lambda row: (row["other_place"] > row["place"]) == behind)
 
 

@@ -68,7 +68,7 @@ def _document(corpus: int, number: int) -> Document:
 
 
 def draw_stream(count: int, task: Task, documents: int, seed: int) -> Stream:
-    """So many requests with this many documents each. Corpora, questions and documents differ in popularity (Zipf); the
+    """Draw `count` requests with `documents` each. Corpora, questions and documents differ in popularity (Zipf); the
     documents that a question needs are always among those retrieved, at any rank."""
     generator = torch.Generator().manual_seed(seed)
     corpora = draw_corpora(CORPORA, Level(2, documents), generator, documents=DOCUMENTS, topic=SOURCE)
@@ -148,7 +148,7 @@ def order_stream(stream: Stream, policy: str, capacity_tokens: int | None, seed:
 
 @dataclass
 class Answers:
-    """Answers of a model to the requests of a stream, each prompt once whatever policies make it."""
+    """Answers of a model to the requests of a stream, each prompt once for all policies that make it."""
 
     model: ChainModel
     stream: Stream

@@ -110,7 +110,7 @@ def play(system: System, arrivals_s: Sequence[float], clock: Clock) -> list[floa
 def share_equally(
     searches: Sequence[RunningSearch], seconds: float, *, cores: int, code_s: float
 ) -> list[tuple[RunningSearch, int]]:
-    """Of each search as many clusters as fit into its share of the piece, at least one."""
+    """Return of each search the clusters that fit into its share of the piece, at least one."""
     codes = seconds * cores / code_s / max(1, len(searches))
     return [(search, search.end_of_piece(codes, whole=False)) for search in searches]
 
@@ -242,7 +242,7 @@ _ONE_ROW = np.zeros((1, 1), np.float32)
 
 
 class VirtualIndex:
-    """Clusters of `sizes` codes, of which each search visits `nprobe` at random."""
+    """Clusters of `sizes` codes; each search visits `nprobe` at random."""
 
     def __init__(self, sizes: NDArray[np.int64], nprobes: Sequence[int], seed: int) -> None:
         rng = np.random.default_rng(seed)

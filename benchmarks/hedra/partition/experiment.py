@@ -46,7 +46,7 @@ _BATCHES = ("batches", "batches by clusters")
 class PartitionCell(SuiteCell):
     """Single searches that arrive at random (Poisson), at `load` of what `cores` can do.
 
-    - real: random `vectors` in an IVF index of 4 sqrt(n) clusters, of which a search scans the share `nprobe`;
+    - real: random `vectors` in an IVF index of 4 sqrt(n) clusters; a search scans the share `nprobe` of them;
       `mixed`: a quarter, half, all, or twice of that
     - virtual: HedraRAG's index (38 million vectors of 1,024 dimensions, 4,096 clusters, nprobe 256), by costs that the
       real clock's facts say: of a code of 128 dimensions and a call, of a piece, and of handing a share to a thread

@@ -73,7 +73,7 @@ def _known(names: str) -> str:
 
 
 class WorkflowsCell(SuiteCell):
-    """Requests of a `workflow`, or of two ("multistep+one_shot", of which the first has the `share`), that arrive at
+    """Requests of a `workflow`, or of two ("multistep+one_shot": the first has the `share`), that arrive at
     `rate` a second (0: all at once). `nprobe` of the 4,096 clusters are searched on `cores`; `model` has the engine's
     costs. A GPU holds the share `fast` of the index, and scans a vector in `fast_ns`."""
 
@@ -97,8 +97,8 @@ _AT_ONCE = 8
 class System:
     """Searches: "alone", each whole on a core of its own; "batch", whole, with all others that wait, a core each;
     "dealt", the same, its clusters dealt to all cores; "pieces".
-    `transformations` of a WorkflowServer (None: stage by stage). `lockstep`: so many requests are a batch, and each of
-    its stages begins when all have ended the last. `max_generations`, `window`: of the WorkflowServer."""
+    `transformations` of a WorkflowServer (None: stage by stage). `lockstep`: requests of a batch, whose stages begin
+    when all have ended the last. `max_generations`, `window`: of the WorkflowServer."""
 
     words: str
     searches: Literal["alone", "batch", "dealt", "pieces"] = "pieces"

@@ -49,7 +49,7 @@ Retrieve = Callable[[str, int], Awaitable[Sequence[Document]]]
 
 
 class Stages:
-    """A barrier in front of each stage of a batch's requests, for those that have not ended."""
+    """A barrier before each stage of a batch's requests, for those that have not ended."""
 
     def __init__(self, requests: int) -> None:
         self._running = requests
@@ -123,7 +123,7 @@ def stage_by_stage(
     *,
     lockstep: int | None = None,
 ) -> Callable[..., Awaitable[WorkflowResult]]:
-    """A `run` like a WorkflowServer's. `lockstep`: in batches of at most so many."""
+    """A `run` like a WorkflowServer's. `lockstep`: the most requests of a batch."""
     batches = Lockstep(lockstep) if lockstep else None
 
     async def run(graph: CompiledGraph, question: str, *, state: Mapping[str, Any]) -> WorkflowResult:
@@ -282,8 +282,8 @@ async def play(
 
 
 def _facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
-    """Of speculative generations, those one stage ahead apart, of searches ahead of need, and of the generations after
-    each request's first."""
+    """Return counts of speculative generations, of those one stage ahead, of speculative searches, and of the
+    generations after each request's first."""
     facts = dict.fromkeys(_FACTS, 0)
     for trace in traces:
         generations = [piece for piece in trace.pieces if piece.worker == "engine"]

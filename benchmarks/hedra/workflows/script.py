@@ -88,7 +88,7 @@ def without_marks(text: str) -> str:
 
 
 class Script:
-    """What each request asks, and what is answered: the same whatever runs it. Lengths vary with `seed`."""
+    """What each request asks, and what is answered: the same for every system. Lengths vary with `seed`."""
 
     def __init__(self, corpus: Corpus, seed: int = 0) -> None:
         self._corpus = corpus
@@ -171,10 +171,10 @@ class Embedder:
         text = without_marks(text)
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if key not in self._known:
-            self._known[key] = self.anew(text)
+            self._known[key] = self.compute(text)
         return self._known[key]
 
-    def anew(self, text: str) -> Vectors:
+    def compute(self, text: str) -> Vectors:
         """Computed, whether it is known or not."""
         return np.ascontiguousarray(self._encode([without_marks(text)]), dtype=np.float32)
 

@@ -41,7 +41,7 @@ __all__ = ["SYSTEMS", "LiveCell", "WorkflowsLive", "make_part"]
 
 class LiveCell(SuiteCell):
     """Requests at a `load` of the rate at which a full queue is served stage by stage. The index has the corpus and
-    jittered copies of it, `vectors` in all, in `clusters`, of which a search scans `nprobe`. Answers are computed by
+    jittered copies of it, `vectors` in all, in `clusters`; a search scans `nprobe` of them. Answers are computed by
     the embedded engine, or by a vLLM server, on a model of one `shape`."""
 
     corpus: str = "nqopen"

@@ -150,8 +150,8 @@ _TRAINED_ON = 64
 
 
 class ScriptedEngine:
-    """Computes what `engine` computes, for as many tokens as the scripted answer has words, and streams these instead
-    of the tokens. `forced`: options that make the engine compute as many. `prompt_tokens` and `cached_tokens` are its
+    """Computes what `engine` computes, one token for each word of the scripted answer, and streams these instead of the
+    tokens. `forced`: options that make the engine compute that number. `prompt_tokens` and `cached_tokens` are its
     reports, `generation_s` the seconds of `generations` that have ended."""
 
     def __init__(
@@ -247,7 +247,7 @@ def large_index(documents: Vectors, vectors: int, clusters: int, nprobe: int) ->
 
 
 def _with_copies(documents: Vectors, vectors: int) -> Iterator[Vectors]:
-    """The documents, then jittered copies of them, in parts of at most as many."""
+    """The documents, then jittered copies of them, in parts of at most that size."""
     draw = np.random.default_rng(0)
     yield documents
     for start in range(len(documents), vectors, len(documents)):
@@ -303,7 +303,7 @@ async def serve_live(
             stack.callback(searches.close)
 
             async def retrieve(query: str, k: int) -> list[Document]:
-                vector = await asyncio.to_thread(materials.embed.anew, query)
+                vector = await asyncio.to_thread(materials.embed.compute, query)
                 return [document(id) for id in await searches.search(vector, k) if id >= 0]
 
             run: Any = stage_by_stage(
@@ -318,7 +318,7 @@ async def serve_live(
             server = WorkflowServer(
                 engine,
                 search,
-                materials.embed.anew,
+                materials.embed.compute,
                 document,
                 ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
