@@ -65,12 +65,6 @@ class TestPrompts:
         # The number of the third place is the same, too.
         assert common(first, second) == tokens + 4 * (place == "numbered by place")
 
-    @pytest.mark.parametrize(("wrong", "known"), [("documents=nowhere", "in front"), ("workload=mix9", "mix8")])
-    def test_a_place_or_a_workload_that_there_is_not_is_refused(self, wrong: str, known: str, tmp_path: Path) -> None:
-        done = CliRunner().invoke(evaluate, ["run", "placement", "-o", str(tmp_path), "--set", wrong])
-        assert done.exit_code == 2
-        assert known in done.output
-
 
 def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:
     run = ["run", "placement", "--set", "workload=mix8", "--limit", "200", "--seeds", "0", "-o", str(tmp_path)]

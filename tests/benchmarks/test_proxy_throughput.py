@@ -55,9 +55,6 @@ class TestTheReport:
     def test_says_so_if_none_holds(self) -> None:
         assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
 
-    def test_needs_no_processor_time(self) -> None:
-        assert rows_of(record(cpu_ms=[None] * 3))[0][4:] == ["–", "–"]
-
 
 class TestTheCell:
     def test_has_a_last_rate_behind_the_first(self) -> None:
