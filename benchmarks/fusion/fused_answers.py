@@ -39,20 +39,7 @@ if TYPE_CHECKING:
 
     from ragorder.kernels.engine import Completion, Request
 
-__all__ = [
-    "FIGURES",
-    "FULL",
-    "PLAIN",
-    "REUSE",
-    "WAYS",
-    "AnswersCell",
-    "AnswersRecord",
-    "Asking",
-    "FusedAnswers",
-    "Way",
-    "column",
-    "make_part",
-]
+__all__ = ["FusedAnswers", "make_part"]
 
 FULL, REUSE, PLAIN = "full attention", "full reuse", "FusionRAG, online only"
 

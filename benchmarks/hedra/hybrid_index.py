@@ -1,4 +1,4 @@
-"""Searches of a cold index file that memory holds in part (HedraRAG Figure 8; suite hedra-index)."""
+"""Searches of a cold index file that memory holds in part (HedraRAG Figures 8 and 20)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["ColdIndex", "HybridCell", "HybridIndex", "latencies", "make_part", "skewed_queries"]
+__all__ = ["ColdIndex", "HybridIndex", "latencies", "make_part", "skewed_queries"]
 
 _BOTH = "file and memory"
 _EVERY = 50

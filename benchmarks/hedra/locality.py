@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Locality",
-    "LocalityCell",
     "as_faiss",
     "early_ends",
     "final_at",
+    "final_share",
     "make_part",
     "observations",
     "partial_texts",

@@ -1,4 +1,4 @@
-"""Generation in batches that end together."""
+"""RAGDoll's workers by hand: passes over partitions, sizes of batches, and generation."""
 
 from __future__ import annotations
 

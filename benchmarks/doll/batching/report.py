@@ -16,7 +16,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["latency_picture", "make_part", "trace_pictures"]
+__all__ = ["make_part"]
 
 # The page's colours by system.
 _LOOKS = {

@@ -1,4 +1,4 @@
-"""Requests served by one system on the virtual clock."""
+"""Requests served by one system on the virtual clock, by hand or by the product's own server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ragorder.pipelining import AnswerChunk, Usage
 from ragorder.pipelining.batching import Batcher, BatchEvent, DecoupledServer, RequestTrace, SearchTask, TrieKV
 from ragorder.pipelining.reordering import CachedLengths
 
-__all__ = ["Decoupled", "rates", "serve"]
+__all__ = ["rates", "serve"]
 
 _INSTANT = 1e-9
 _UNBOUNDED = 1_000_000

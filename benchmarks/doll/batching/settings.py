@@ -30,7 +30,6 @@ __all__ = [
     "SETTINGS",
     "TOP_K",
     "Generator",
-    "Paper",
     "Setting",
     "stalls",
     "step_seconds",

@@ -1,4 +1,4 @@
-"""Requests served by one system in real time."""
+"""Requests served in real time by parts of chosen speeds: streamed weights, and partitions on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ragorder.pipelining.batching import BacklogAware, PartitionedRetrieval
 from ragorder.pipelining.search.partition_file import PartitionLists
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = ["ANSWER_TOKENS", "POLICIES", "LiveParts", "SlowPartitions", "TimedEngine", "serve_live"]
+__all__ = ["POLICIES", "LiveParts", "serve_live"]
 
 ANSWER_TOKENS = 32
 # Layers ahead of the one that computes.

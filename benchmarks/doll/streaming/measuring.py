@@ -1,4 +1,4 @@
-"""Times of a step with streamed weights, and of its reading and its computing alone."""
+"""A model with streamed weights, a throttled source of them, and times of its steps."""
 
 from __future__ import annotations
 

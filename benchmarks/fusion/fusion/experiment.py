@@ -1,4 +1,4 @@
-"""Answers of a toy model from reused KV, by what is recomputed (FusionRAG 5.2), and the training of the model."""
+"""Answers of a toy model from reused KV, by what is recomputed (FusionRAG Figure 13), and the training of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ __all__ = [
     "ARMS",
     "BASELINE",
     "CORPUS_DOCUMENTS",
-    "NEIGHBOURS",
     "RATIOS",
     "REUSE",
     "SHIPPED",
@@ -33,10 +32,7 @@ __all__ = [
     "FusionRecord",
     "FusionTraining",
     "Order",
-    "Select",
-    "TrainingCell",
     "checkpoint",
-    "earlier",
 ]
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Questions answered together, in each of the ways."""
+"""Questions of the synthetic task, copies of their documents' KV, and answers in each of the ways."""
 
 from __future__ import annotations
 
@@ -31,18 +31,7 @@ from ragorder.benchmarks.fusion.fusion.task import (
     system_prompt,
 )
 
-__all__ = [
-    "DEVIATION",
-    "EARLIER_DOCUMENTS",
-    "QUESTION_TOKENS",
-    "DocumentCopies",
-    "Measured",
-    "Prompts",
-    "Questions",
-    "draw_questions",
-    "make_copies",
-    "measure_curves",
-]
+__all__ = ["Measured", "Prompts", "Questions", "draw_questions", "make_copies", "measure_curves"]
 
 QUESTION_TOKENS = 2
 

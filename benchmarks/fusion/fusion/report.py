@@ -18,19 +18,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
-__all__ = [
-    "ALONE",
-    "ENOUGH",
-    "Curve",
-    "compares_copies",
-    "copies_table",
-    "curve",
-    "make_part",
-    "reference_table",
-    "removed_at_the_end",
-    "removed_deviation",
-    "seconds_table",
-]
+__all__ = ["TOY", "Group", "curve", "make_part"]
 
 ENOUGH = 0.95
 """Of the way from full reuse to full attention."""

@@ -1,4 +1,4 @@
-"""The same questions answered by the embedded engine, and compared with the reference."""
+"""The same questions answered by the embedded engine, by the model as a stock Llama."""
 
 from __future__ import annotations
 
@@ -24,16 +24,7 @@ if TYPE_CHECKING:
 
     from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 
-__all__ = [
-    "ServedCurve",
-    "answer_on_engine",
-    "chain_engine",
-    "llama",
-    "llama_tokens",
-    "measure_on_engine",
-    "prepare",
-    "reference_arm",
-]
+__all__ = ["answer_on_engine", "chain_engine", "llama", "llama_tokens", "measure_on_engine", "prepare", "reference_arm"]
 
 _LONGEST_TOKENS = 4096
 _IDLE_UNITS = 4096

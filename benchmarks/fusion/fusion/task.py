@@ -1,4 +1,4 @@
-"""A synthetic task: corpora whose questions are answered by chains of two or three documents.
+"""A synthetic task of chains of documents, a model of it, and reuse of KV in plain torch.
 
 A document has lines of three tokens: definitions `alias value ;`, links `name alias ;` whose alias another document
 defines, for three hops relays `alias alias ;` between them, and a line of filler. `ASK name` asks for the value. Names,
@@ -24,7 +24,6 @@ __all__ = [
     "ALIAS_OF",
     "ASK",
     "BOS",
-    "CORPUS_DOCUMENTS",
     "DOC",
     "EPSILON",
     "NAMES",
@@ -34,9 +33,7 @@ __all__ = [
     "VOCABULARY",
     "WORDS",
     "ChainModel",
-    "Chains",
     "Computed",
-    "Corpora",
     "Level",
     "ReferenceKV",
     "compute",
@@ -218,7 +215,11 @@ _FIXED = ("back",)
 
 @dataclass(frozen=True, slots=True)
 class ChainModel:
-    """Weights by name, shared by all `passes`."""
+    """Weights by name, shared by all `passes`, of a small model that can be trained in minutes to follow chains.
+
+    A Llama (RMSNorm, RoPE, SwiGLU) whose layers share their weights, since what it has learnt to look up once it can
+    then chain, and whose embedding of a token contains the token before it.
+    """
 
     weights: dict[str, Tensor]
     heads: int = _HEADS
@@ -331,7 +332,8 @@ _HIDDEN = -1e9
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKV:
-    """KV of B prompts with S slots each: per layer (B, heads, S, head_dim)."""
+    """KV of B prompts with S slots each: per layer (B, heads, S, head_dim). Keys are kept without positions, so they
+    stand wherever they are put."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

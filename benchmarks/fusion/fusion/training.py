@@ -1,4 +1,4 @@
-"""Training of the chain model on one core, over ever more documents and hops."""
+"""Training of the chain model on one core: batches, ever more documents and hops, and its course."""
 
 from __future__ import annotations
 
@@ -13,20 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ragorder.benchmarks.fusion.fusion.task import ALIAS_OF, ASK, BOS, ChainModel, Level, draw_corpora, previous, rotate
 
-__all__ = [
-    "CURRICULA",
-    "KINDS",
-    "LINKS",
-    "History",
-    "Point",
-    "Stage",
-    "Training",
-    "TrainingBatch",
-    "draw_batch",
-    "question_kind",
-    "remaining",
-    "train",
-]
+__all__ = ["CURRICULA", "KINDS", "LINKS", "History", "Stage", "draw_batch", "remaining", "train"]
 
 KINDS = ("one hop", "two hops", "three hops", "alias", "link", "link over a relay")
 """What a token must predict, numbered from 1: a question's answer, or the value that a link or relay spells out."""
@@ -49,10 +36,6 @@ class TrainingBatch:
 
     start: int
     """Where the questions begin."""
-
-
-def question_kind(hops: int) -> int:
-    return hops
 
 
 def draw_batch(count: int, level: Level, generator: torch.Generator) -> TrainingBatch:

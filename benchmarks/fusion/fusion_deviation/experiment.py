@@ -27,7 +27,7 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.benchmarks.fusion.fusion_deviation.measuring import Measured
 
-__all__ = ["ALONE", "COPIES", "PREPROCESSED", "DeviationCell", "FusionDeviation", "make_part"]
+__all__ = ["ALONE", "DeviationCell", "FusionDeviation", "make_part"]
 
 ALONE, PREPROCESSED = "alone", "preprocessed"
 COPIES = (ALONE, PREPROCESSED)

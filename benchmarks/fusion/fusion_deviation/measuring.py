@@ -1,4 +1,4 @@
-"""Deviation of reused KV from full attention's, and the places of critical tokens (FusionRAG, Figures 3, 7b and 8)."""
+"""Prompts of a corpus, KV of one sequence at a time, and how far it deviates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import make_selection
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["SELECTED", "Bench", "CorpusPrompts", "FusedPrompt", "KVSequence", "Measured"]
+__all__ = ["Bench", "CorpusPrompts", "KVSequence", "Measured"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,20 +27,7 @@ from ragorder.eval.suites.quality.base import QualityError
 from ragorder.eval.suites.quality.compare import mcnemar_exact
 from ragorder.eval.suites.quality.orders import Order
 
-__all__ = [
-    "Group",
-    "PositionsCell",
-    "QualityPositions",
-    "Share",
-    "bands",
-    "by_place",
-    "change",
-    "definition_in_front",
-    "make_part",
-    "mean",
-    "swapped",
-    "total",
-]
+__all__ = ["QualityPositions", "Share", "bands", "by_place", "change", "make_part", "swapped"]
 
 
 class PositionsCell(SuiteCell):

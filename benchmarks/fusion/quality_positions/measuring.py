@@ -1,4 +1,4 @@
-"""A stream of requests ordered by a policy for a simulated prefix cache, and answered by the chain model."""
+"""Streams of requests ordered for a simulated prefix cache, and answered by the chain model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ragorder.eval.running.options import SIM_LIKE
 from ragorder.eval.running.policies import ORDERERS, make_policy
 from ragorder.eval.suites.quality.orders import Order
 
-__all__ = ["DOCUMENT_TOKENS", "Answers", "Asked", "Ordered", "Stream", "Task", "draw_stream", "order_stream", "rows_of"]
+__all__ = ["Answers", "Stream", "Task", "draw_stream", "order_stream", "rows_of"]
 
 Task = Literal["look-up", "definition first", "link first"]
 """A look-up needs one document; a chain needs two, which retrieval ranks in this order."""

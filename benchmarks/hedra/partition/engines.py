@@ -1,4 +1,4 @@
-"""Engines on a real FAISS index."""
+"""Engines that search in batches or in pieces, on a real and on a virtual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ __all__ = [
     "PAPER_DIMENSIONS",
     "PAPER_NPROBE",
     "Clock",
-    "EqualShares",
     "RealBatches",
     "RealClock",
     "RealPieces",
@@ -41,7 +40,6 @@ __all__ = [
     "pieces_of",
     "play",
     "search_seconds",
-    "share_equally",
 ]
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows.measuring import Materials
     from ragorder.benchmarks.hedra.workflows.script import Embedder
 
-__all__ = ["SYSTEMS", "System", "Workflows", "WorkflowsCell"]
+__all__ = ["FAST", "MODELS", "SEARCH", "SYSTEMS", "SYSTEM_PROMPT_WORDS", "System", "Workflows", "WorkflowsCell"]
 
 # Costs of the paper's hardware (HedraRAG section 6.1). Measured is one: 77 ns to scan a vector of 128 dimensions on
 # one core, which makes 616 ns of 1,024. The others follow from data sheets, or are guesses, as said here.

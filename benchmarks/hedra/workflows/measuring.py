@@ -1,4 +1,4 @@
-"""Workflows served by one system on the virtual clock."""
+"""Workflows served by one system on the virtual clock, stage by stage or by the product's server."""
 
 from __future__ import annotations
 
@@ -30,16 +30,7 @@ from ragorder.pipelining import AnswerChunk, EngineLoad, EngineRequest, RequestB
 from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowResult, WorkflowServer, interpret
 from ragorder.prompt import PromptBuilder
 
-__all__ = [
-    "Lockstep",
-    "Materials",
-    "Retrieve",
-    "Stages",
-    "ordered_prompts",
-    "play",
-    "serve",
-    "stage_by_stage",
-]
+__all__ = ["Lockstep", "Materials", "Stages", "ordered_prompts", "play", "serve", "stage_by_stage"]
 
 
 R = TypeVar("R", bound=EngineRequest)

@@ -1,4 +1,4 @@
-"""Workflows served by one system in real time."""
+"""Workflows served in real time: engines, a large index, and scripted answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ __all__ = [
     "ScriptedEngine",
     "bind_server",
     "large_index",
-    "off_the_engines_core",
     "search_ms",
     "serve_live",
 ]
