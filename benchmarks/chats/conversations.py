@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -113,12 +113,6 @@ class ConversationCell(SuiteCell):
     tokenizer: bool = False
 
 
-class ConversationRecord(RunRecord):
-    """Conversations in retrieval order or by the proxy, a row for each turn."""
-
-    type: Literal["conversations"] = "conversations"  # type: ignore[assignment]
-
-
 def _predicted(row: Row) -> str:
     import numpy as np
 
@@ -127,8 +121,10 @@ def _predicted(row: Row) -> str:
 
 
 class Conversations(Experiment):
+    """Conversations in retrieval order or by the proxy, a row for each turn."""
+
     kind = "conversations"
-    record = ConversationRecord
+    base = RunRecord
     cell = ConversationCell
     policies: ClassVar[Any] = ("retrieval", "ragorder")
     one_job = True
@@ -191,7 +187,7 @@ async def send_conversations(
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[int | None]]:
     """The first turn of each conversation, then each second one, …, sent to an empty server or through `proxy`, an
-    application in front of it; returns the columns of a run. Answers are put into the turns."""
+    application before it; returns the columns of a run. Answers are put into the turns."""
     import httpx2
 
     server.reset()
@@ -214,7 +210,7 @@ async def send_conversations(
 
 
 def make_proxy(server: ChatServer, tokenizer: Any = None, **options: Any) -> Any:
-    """The proxy's application in front of a server, with the template of the layouts."""
+    """The proxy's application for a server, with the template of the layouts."""
     from ragorder.adapters.proxy import DocumentTemplate, make_app
     from ragorder.orderer import Orderer
 

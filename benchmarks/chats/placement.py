@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -79,7 +79,7 @@ def _run(first: int, number: int, tokens: int) -> range:
 
 
 class PlacementCell(SuiteCell):
-    """`documents`: where they stand, or what stands in front of each."""
+    """`documents`: where they stand, or what each begins with."""
 
     documents: Annotated[str, one_of("place", PLACES)] = "in front"
     workload: Annotated[str, one_of("workload", WORKLOADS)] = "paper-shuf"
@@ -87,15 +87,11 @@ class PlacementCell(SuiteCell):
     block_size: int = Field(16, ge=1)
 
 
-class PlacementRecord(RunRecord):
+class Placement(Experiment):
     """Requests whose documents stand at one place."""
 
-    type: Literal["placement"] = "placement"  # type: ignore[assignment]
-
-
-class Placement(Experiment):
     kind = "placement"
-    record = PlacementRecord
+    base = RunRecord
     cell = PlacementCell
     policies: ClassVar[Any] = ("retrieval", "sorted", *ORDERERS)
 

@@ -25,7 +25,7 @@ TOPICS = 25
 NEAREST = 8
 """Documents of a topic."""
 _DOCUMENTS = 5
-# By so many ranks another wording may move a document.
+# The ranks by which another wording may move a document.
 _NOISE = 6.0
 # About as long as a docstring is, in characters.
 _LONGEST = 640
@@ -81,6 +81,6 @@ def _corpus() -> Corpus:
 
 
 def whole_conversations(conversations: int, turns: int, limit: int | None) -> int:
-    """The turns of as many whole conversations as the limit has room for, one at least."""
+    """Return the turns of all whole conversations within the limit, those of one at least."""
     asked = conversations * turns
     return max(turns, min(asked, limit or asked) // turns * turns)

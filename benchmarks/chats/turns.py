@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.record import Record, RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["CHATS", "Turns", "make_part", "send_turns"]
@@ -135,8 +135,8 @@ async def send_turns(
     concurrency: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Rows:
-    """All turns of the conversations, so many conversations at a time, to an empty server; returns the columns of a
-    run, turn by turn."""
+    """All turns of the conversations, `concurrency` at a time, to an empty server; returns the columns of a run, turn
+    by turn."""
     import httpx2
 
     server.reset()
@@ -175,7 +175,7 @@ async def send_turns(
                 counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
                 figures[number, place] = (number, *counts)
                 advance()
-                # A simulated server answers at once: conversations take turns all the same.
+                # A simulated server answers at once, and conversations take turns.
                 await asyncio.sleep(0)
 
     options: dict[str, Any] = {"timeout": 600, "trust_env": False, "transport": transport}
@@ -201,15 +201,11 @@ class TurnCell(SuiteCell):
     max_tokens: int = Field(24, ge=1)
 
 
-class TurnRecord(RunRecord):
+class Turns(Experiment):
     """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
 
-    type: Literal["turns"] = "turns"  # type: ignore[assignment]
-
-
-class Turns(Experiment):
     kind = "turns"
-    record = TurnRecord
+    base = RunRecord
     cell = TurnCell
     policies: ClassVar[Any] = tuple(CHATS)
     one_job = True
@@ -243,7 +239,7 @@ class Turns(Experiment):
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(TurnRecord, suite.name))
+    groups = group_runs(results.of(Turns.record, suite.name))
     by_turn = Table("By turn", ["", *suite.policies], note=_NOTE)
     headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out again"]
     predicted = Table("Predicted", headings, note=_PREDICTED)
@@ -259,7 +255,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     return Part([table for table in (by_turn, predicted) if table.rows])
 
 
-def _share(group: RecordGroup[TurnRecord], policy: str, turn: int) -> Entry:
+def _share(group: RecordGroup[Record], policy: str, turn: int) -> Entry:
     if policy not in group.policies:
         return Entry("–")
     at = group.values(policy, "turn") == turn
@@ -270,7 +266,7 @@ def _share(group: RecordGroup[TurnRecord], policy: str, turn: int) -> Entry:
     return Entry(f"{share} ({format_number((prompt - cached).mean(), 0)})")
 
 
-def _predicted(group: RecordGroup[TurnRecord], policy: str, label: str) -> list[Entry]:
+def _predicted(group: RecordGroup[Record], policy: str, label: str) -> list[Entry]:
     import numpy as np
 
     reported, guessed = (group.values(policy, name) for name in ("cached_tokens", "predicted_tokens"))
@@ -281,7 +277,7 @@ def _predicted(group: RecordGroup[TurnRecord], policy: str, label: str) -> list[
     return [Entry(f"{label}: {policy}"), *map(Entry, shown)]
 
 
-def _more(group: RecordGroup[TurnRecord], policy: str) -> str:
+def _more(group: RecordGroup[Record], policy: str) -> str:
     """Of how many turns, those that compute a block or more on top of what appending computes."""
     if "append" not in group.policies:
         return "–"

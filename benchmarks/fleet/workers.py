@@ -1,4 +1,4 @@
-"""Several orderers in front of one vLLM server, as an application's workers are: the suites of kind "workers"."""
+"""Several orderers on one vLLM server, as the workers of an application have them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,6 @@ class WorkersCell(SuiteCell):
     concurrency: int = Field(1, ge=1)
 
 
-class WorkersRecord(RunRecord):
-    """Retrieval order, or orderers with the mirror or KV events. Without concurrency, predictions are known."""
-
-    type: Literal["workers"] = "workers"  # type: ignore[assignment]
-
-
 class TimedOrderer(Orderer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -64,8 +58,10 @@ class TimedOrderer(Orderer):
 
 
 class SeveralOrderers(Experiment):
+    """Retrieval order, or orderers with the mirror or KV events. Without concurrency, predictions are known."""
+
     kind = "workers"
-    record = WorkersRecord
+    base = RunRecord
     cell = WorkersCell
     policies: ClassVar[Any] = ("retrieval", "mirror", "events")
     one_job = True

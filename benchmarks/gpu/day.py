@@ -29,7 +29,7 @@ _CLOSING_S = 60
 
 
 class Part(NamedTuple):
-    """`suite` with `--set`s for so many minutes; with a `shape` the embedded engine serves it, with a model of this
+    """`suite` with its `--set`s for `minutes`; with a `shape` the embedded engine serves it, with a model of this
     shape. `small` has the `--set`s of the form that a CPU measures in seconds, of `small_suite` if that is another one.
     """
 

@@ -35,7 +35,7 @@ _NOTE = (
 
 
 class ProxyLoadCell(SuiteCell):
-    """`rate` requests a second for so many `seconds`; then `streams` at a time, each of so many `events`, with `pause`
+    """`rate` requests a second for `seconds`; then `streams` at a time, each of `events` events, with `pause`
     seconds between them."""
 
     rate: float = Field(50.0, ge=1)
@@ -65,7 +65,7 @@ class ProxyLoadRecord(Record):
 
 @contextmanager
 def servers(*options: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    """A server that answers at once, and `ragorder serve` with these options in front of it."""
+    """A server that answers at once, and `ragorder serve` with these options before it."""
     sizes = ("--capacity-tokens", "262144", "--block-size", "16")
     with instant_server() as upstream, proxy_server(upstream.port, *sizes, *options) as proxy:
         yield upstream, proxy
@@ -96,7 +96,7 @@ async def measure_latency(
 
 
 async def run_streams(port: int, streams: int, events: int = 20, pause_s: float = 0.25) -> list[bool]:
-    """Hold so many streams at a time: none goes on behind its first event until all have begun. Returns whether each
+    """Hold `streams` at a time: none goes on after its first event until all have begun. Returns whether each
     had exactly its own content, byte for byte."""
     together = [secrets.token_hex(8), streams]
 

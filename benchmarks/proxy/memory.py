@@ -92,7 +92,7 @@ class Target:
 
 
 class Attack(NamedTuple):
-    """What so many clients do, once each."""
+    """What `clients` do, once each."""
 
     says: str
     clients: int
@@ -190,8 +190,8 @@ def _packed() -> bytes:
 
 @cache
 def _bodies() -> list[bytes]:
-    """Expensive ones: wide characters, unknown names in a tagged body, in a message and in a part, as many of them as
-    are read, three documents, 200,000 documents, unknown fields, brackets."""
+    """Expensive ones: wide characters, unknown names in a tagged body, in a message and in a part, the most that are
+    read, three documents, 200,000 documents, unknown fields, brackets."""
     from ragorder.adapters.http_server.untrusted_json import MAX_VALUES
 
     many = [{"id": f"{number}", "text": "t"} for number in range(200_000)]
@@ -235,7 +235,7 @@ ATTACKS: Mapping[str, Attack] = {
 
 
 class ProxyMemoryCell(SuiteCell):
-    """Each attack by this `share` of its clients; all together for so many `seconds`. A peak counts once it has not
+    """Each attack by this `share` of its clients; all together for `seconds`. A peak counts once it has not
     risen for `settled` seconds."""
 
     share: float = Field(1.0, gt=0, le=1)
@@ -298,7 +298,7 @@ class ProxyMemory(Experiment):
 
 @contextmanager
 def attacked_proxy() -> Iterator[ServerProcess]:
-    """`ragorder serve`, with its defaults and a template, before a server one path of which never ends its answer."""
+    """`ragorder serve`, with its defaults and a template, before a server with a path that never ends its answer."""
     options = ("--capacity-tokens", "100000", "--template", TEMPLATE)
     with instant_server() as upstream, proxy_server(upstream.port, *options) as proxy:
         yield proxy

@@ -28,7 +28,7 @@ __all__ = ["ProxyThroughput", "ThroughputCell"]
 
 _STARTED_S = 30.0
 _BODIES = 200
-# Of so many requests one is sent past the proxy, too.
+# One request of these is sent past the proxy, too.
 _PAST = 5
 # A rate that comes back more slowly is one that the machine, or the proxy, does not reach.
 _REACHED = 0.95
@@ -41,8 +41,8 @@ _COMMANDS = {
 
 
 class ThroughputCell(SuiteCell):
-    """A proxy of so many `workers` gets requests on 64 connections: `first` a second for so many `seconds`, then
-    `growth` times as many, up to `most`, until it adds more than `added_ms` to one request in a hundred."""
+    """A proxy of `workers` processes gets requests on 64 connections: `first` a second for `seconds`, then
+    `growth` times that rate, up to `most`, until it adds more than `added_ms` to one request in a hundred."""
 
     workers: int = Field(1, ge=1)
     first: float = Field(100.0, gt=0)
@@ -122,7 +122,7 @@ async def _send(
     rng = random.Random(seed)
     bodies = [chat_body(rng, tagged=True) for _ in range(_BODIES)]
     past, through = Connections(upstream.port), Connections(proxy.port, in_turn=True)
-    # Among so many the system spreads the workers.
+    # The system spreads these over the workers.
     await through.open(_CONNECTIONS)
     count = max(2 * _PAST, round(rate * seconds))
     start = time.perf_counter() + _LEAD_S

@@ -40,7 +40,7 @@ async def instant_upstream(
     """An ASGI application; the path `ENDLESS` has an answer without end.
 
     A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart. With "together" (a name, a
-    number) the second event waits until so many streams of this name have begun.
+    number) the second event waits until that number of streams of this name has begun.
     """
     body = bytearray()
     more = True
@@ -96,7 +96,7 @@ async def _meet(name: str, count: int) -> None:
 
 
 def allow_many_connections(count: int = 0) -> None:
-    """As many open files as the system allows this process and those that it starts. Raises OSError if that is less
+    """Allow this process and those that it starts all open files that the system allows. Raises OSError if that is less
     than `count` connections need."""
     try:
         import resource

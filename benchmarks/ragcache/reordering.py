@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import BeforeValidator, Field
 
@@ -38,7 +38,7 @@ from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import ServiceTimes, rotated
 from ragorder.eval.running.policies import make_orderer
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.record import Record, RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter
@@ -52,7 +52,6 @@ __all__ = [
     "EmbeddedQueues",
     "LiveQueues",
     "Reordering",
-    "ReorderingRecord",
     "SimulatedQueues",
     "make_part",
 ]
@@ -69,7 +68,7 @@ _TBT_NOTE = "Over answers of several tokens, each with its mean (RAGCache 5.4)."
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """A reordering `window` (0: first come, first served); documents are arranged for so many `waiting` requests."""
+    """A reordering `window` (0: first come, first served); documents are arranged for the next `waiting` requests."""
 
     window: int
     waiting: int
@@ -273,7 +272,7 @@ def own_server(model: Path | None, capacity_tokens: int | None) -> VLLMServer:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedQueues(VirtualQueues):
-    """Documents are ordered on arrival, as behind the proxy; then requests wait in the engine. Its steps are computed,
+    """Documents are ordered on arrival, as by the proxy; then requests wait in the engine. Its steps are computed,
     and take the time of their tokens at the rate of `times`; loads from host memory take none."""
 
     name = "torch"
@@ -348,15 +347,11 @@ class ReorderingCell(SuiteCell):
     prefill_rate: float = Field(20_000.0, gt=0)
 
 
-class ReorderingRecord(RunRecord):
+class Reordering(Experiment):
     """A queue discipline on a trace. `facts`: the arrival rate, the whole time, the largest overtaking."""
 
-    type: Literal["reordering"] = "reordering"  # type: ignore[assignment]
-
-
-class Reordering(Experiment):
     kind = "reordering"
-    record = ReorderingRecord
+    base = RunRecord
     cell = ReorderingCell
     policies: ClassVar[Any] = DISCIPLINES
     one_job = True
@@ -436,7 +431,7 @@ class Reordering(Experiment):
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(ReorderingRecord, suite.name))
+    groups = group_runs(results.of(Reordering.record, suite.name))
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies if policy != _BASELINE))
     table = Table("Mean TTFT, times shorter", ["", *policies], note=_NOTE)
     for group in groups:
@@ -452,7 +447,7 @@ def make_part(suite: Suite, results: Results) -> Part:
 def _times(
     title: str,
     metrics: Sequence[Metric],
-    groups: Sequence[RecordGroup[ReorderingRecord]],
+    groups: Sequence[RecordGroup[Record]],
     policies: Sequence[str],
     note: str = "",
 ) -> Table:
@@ -464,7 +459,7 @@ def _times(
     return table
 
 
-def _times_shorter(group: RecordGroup[ReorderingRecord], policy: str) -> Entry:
+def _times_shorter(group: RecordGroup[Record], policy: str) -> Entry:
     theirs, ours = (group.policies.get(each, {}) for each in (_BASELINE, policy))
     pairs = [[TTFT_MEAN.value([side[seed]]) for side in (theirs, ours)] for seed in sorted(theirs.keys() & ours.keys())]
     ratios = [plain / mean for plain, mean in pairs if plain and mean]

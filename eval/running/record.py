@@ -191,11 +191,14 @@ class RunRecord(Record):
         return 0 if column is None else int(np.isfinite(column).sum())
 
 
-def declared_record(kind: str, columns: tuple[str, ...], facts: tuple[str, ...], *, runs: bool) -> type[Record]:
-    """Return the record of a measurement, whose type is the kind."""
+def declared_record(
+    base: type[Record], kind: str, columns: tuple[str, ...], facts: tuple[str, ...], *, runs: bool
+) -> type[Record]:
+    """Return the record whose type is the kind; a `RunRecord` is counted among the runs in any case."""
     fields: Any = {"type": (Literal[kind], kind)}
-    made: type[Record] = create_model(kind, __base__=Record, **fields)
-    made.is_run, made.columns_of_all, made.facts_needed = runs, columns, facts
+    made: type[Record] = create_model(kind, __base__=base, **fields)
+    made.is_run = runs or issubclass(base, RunRecord)
+    made.columns_of_all, made.facts_needed = columns, facts
     return made
 
 

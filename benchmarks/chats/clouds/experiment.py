@@ -28,9 +28,9 @@ WINDOW = 1000
 class CloudsCell(SuiteCell):
     """Requests of a workload to `model` of `provider`, each `gap_s` after the one before on average, at random times.
 
-    A prompt is a system prompt, documents and a question of so many tokens; the answer's first token comes after
-    `first_token_s`, its last one after `answer_s`. The workload "conversations" has conversations of so many `turns`,
-    of which the next question comes `pause_s` after an answer on average.
+    A prompt is a system prompt, documents and a question of the given tokens; the answer's first token comes after
+    `first_token_s`, its last one after `answer_s`. The workload "conversations" has conversations of `turns` turns,
+    whose next question comes `pause_s` after an answer on average.
     """
 
     workload: str

@@ -28,12 +28,12 @@ _ROLES = ("user", "assistant")
 
 
 def make_builder(cell: CloudsCell) -> PromptBuilder:
-    """With the blank line behind it, its system prompt is as long as asked for."""
+    """The system prompt and the blank line after it have the cell's tokens."""
     return PromptBuilder("s" * (_CHARACTERS * cell.system_tokens - 2))
 
 
 def make_document(number: int, tokens: int) -> Document:
-    """A text that takes so many tokens with its header and the blank line behind it."""
+    """A text that takes `tokens` with its header and the blank line after it."""
     id = f"d{number:06}"
     length = _CHARACTERS * tokens - len(f"[{id}]\n\n\n")
     return Document(id, (f"{number} " * length)[:length].replace(" ", "-"))
@@ -86,7 +86,7 @@ class FixedMarks(CloudPolicy):
 
     @abstractmethod
     def marks(self, documents: int) -> Sequence[int] | None:
-        """None: the provider sets one by itself, behind the question."""
+        """Return the places of marks, or None if the provider sets one by itself, after the question."""
 
 
 class Automatic(FixedMarks):
@@ -242,7 +242,7 @@ class PartsChat(CloudChat):
         return documents
 
     def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
-        """Whether one stands behind the system prompt, and by message the parts in front of each."""
+        """Whether one stands after the system prompt, and by message the parts before each."""
         return False, {}
 
 
@@ -258,7 +258,7 @@ class SystemPromptChat(PartsChat):
 
 
 class SortedChat(PartsChat):
-    """Sorted by id. Of the four marks one is behind the first turn's documents, one where the turn before ended."""
+    """Sorted by id. One of the four marks follows the first turn's documents, one is where the turn before ended."""
 
     def arrange(self, documents: Sequence[Document]) -> Sequence[Document]:
         return sorted(documents, key=lambda document: document.id)

@@ -28,7 +28,7 @@ Compute = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Equal requests, each of `query` new tokens behind `context` cached ones, or `scattered` evenly in the place of
+    """Equal requests, each of `query` new tokens after `context` cached ones, or `scattered` evenly in the place of
     some of these."""
 
     batch: int
@@ -48,7 +48,7 @@ class AttentionShape:
 
     @property
     def positions(self) -> list[int]:
-        """Of a request's new tokens, the last of which is at its end."""
+        """The places of a request's new tokens; the last one is at its end."""
         if not self.scattered:
             return list(range(self.context, self.total))
         return [(place + 1) * self.total // self.query - 1 for place in range(self.query)]

@@ -31,7 +31,7 @@ def _heads(value: str) -> str:
 
 
 class AttentionCell(SuiteCell):
-    """`batch` requests, each of `query` new tokens behind `context` cached ones, or `scattered` evenly in the place of
+    """`batch` requests, each of `query` new tokens after `context` cached ones, or `scattered` evenly in the place of
     some of these, the last one at the end; `heads`: "32/8" (query/KV). Without `timed`, results are checked only."""
 
     batch: int = Field(1, ge=1)

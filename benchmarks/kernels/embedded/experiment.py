@@ -83,11 +83,11 @@ class EmbeddedCell(SuiteCell):
     """`shape` is a model's, with random weights.
 
     cached, overhead, tiers, fused: a prompt of `documents`, by how many of them are cached; against transformers; by
-    the tier that holds all of them; by the share recomputed of those that have KV behind the system prompt alone,
+    the tier that holds all of them; by the share recomputed of those that have KV after the system prompt alone,
     which is `stored` in one tier, with a `batch` of such prompts at once (times of a prompt).
-    serving: a `workload` without a cache, with the `device`, and with each `host` memory behind it by each
-    `replacement` policy, with so many `replicas` of the most used nodes, in each `order`. Sizes: "4GiB", or a share of
-    the working set ("5%"). The device loses its KV when it `fails_after` so many requests.
+    serving: a `workload` without a cache, with the `device`, and with each `host` memory besides by each
+    `replacement` policy, with `replicas` of the most used nodes, in each `order`. Sizes: "4GiB", or a share of
+    the working set ("5%"). The device loses its KV after `fails_after` requests.
     """
 
     measure: Literal["cached", "overhead", "tiers", "fused", "serving"]
@@ -180,7 +180,8 @@ class EmbeddedRecord(Record):
 
     def figures(self, name: str) -> list[float]:
         """The figures after the warm-up."""
-        return self.rows[name][self.warmup :]
+        values: list[float] = self.rows[name]
+        return values[self.warmup :]
 
 
 class Embedded(Experiment):

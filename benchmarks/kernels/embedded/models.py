@@ -120,7 +120,7 @@ class Layout:
         return self.end(self.documents) + self.question_tokens
 
     def end(self, documents: int) -> int:
-        """The tokens of the system prompt and so many documents."""
+        """The tokens of the system prompt and the first `documents`."""
         return self.system_tokens + documents * self.document_tokens
 
     @property
@@ -133,10 +133,10 @@ def draw_prompt(layout: Layout, vocabulary: int, rng: random.Random) -> PromptId
 
 
 def ask_again(prompt: PromptIds, layout: Layout, documents: int, vocabulary: int, rng: random.Random) -> PromptIds:
-    """Another question on the first so many documents of a prompt."""
+    """Another question on the first `documents` of a prompt."""
     end = layout.end(documents)
     question = rng.choices(range(vocabulary), k=layout.question_tokens)
-    # Another first token, so that nothing behind the documents is the same.
+    # Another first token, so that nothing after the documents is the same.
     question[0] = (prompt[end] + 1) % vocabulary
     return PromptIds([*prompt[:end], *question], layout.ends[: documents + 1])
 

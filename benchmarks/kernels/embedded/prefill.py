@@ -21,6 +21,7 @@ from ragorder.benchmarks.kernels.embedded.experiment import (
     FUSED,
     HALF,
     NOTHING,
+    PLAIN,
     PREFIX,
     TIERS,
     EmbeddedCell,
@@ -68,8 +69,8 @@ def _serve_fused(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
 
 
 class _Turns:
-    """Serves batches, each of the prompt of its turn and others of the same layout. What arms leave behind stands apart
-    by salt."""
+    """Serves batches, each of the prompt of its turn and others of the same layout. What arms leave is kept apart by
+    salt."""
 
     def __init__(self, engine: TorchEngine, vocabulary: int, cell: EmbeddedCell) -> None:
         self._engine, self._vocabulary, self._cell = engine, vocabulary, cell
@@ -131,7 +132,7 @@ class _Turns:
         return replace(request, fusion=Fusion(FUSED[way])) if way in FUSED else request
 
     def _alone(self, prompt: PromptIds, salt: str) -> list[Request]:
-        """Each document behind the system prompt."""
+        """Each document after the system prompt."""
         system, ends = self._cell.layout.system_tokens, self._cell.layout.ends
         whole = self._request(PREFIX, prompt, salt)
         return [
@@ -229,7 +230,7 @@ def measure_prefill(
     with start(model, cell) as serve:
         for number in range(-_WARM_UPS, cell.repeats):
             prompt = draw_prompt(layout, model.vocabulary, rng)
-            # In a new order: behind an arm that computes much, the processor's caches hold nothing of the next one's.
+            # In a new order: after an arm that computes much, the processor's caches hold nothing of the next one's.
             for arm in random.Random(f"{seed} {number}").sample(cell.arms, len(cell.arms)):
                 wall_ms, cpu_ms, cached = serve(arm, prompt, rng)
                 if number < 0:
@@ -241,40 +242,29 @@ def measure_prefill(
 
 
 @contextmanager
-def _serve_cached(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
-    layout, block_size = cell.layout, cell.block_size
-    with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
-
-        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
-            engine.reset()
-            if arm == NOTHING:
-                return _timed(engine, prompt, expected=(0, 0, 0))
-            documents = int(arm)
-            engine.generate(ask_again(prompt, layout, documents, model.vocabulary, rng))
-            return _timed(engine, prompt, expected=(layout.end(documents), 0, 0))
-
-        yield serve
-
-
-@contextmanager
-def _serve_overhead(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
+def _serve_on_device(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
     import torch
 
     layout, block_size = cell.layout, cell.block_size
-    plain = plain_transformers(model.model)
-    with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
+    plain = plain_transformers(model.model) if PLAIN in cell.arms else None
 
-        def first_token(prompt: PromptIds) -> int:
-            with torch.inference_mode():
-                ids = torch.tensor([list(prompt)], device=plain.device)
-                return int(plain(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
+    def first_token(prompt: PromptIds) -> int:
+        assert plain is not None
+        with torch.inference_mode():
+            ids = torch.tensor([list(prompt)], device=plain.device)
+            return int(plain(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
+
+    with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
 
         def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
+            if arm == PLAIN:
+                _, wall_ms, cpu_ms = timed(lambda: first_token(prompt))
+                return wall_ms, cpu_ms, (0, 0, 0)
             if arm == NOTHING:
                 return _timed(engine, prompt, expected=(0, 0, 0))
-            _, wall_ms, cpu_ms = timed(lambda: first_token(prompt))
-            return wall_ms, cpu_ms, (0, 0, 0)
+            engine.generate(ask_again(prompt, layout, int(arm), model.vocabulary, rng))
+            return _timed(engine, prompt, expected=(layout.end(int(arm)), 0, 0))
 
         yield serve
 
@@ -321,7 +311,7 @@ def _timed(engine: TorchEngine, prompt: PromptIds, expected: _TierTokens) -> tup
     return wall_ms, cpu_ms, cached
 
 
-_MEASURES = {"cached": _serve_cached, "overhead": _serve_overhead, "tiers": _serve_tiers, "fused": _serve_fused}
+_MEASURES = {"cached": _serve_on_device, "overhead": _serve_on_device, "tiers": _serve_tiers, "fused": _serve_fused}
 
 
 def plain_transformers(model: Any) -> Any:

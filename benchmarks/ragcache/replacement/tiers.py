@@ -33,9 +33,9 @@ __all__ = [
 _CACHED = (0, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _NEW = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 SYSTEM_TOKENS = 64
-"""In front of the documents; always on the device, and not counted in its size."""
+"""Before the documents; always on the device, and not counted in its size."""
 QUESTION_TOKENS = 32
-"""Behind the documents, never cached (the paper's requests, section 3.2)."""
+"""After the documents, never cached (the paper's requests, section 3.2)."""
 _BLOCK_SIZE = 16
 _MAX_BLOCKS = 1 << 20
 HISTORY = "+history"
@@ -82,12 +82,12 @@ class Traffic:
 
 
 class TwoTiers:
-    """Nodes of the knowledge tree in two tiers; a node is a document behind those in front of it.
+    """Nodes of the knowledge tree in two tiers; a node is a document after those before it.
 
     As in the paper: a full tier evicts its leaf with the lowest priority, by its own clock; a node is copied to the
     host only when it first leaves the device ("swap out only once"); nodes of the request in service stay. Where it
     says nothing: of a request longer than the device, the first documents are kept; the host also evicts copies of
-    device nodes; a node without room in the host is lost with those behind it.
+    device nodes; a node without room in the host is lost with those after it.
 
     With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node. `entered`: nodes that
     the last request brought; `left`: those that neither tier has any more.
@@ -161,7 +161,7 @@ class TwoTiers:
         return list(best)
 
     def expect(self, paths: Iterable[Sequence[int]]) -> None:
-        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, as many as take half
+        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, up to half
         of it."""
         room = self.host_tokens // 2
         expected: set[int] = set()
@@ -242,7 +242,7 @@ class TwoTiers:
         self.traffic.swapped_out += size
 
     def _lose(self, node: int) -> None:
-        """Neither tier has the node, so those behind it are useless."""
+        """Neither tier has the node, so those after it are useless."""
         self._leave(node)
         below = [behind for behind in self._behind[node] if behind in self.host]
         while below:
@@ -326,7 +326,7 @@ class EventsOrderer:
 
 def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0, *, in_any_order: bool = False) -> float:
     """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future;
-    with `in_any_order` whatever the order of documents, as if one could be hit behind any others.
+    with `in_any_order` whatever the order of documents, as if one could be hit after any others.
 
     PFOO-U (Berger, Beckmann, Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018):
     each hit takes its tokens times the requests since the last use of the room, cheapest first. The bound may not be

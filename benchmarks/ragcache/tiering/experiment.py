@@ -83,7 +83,7 @@ def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """`disk_bytes` None: there is no disk."""
+    """`disk_bytes` is None without a disk."""
 
     blocks: int
     host_bytes: int
@@ -167,7 +167,7 @@ class Tiering(Experiment):
     _running: tuple[object, Mapping[str, VLLMServer], dict[str, Any]] | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Both arms or none: tiers are compared with the prefix cache alone."""
+        """Both arms or neither: tiers are compared with the prefix cache alone."""
         return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
 
     def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:
