@@ -56,7 +56,7 @@ from ragorder.benchmarks.fusion.fusion.task import (
     draw_corpora,
     system_prompt,
 )
-from ragorder.benchmarks.fusion.fusion.training import KINDS, LINKS, Stage, draw_batch, train
+from ragorder.benchmarks.fusion.fusion.training import KINDS, LINKS, Stage, draw_batch, hidden_states, train
 from ragorder.cli import main as ragorder
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError
@@ -252,7 +252,7 @@ class TestModel:
 
 def dense(model: ChainModel, prompts: torch.Tensor) -> torch.Tensor:
     """Logits of whole prompts by the training's own forward."""
-    return model.logits(training._hidden(model, prompts, None)[0][:, -1])
+    return model.logits(hidden_states(model, prompts, None)[0][:, -1])
 
 
 class TestReference:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ragorder.benchmarks.fusion.fusion.task import ALIAS_OF, ASK, BOS, ChainModel, Level, draw_corpora, previous, rotate
 
-__all__ = ["CURRICULA", "KINDS", "LINKS", "History", "Stage", "draw_batch", "remaining", "train"]
+__all__ = ["CURRICULA", "KINDS", "LINKS", "History", "Stage", "draw_batch", "hidden_states", "remaining", "train"]
 
 KINDS = ("one hop", "two hops", "three hops", "alias", "link", "link over a relay")
 """What a token must predict, numbered from 1: a question's answer, or the value that a link or relay spells out."""
@@ -156,7 +156,7 @@ class Training:
             group["lr"] = rate * min(1, (self.steps + 1) / _WARM_UP_STEPS)
         inputs, nexts, kinds = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.kinds[:, :-1]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            last, middle = _hidden(self.model, inputs, batch.start if self.steps % _LOOKS_EARLY else None)
+            last, middle = hidden_states(self.model, inputs, batch.start if self.steps % _LOOKS_EARLY else None)
             logits = self.model.logits(last[kinds > 0])
             links = (kinds == LINKS[0]) | (kinds == LINKS[1])
             early = self.model.logits(middle[links])
@@ -196,7 +196,7 @@ def train(
         yield training.model.rounded()
 
 
-def _hidden(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
+def hidden_states(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
     """Normed states at the end, and before the last pass. From `start` on, tokens see the documents in the last pass
     only."""
     hidden, length = model.embed(tokens, previous(tokens)), tokens.shape[1]
