@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ragorder.eval.data.corpora import Corpus
+
     Vectors = NDArray[np.float32]
 
-__all__ = ["build_index", "clustered", "embedded"]
+__all__ = ["build_index", "clustered", "embedded", "nearest_documents"]
 
 _A_CENTROID = 40
 
@@ -53,3 +55,15 @@ def embedded(texts: Iterable[str]) -> Vectors:
     from ragorder.eval.suites.pipelining.search import embed
 
     return embed(list(texts), cache_folder())
+
+
+def nearest_documents(corpus: Corpus, by: str, count: int) -> list[list[int]]:
+    """Return the documents most similar to each of a corpus, the nearest first, as `by` says (see `ragorder fuse`).
+
+    Raises ImportError, OSError or ValueError.
+    """
+    from ragorder.kernels.preprocessing.neighbours import make_neighbours
+
+    choice = make_neighbours(by)
+    vectors = choice.vectors([document.text for document in corpus.documents])
+    return choice.nearest([document.id for document in corpus.documents], vectors, count)

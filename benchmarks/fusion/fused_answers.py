@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.vectors import nearest_documents
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
@@ -31,7 +32,7 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.eval.suites.quality.compare import bootstrap_difference
 from ragorder.eval.suites.quality.metrics import SCORERS, extract_answer
 from ragorder.kernels.fusion.settings import Fusion
-from ragorder.kernels.preprocessing.neighbours import GivenNeighbours, make_neighbours
+from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
@@ -294,9 +295,7 @@ class Asking:
     def _neighbours(self) -> list[list[int]]:
         """Of each document of the corpus, the most similar one first."""
         if self._near is None:
-            choice, documents = make_neighbours(self._cell.by), self._corpus.documents
-            vectors = choice.vectors([document.text for document in documents])
-            self._near = choice.nearest([document.id for document in documents], vectors, self._cell.neighbours)
+            self._near = nearest_documents(self._corpus, self._cell.by, self._cell.neighbours)
         return self._near
 
 

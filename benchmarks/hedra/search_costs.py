@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.machine import load_average
+from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
@@ -68,7 +69,10 @@ class SearchCosts(Experiment):
     policies: ClassVar[Any] = ("scans", "decoding")
     unit = "measurements"
     counts = "policies"
-    packages: ClassVar[Any] = {"faiss": "retrieval", "torch": "torch"}
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
+
+    def obstacle(self, suite: Suite, cell: CostsCell, policy: str) -> str | None:
+        return (lacks_torch() if policy == "decoding" else None) or super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         for policy in job.policies:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ragorder.benchmarks.fusion.fusion.experiment import Arm, Copies, Order
+from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS, Arm, Copies, Order
 from ragorder.benchmarks.fusion.fusion.task import (
     ALIASES,
     ASK,
     BOS,
-    CORPUS_DOCUMENTS,
     NAMES,
     VOCABULARY,
     ChainModel,

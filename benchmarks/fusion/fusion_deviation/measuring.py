@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragorder.benchmarks.common.vectors import nearest_documents
 from ragorder.benchmarks.fusion.fusion_deviation.experiment import ALONE, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
@@ -58,12 +59,7 @@ class CorpusPrompts:
     def neighbours(self, place: int) -> list[int]:
         """Of the whole corpus, the most similar one first. Raises ImportError, OSError, ValueError."""
         if self._near is None:
-            from ragorder.kernels.preprocessing.neighbours import make_neighbours
-
-            documents = self._corpus.documents
-            choice = make_neighbours(self._cell.by)
-            vectors = choice.vectors([document.text for document in documents])
-            self._near = choice.nearest([document.id for document in documents], vectors, self._cell.neighbours)
+            self._near = nearest_documents(self._corpus, self._cell.by, self._cell.neighbours)
         return self._near[place]
 
     def related(self) -> tuple[float, float]:
