@@ -49,7 +49,8 @@ def cached(run: Record) -> float:
 def _exact(run: Record) -> float:
     """The share of the predictions that are right to the block."""
     pairs = list(zip(run.rows["cached_tokens"], run.rows["predicted_tokens"], strict=True))
-    return sum(abs(cached - predicted) < run.block_size for cached, predicted in pairs) / max(1, len(pairs))
+    right: int = sum(abs(cached - predicted) < run.block_size for cached, predicted in pairs)
+    return right / max(1, len(pairs))
 
 
 def _late(row: Row) -> str:

@@ -72,7 +72,7 @@ class CloudsRecord(Record):
 
     def cost_of(self, other: CloudsRecord) -> float:
         """In multiples of what another run's prompts cost without a cache."""
-        return sum(self._costs()) / max(1, sum(other.rows["prompt_tokens"]))
+        return float(sum(self._costs()) / max(1, sum(other.rows["prompt_tokens"])))
 
     @property
     def worst(self) -> float:
@@ -80,7 +80,7 @@ class CloudsRecord(Record):
         costs, plain = self._costs(), self.rows["prompt_tokens"]
         size = min(WINDOW, len(plain))
         cost, tokens = sum(costs[:size]), sum(plain[:size])
-        worst = cost / max(1, tokens)
+        worst = float(cost / max(1, tokens))
         for last in range(size, len(plain)):
             cost += costs[last] - costs[last - size]
             tokens += plain[last] - plain[last - size]
@@ -89,7 +89,7 @@ class CloudsRecord(Record):
 
     def share(self, column: str) -> float:
         """Of the prompt tokens."""
-        return sum(self.rows[column]) / max(1, sum(self.rows["prompt_tokens"]))
+        return float(sum(self.rows[column]) / max(1, sum(self.rows["prompt_tokens"])))
 
     @property
     def exact(self) -> float | None:
