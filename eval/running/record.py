@@ -140,7 +140,7 @@ class Record(_Line):
 
     @property
     def requests(self) -> int:
-        return 0
+        return len(self.rows[self.columns_of_all[0]]) if self.columns_of_all else 0
 
     def column(self, name: str) -> Floats | None:
         """The figures after the warm-up, NaN where one is missing; None without any."""
@@ -191,11 +191,14 @@ class RunRecord(Record):
         return 0 if column is None else int(np.isfinite(column).sum())
 
 
-def declared_record(base: type[Record], kind: str, columns: tuple[str, ...], facts: tuple[str, ...]) -> type[Record]:
-    """Return the record whose type is the kind; it is counted among the runs if it is a `RunRecord`."""
+def declared_record(
+    base: type[Record], kind: str, columns: tuple[str, ...], facts: tuple[str, ...], *, runs: bool
+) -> type[Record]:
+    """Return the record whose type is the kind; a `RunRecord` is counted among the runs in any case."""
     fields: Any = {"type": (Literal[kind], kind)}
     made: type[Record] = create_model(kind, __base__=base, **fields)
-    made.is_run, made.columns_of_all, made.facts_needed = issubclass(base, RunRecord), columns, facts
+    made.is_run = runs or issubclass(base, RunRecord)
+    made.columns_of_all, made.facts_needed = columns, facts
     return made
 
 

@@ -290,7 +290,9 @@ class Experiment(ABC):
     base: ClassVar[type[Record]] = Record
     """`RunRecord`, if requests are served."""
     record: ClassVar[type[Record]]
-    """By default made of `base`, `kind`, `columns` and `facts`."""
+    """By default made of `base`, `kind`, `columns`, `facts` and `runs`."""
+    runs: ClassVar[bool] = False
+    """Whether the report counts the records among the runs, which those of served requests are."""
     tables: ClassVar[Sequence[Any]] = ()
     """Each a `TableForm` of the report, in an experiment without `make_part`."""
     policies: ClassVar[Collection[str] | None] = None
@@ -317,7 +319,7 @@ class Experiment(ABC):
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "record" not in vars(cls):
-            cls.record = declared_record(cls.base, cls.kind, cls.columns, cls.facts)
+            cls.record = declared_record(cls.base, cls.kind, cls.columns, cls.facts, runs=cls.runs)
 
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress

@@ -20,7 +20,7 @@ from support.rings import examples, grid, length
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import clustered
 from ragorder.pipelining import ContinuousIVF, Stage, staged_retrieval
 from ragorder.pipelining.search import Budget, History, SearchHandle
 from ragorder.pipelining.search.continuous import fill

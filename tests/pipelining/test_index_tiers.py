@@ -15,7 +15,7 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import clustered
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, History, IndexTiers
 

@@ -20,7 +20,7 @@ from support.rings import examples, grid
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.staging.measuring import clustered as clusters_of
+from ragorder.benchmarks.common.vectors import clustered as clusters_of
 from ragorder.pipelining import PartitionedSearch, Stage
 
 D, N = 16, 1200

@@ -16,7 +16,7 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import clustered
 from ragorder.pipelining import QueueFullError, staged_retrieval
 from ragorder.pipelining.search import History, IndexTiers, SearchProcess, SearchProcessError
 

@@ -9,7 +9,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import clustered
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.workflow import CompiledGraph, GraphError, NodeError, WorkflowServer, interpret
 from ragorder.pipelining.workflow.transformations import (
