@@ -265,8 +265,8 @@ class Asking:
 
     def _preprocess(self, places: Sequence[int], folder: Path) -> None:
         """The KV of all documents that are reused, each computed after its neighbours'."""
-        from ragorder.kernels.engine.model import PatchedModel
         from ragorder.kernels.engine_settings import EngineSettings
+        from ragorder.kernels.models.model import PatchedModel
         from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
         from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragorder import Document, Orderer
-from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
+from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.benchmarks.ragcache.replacement.tiers import A10G
 from ragorder.trie.residency import Place
 from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root

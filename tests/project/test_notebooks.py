@@ -56,7 +56,9 @@ class TestWhatIsKept:
         assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
         outputs = [output for cell in code for output in cell["outputs"]]
         assert any("image/png" in output.get("data", {}) for output in outputs)
-        assert [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"] == []
+        assert [
+            output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"
+        ] == []
 
     def test_nothing_of_the_machine_it_was_written_on_is_kept(self, notebook: Any) -> None:
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

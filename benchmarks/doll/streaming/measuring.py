@@ -20,10 +20,9 @@ from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell
 from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
-from ragorder.kernels.offload.buffers import allocate
 from ragorder.kernels.offload.checkpoint import Checkpoint, TensorEntry
-from ragorder.kernels.offload.feeder import Feeder
-from ragorder.kernels.offload.footprint import skeleton
+from ragorder.kernels.offload.feeder import Feeder, allocate
+from ragorder.kernels.offload.model_memory import skeleton
 
 __all__ = ["VOCABULARY", "Bench", "ThrottledSource", "TokenBucket", "write_model"]
 

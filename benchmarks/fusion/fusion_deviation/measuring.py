@@ -17,13 +17,12 @@ from ragorder.benchmarks.common.vectors import nearest_documents
 from ragorder.benchmarks.fusion.fusion_deviation.experiment import ALONE, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.scoring import Scorer, ScoringInput
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import make_selection
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["Bench", "CorpusPrompts", "KVSequence", "Measured"]
@@ -98,18 +97,16 @@ class KVSequence:
             raise
         shape, self._device = self._model.shape, self._model.device
         self._pool = BlockPool(shape, shape.blocks_for(tokens), self._device)
-        self._layers = PagedLayers(self._pool)
         self.table = np.asarray(self._pool.allocate(self._pool.blocks), dtype=np.int32)
         self._blocks = torch.as_tensor(self.table, dtype=torch.int64, device=self._device)
-        self.scorer = Scorer(self._model.forward, self._pool, self._rotation, self._device)
+        self.scorer = Scorer(self._model.forward, self._pool, self._rotation)
 
     def close(self) -> None:
         self._model.restore()
 
     def compute(self, token_ids: Sequence[int], start: int) -> Tensor:
         """Return KV of new tokens after the first `start` ones."""
-        step = pack([Piece(token_ids, start, self.table, False)], self._layers, self._device)
-        self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        self._model.forward(*pack([Piece(token_ids, start, self.table, False)], self._pool))
         return self.read(start, start + len(token_ids))
 
     def read(self, start: int, end: int) -> Tensor:

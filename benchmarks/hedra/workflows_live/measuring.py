@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
-from ragorder.adapters.openai.engine import OpenAIStreams
+from ragorder.adapters.openai.endpoint import OpenAIStreams
+from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.adapters.openai.server_load import PromptLoad
-from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEM_PROMPT_WORDS, System
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled

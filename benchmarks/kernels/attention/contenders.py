@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
-from ragorder.kernels.attention.backends import Backend
+from ragorder.kernels.attention.attention import Backend
 from ragorder.kernels.attention.ranges import Ranges
 
 __all__ = ["CONTENDERS", "AttentionProblem", "AttentionShape", "MissingError", "make_problem"]
