@@ -10,8 +10,7 @@ from ragorder.benchmarks.fusion.quality_positions.record import PositionsCell, P
 from ragorder.eval.engines.torch import need_torch
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.quality.base import QualityError
-from ragorder.eval.suites.quality.orders import Order
+from ragorder.eval.suites.quality.orders import Order, QualityError
 
 __all__ = ["QualityPositions"]
 
