@@ -10,10 +10,11 @@ from typing import Any
 
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Experiment, Suite
+from ragorder.eval.running.suite import Experiment, Kind, Suite
 
 __all__ = ["Part", "part_of"]
 
@@ -33,13 +34,15 @@ class Part:
     compared: Sequence[Compared] = ()
 
 
-def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
-    """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, or None."""
+def part_of(experiment: type[Kind], suite: Suite, results: Results) -> Part | None:
+    """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, else the
+    tables that the experiment declares, or None."""
     module = import_module(experiment.__module__)
     if not hasattr(module, "make_part"):
         name = f"{experiment.__module__.rpartition('.')[0]}.report"
         if find_spec(name) is None:
-            return None
+            declared = issubclass(experiment, Experiment) and bool(experiment.tables)
+            return Part(tables_of(experiment, suite, results)) if declared else None
         module = import_module(name)
     part: Part = module.make_part(suite, results)
     return part

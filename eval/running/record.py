@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model, model_validator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
     "SessionRecord",
     "UnavailableRecord",
     "as_column",
+    "declared_record",
     "json_schema",
     "key_of",
 ]
@@ -101,6 +102,7 @@ class Record(_Line):
     """Two records that agree in these measure the same."""
     is_run: ClassVar[bool] = True
     """Whether the report counts it among the runs."""
+    columns_of_all: ClassVar[tuple[str, ...]] = ()
     facts_needed: ClassVar[tuple[str, ...]] = ()
 
     type: str
@@ -129,7 +131,7 @@ class Record(_Line):
     @property
     def columns_needed(self) -> tuple[str, ...]:
         """Columns of one length."""
-        return ()
+        return self.columns_of_all
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -187,6 +189,14 @@ class RunRecord(Record):
 
         column = self.column("prompt_tokens")
         return 0 if column is None else int(np.isfinite(column).sum())
+
+
+def declared_record(kind: str, columns: tuple[str, ...], facts: tuple[str, ...]) -> type[Record]:
+    """Return the record of a measurement that is no run of requests: its type is the kind."""
+    fields: Any = {"type": (Literal[kind], kind)}
+    made: type[Record] = create_model(kind, __base__=Record, **fields)
+    made.is_run, made.columns_of_all, made.facts_needed = False, columns, facts
+    return made
 
 
 def as_column(values: Iterable[Any]) -> Floats:

@@ -17,7 +17,7 @@ pytest.importorskip("bm25s")
 pytest.importorskip("scipy")
 
 from ragorder import Orderer
-from ragorder.benchmarks.fleet.workers import experiment as workers
+from ragorder.benchmarks.fleet import workers
 from ragorder.eval.cli.eval import eval as evaluate
 
 

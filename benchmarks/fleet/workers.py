@@ -24,14 +24,13 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.record import RunRecord
-from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.random_model import make_model
 
 __all__ = ["SeveralOrderers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
 
 _TOPICS = 25
 _BLOCKS = 511
-_MEASURED_ONCE = "retrieval order is the same with any number of orderers"
 
 
 class WorkersCell(SuiteCell):
@@ -74,12 +73,11 @@ class SeveralOrderers(Experiment):
     def obstacle(self, suite: Suite, cell: WorkersCell, policy: str) -> str | None:
         if self.options.engine != "openai" or self.options.base_url is not None:
             return "a server is started: use --engine openai without --base-url"
-        if policy == "retrieval" and cell != suite.cells[0]:
-            return _MEASURED_ONCE
         return None
 
-    def missing(self, suite: Suite, cell: WorkersCell, policy: str, reason: str) -> Missing | None:
-        return None if reason == _MEASURED_ONCE else super().missing(suite, cell, policy, reason)
+    def applies(self, suite: Suite, cell: WorkersCell, policy: str) -> bool:
+        """Retrieval order is the same with any number of orderers."""
+        return policy != "retrieval" or cell == suite.cells[0]
 
     def requests(self, suite: Suite, cell: WorkersCell) -> int:
         return min(cell.questions, self.options.limit or cell.questions)
