@@ -178,7 +178,7 @@ def quality(
             used |= {name: getattr(spec, name) for name in options if options[name] is None and hasattr(spec, name)}
         arguments = {name: _jsonable(value) for name, value in used.items() if name != "api_key"}
         with Store(output) as store, progress_bar() as progress:
-            session = begin_session(store, {"command": "quality", **arguments})
+            session = begin_session(store.append, {"command": "quality", **arguments})
             bench = replace(bench, session=session, answers=output / ANSWERS)
             for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)

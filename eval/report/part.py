@@ -21,7 +21,8 @@ __all__ = ["Part", "part_of"]
 
 @dataclass(slots=True)
 class Part:
-    """`compared`, by default made from `groups`, is for headline and overview; `pictures` draws on demand."""
+    """`title`: instead of the suite's; `compared`, by default made from `groups`, is for headline and overview;
+    `pictures` draws on demand."""
 
     tables: Sequence[Table] = ()
     words: Sequence[str] = ()
@@ -32,6 +33,7 @@ class Part:
     baseline: str = ""
     pictures: Callable[[], Sequence[Picture]] = tuple
     compared: Sequence[Compared] = ()
+    title: str = ""
 
 
 def part_of(experiment: type[Kind], suite: Suite, results: Results) -> Part | None:

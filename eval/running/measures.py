@@ -6,34 +6,15 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean
 
 from ragorder.eval.data.machine import resident_mb
 
-__all__ = ["Decile", "Measures", "order_times_us", "percentile", "thread_times_us"]
+__all__ = ["Measures", "order_times_us", "percentile", "thread_times_us"]
 
 _SERVED, _FAILED = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Decile:
-    """A tenth of a run's requests, in the order sent; None where a figure is unknown.
-
-    `in_flight_mean` counts unanswered requests when one was sent, itself included; `rss_mb` (of this process) and
-    `tree_nodes` were read at the tenth's last request.
-    """
-
-    requests: int
-    failures: int
-    cached_ratio: float
-    order_us: dict[str, float]
-    prediction_error_blocks_mean: float | None
-    in_flight_mean: float
-    rss_mb: float | None
-    tree_nodes: int | None
 
 
 class Measures:
@@ -82,30 +63,15 @@ class Measures:
     def errors_tokens(self, rows: Iterable[int]) -> list[int]:
         return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
 
-    def deciles(self, block_size: int, *, predicts: bool) -> list[Decile]:
-        ends = _ends(self.requests)
-        return [
-            self._decile(start, stop, sample, block_size, predicts)
-            for (start, stop), sample in zip(pairwise((0, *ends)), self._samples, strict=True)
-        ]
-
-    def _decile(
-        self, start: int, stop: int, sample: tuple[float | None, int | None], block_size: int, predicts: bool
-    ) -> Decile:
-        rows = self.rows(start, stop)
-        prompt_tokens = sum(self.prompt_tokens[row] for row in rows)
-        errors = [abs(error) / block_size for error in self.errors_tokens(rows)]
-        rss_mb, tree_nodes = sample
-        return Decile(
-            requests=stop - start,
-            failures=self._state.count(_FAILED, start, stop),
-            cached_ratio=round(sum(self.cached_tokens[row] for row in rows) / max(1, prompt_tokens), 6),
-            order_us=order_times_us(self.order_ns[start:stop]),
-            prediction_error_blocks_mean=round(fmean(errors), 4) if predicts and errors else None,
-            in_flight_mean=round(fmean(self.in_flight[start:stop]), 2),
-            rss_mb=rss_mb,
-            tree_nodes=tree_nodes,
-        )
+    def tenths(self) -> dict[str, list[float | None]]:
+        """Return for each tenth of the requests, in the order sent, the mean of those in flight when one was sent, and
+        memory of this process and nodes of the tree when the last one was."""
+        bounds = pairwise((0, *_ends(self.requests)))
+        return {
+            "in_flight": [round(fmean(self.in_flight[start:stop]), 2) for start, stop in bounds],
+            "rss_mb": [memory for memory, _ in self._samples],
+            "tree_nodes": [nodes for _, nodes in self._samples],
+        }
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +18,9 @@ from ragorder.eval.running.record import (
     UnavailableRecord,
     key_of,
 )
-from ragorder.eval.running.suite import experiments
+from ragorder.eval.running.suite import kinds
 
-__all__ = ["Results", "ResultsError", "read_results"]
+__all__ = ["Results", "ResultsError", "read_results", "results_of"]
 
 Line = SessionRecord | UnavailableRecord | CheckRecord | Record
 R = TypeVar("R", bound=Record)
@@ -62,21 +61,29 @@ class Results:
 
 
 def read_results(folder: Path, *more: Path) -> Results:
-    """The results in folders or files results.jsonl(.xz), together. Raises ResultsError."""
+    """Return the results in folders or files results.jsonl(.xz), together. Raises ResultsError."""
     results = Results(folder)
     torn: list[object] = []
     skipped = {"an incomplete line (an interrupted run) was skipped": torn}
-    seen: set[object] = set()
+    seen, models = set[object](), _models()
     for each in (folder, *more):
         file, before = _file(each), len(results.sessions)
         for number, entry in JSONLines(file, error=ResultsError, max_line_bytes=None).objects(torn.append):
-            if problem := _take(entry, results, seen):
+            if problem := _take(entry, results, seen, models):
                 skipped.setdefault(problem, []).append(f"{file}:{number}")
         results.folders |= {session.id: each for session in results.sessions[before:]}
     results.notes += [f"{len(places)} × {problem} ({places[0]})" for problem, places in skipped.items() if places]
     if not results.suites and not results.checks:
         where = folder if folder.is_file() else folder / RESULTS
         raise ResultsError(f"{where} holds no measurement: run 'ragorder eval run SUITE -o DIR' to its end")
+    return results
+
+
+def results_of(lines: Iterable[Mapping[str, Any]]) -> Results:
+    """Return the results in these lines, which no file may have."""
+    results, models = Results(Path()), _models()
+    for line in lines:
+        _put(models[line["type"]].model_validate(line), results, set())
     return results
 
 
@@ -90,9 +97,8 @@ def _file(path: Path) -> Path:
     return found
 
 
-def _take(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
+def _take(entry: dict[str, Any], results: Results, seen: set[object], models: Mapping[str, type[Line]]) -> str:
     kind = entry.get("type")
-    models = _models()
     if not isinstance(kind, str) or kind not in models:
         return f"a line of unknown type {kind!r}"
     try:
@@ -101,9 +107,8 @@ def _take(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
         return f"a line of type {kind!r} with missing fields was skipped"
 
 
-@cache
 def _models() -> dict[str, type[Line]]:
-    measured = {each.record.model_fields["type"].default: each.record for each in experiments().values()}
+    measured = {each.record.model_fields["type"].default: each.record for each in kinds().values()}
     return {"session": SessionRecord, "unavailable": UnavailableRecord, "check": CheckRecord, **measured}
 
 
@@ -126,7 +131,7 @@ def _put(line: Line, results: Results, seen: set[object]) -> str:
 
 def _put_check(line: CheckRecord, results: Results) -> None:
     check = {"name": line.name} | {name: value for name, value in line.line().items() if name not in ("type", "name")}
-    own = {name: fields for each in experiments().values() for name, fields in each.checks.items()}
+    own = {name: fields for each in kinds().values() for name, fields in each.checks.items()}
     if line.name not in own:
         results.checks.append(check)
         return

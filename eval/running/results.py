@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from ragorder.eval.running.measures import Decile
+from dataclasses import dataclass
 
 __all__ = ["Column", "Columns", "RunResult", "Throughput"]
 
@@ -17,11 +14,9 @@ class RunResult:
     """The summary of one policy on one trace, without its `failures`.
 
     Times are None on an engine without a clock; `tbt_ms` is of each request's mean; `order_us` is thread CPU time of
-    ordering and confirming. Of all requests that were served `reordered` had documents moved, `reordered_cold` although
-    nothing was cached; in `best_moved` another document than the best one was first. Predictions of
-    cached tokens: `prediction_within_block`, the share right to within a block; `prediction_error_blocks_mean` of
-    |predicted - reported|; `prediction_bias_blocks` of predicted - reported. `load` and `deciles` belong to runs under
-    load.
+    ordering and confirming. `reordered` requests had documents moved, `reordered_cold` although nothing was cached; in
+    `best_moved` another document than the best one was first. Predictions of cached tokens: the share right to within a
+    block, the mean of |predicted - reported| and of predicted - reported.
     """
 
     workload: str
@@ -31,8 +26,6 @@ class RunResult:
     seed: int
     top_k: int
     capacity_tokens: int | None
-    waiting: int
-    batch: bool
     requests: int
     failures: int
     prompt_tokens: int
@@ -48,13 +41,7 @@ class RunResult:
     prediction_bias_blocks: float | None
     ttft_ms: dict[str, float] | None
     order_us: dict[str, float]
-    load: dict[str, Any] | None = None
-    deciles: list[Decile] | None = None
-    max_wait: int | None = None
     tbt_ms: dict[str, float] | None = None
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

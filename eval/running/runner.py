@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from ragorder import Lengths
 from ragorder.document import Document
+from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.base import Cache, EngineCompletion
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
+from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.running.measures import Measures, order_times_us, percentile, thread_times_us
 from ragorder.eval.running.policies import Policy
 from ragorder.eval.running.results import Column, Columns, RunResult, Throughput
@@ -214,9 +216,6 @@ class Run:
             seed=self.seed,
             top_k=max((len(request.documents) for request in requests), default=0),
             capacity_tokens=self.engine.capacity_tokens,
-            waiting=self.waiting,
-            batch=self.batch,
-            max_wait=self.max_wait,
             requests=len(requests),
             failures=measures.failures,
             prompt_tokens=prompt_tokens,
@@ -233,9 +232,29 @@ class Run:
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
             order_us=order_times_us(measures.order_ns),
-            load=self.load,
-            deciles=None if self.load is None else measures.deciles(block_size, predicts=predicts),
         )
+
+    def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
+        """Return the fields of a `RunRecord` on this run, but for where it belongs."""
+        engine, throughput = self.engine, self.throughput(skip=warmup)
+        return {
+            "engine": {
+                "name": engine.name,
+                "model": model,
+                "block_size": engine.block_size,
+                "capacity_tokens": engine.capacity_tokens,
+                # How the simulated engine reuses blocks.
+                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
+            },
+            "warmup": warmup,
+            "failures": self.failures,
+            "fallbacks": self.fallbacks,
+            "fallback_reason": self.fallback_reason,
+            "rows": asdict(self.columns()),
+            "throughput": None if throughput is None else asdict(throughput),
+            "timeline": None if self.timeline is None else self.timeline.as_json(),
+            "load_average": load_average(),
+        } | ({} if self.load is None else {"facts": {"tenths": self._measures.tenths()}})
 
     def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document], int]]:
         requests, order = self.trace.requests, self._policy.order

@@ -323,6 +323,8 @@ class Experiment(Kind, ABC):
     """By default made of `kind`, `columns` and `facts`."""
     tables: ClassVar[Sequence[Any]] = ()
     """Each a `TableForm` of the report, in an experiment without `make_part`."""
+    suites: ClassVar[Mapping[str, str]] = {}
+    """Suites by name, as TOML, beside those in files."""
     policies: ClassVar[Collection[str] | None] = None
     """Those that a suite may name; None: see `check`."""
     unit: ClassVar[str] = "requests"
@@ -483,9 +485,13 @@ def _folders() -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
     for home in filter(find_spec, _HOMES):
         for root in map(Path, import_module(home).__path__):
-            folders = sorted({file.parent for file in root.rglob("*.toml")})
+            folders = sorted({file.parent for file in root.rglob("*.toml")} | {root} - {_home(home)})
             found += [(".".join([home, *folder.relative_to(root).parts]), folder) for folder in folders]
     return found
+
+
+def _home(package: str) -> Path:
+    return Path(import_module(package).__path__[0])
 
 
 @contextmanager
@@ -540,17 +546,16 @@ def experiment_of(kind: str) -> type[Experiment]:
         raise SuiteError(f"unknown kind {kind!r}: choose from {', '.join(experiments())}") from None
 
 
-def _suite_files() -> list[Path]:
-    return sorted((path for _, folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
-
-
 def _short(point: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{name} = {value}" for name, value in point.items()) + "}"
 
 
 def load_suites() -> dict[str, Suite]:
     """Raises SuiteError."""
-    suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in _suite_files()]
+    files = sorted((path for _, folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
+    suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in files]
+    for each in experiments().values():
+        suites += [read_suite(name, text, f"{each.__module__}: {name}") for name, text in each.suites.items()]
     return {suite.name: suite for suite in sorted(suites, key=_place)}
 
 

@@ -43,6 +43,11 @@ class ServerFacts:
     capacity_tokens: int
     api_key: str | None = None
 
+    def engine(self, model: str) -> dict[str, Any]:
+        """Return the engine as a record has it."""
+        sizes = {"block_size": self.block_size, "capacity_tokens": self.capacity_tokens}
+        return {"name": "openai", "model": model, **sizes}
+
 
 def find_server(
     base_url: str,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.peers import PEERS, PeerError, make_peer
+from ragorder.eval.running.cells import Display
 from ragorder.eval.running.policies import ORDERERS, POLICIES
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
@@ -151,28 +149,15 @@ class Serving(Experiment):
         return self._peers[peer]
 
     def _figures(self, job: Job, run: Run) -> dict[str, Any]:
-        engine, options = run.engine, self.options
+        options = self.options
         model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
-        throughput = run.throughput(skip=self._warmup(job))
-        return {
-            "engine": {
-                "name": engine.name,
-                "model": None if model is None else str(model),
-                "block_size": engine.block_size,
-                "capacity_tokens": engine.capacity_tokens,
-                # How the simulated engine reuses blocks.
-                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
-            },
-            "warmup": self._warmup(job),
-            "failures": run.failures,
-            "fallbacks": run.fallbacks,
-            "fallback_reason": run.fallback_reason,
-            "rows": asdict(run.columns()),
-            "throughput": None if throughput is None else asdict(throughput),
-            "timeline": None if run.timeline is None else run.timeline.as_json(),
-            "load_average": load_average(),
-            "measurement": self.measurement(job),
-        }
+        fields = run.fields(None if model is None else str(model), self._warmup(job))
+        return fields | {"measurement": self.measurement(job)}
+
+    @classmethod
+    def own_suites(cls) -> Mapping[str, Suite]:
+        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves"))
+        return {bench.name: bench}
 
 
 def _skip(steps: int, advance: Callable[[], None]) -> None:
