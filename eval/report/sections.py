@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
-from ragorder.eval.report.compared import Compared, compare_groups, headline_of, overview_of
-from ragorder.eval.report.finding import finding
+from ragorder.eval.report.compared import Compared, Headline, compare_groups, finding, headline_of, overview_of
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.headline import Headline
 from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy

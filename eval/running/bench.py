@@ -17,9 +17,9 @@ from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.running.load import Advance, Load
 from ragorder.eval.running.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
 from ragorder.prompt import PromptBuilder

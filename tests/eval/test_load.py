@@ -45,8 +45,8 @@ from ragorder.eval.running.load import (
     serve_live_in_turn,
     serve_virtual,
 )
+from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import make_policy
-from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench
 

@@ -42,7 +42,7 @@ from ragorder.eval.suites.pipelining import (
     real_retrieval,
     run_pipelines,
 )
-from ragorder.eval.suites.pipelining.modes import ask
+from ragorder.eval.suites.pipelining.server import ask
 from ragorder.eval.suites.pipelining.speculation import _rate
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import Provisional, Retrieval
@@ -258,7 +258,7 @@ class TestAServer:
 
 
 def prefix_request(builder: PromptBuilder) -> Any:
-    from ragorder.eval.suites.pipelining.cold import _system
+    from ragorder.eval.suites.pipelining.speculation import _system
 
     return _system(builder, "salt")
 

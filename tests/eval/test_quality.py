@@ -25,6 +25,12 @@ from support.results import result_lines
 
 pytest.importorskip("scipy")
 
+from ragorder.eval.suites.quality.base import Reading
+from ragorder.eval.suites.quality.datasets import QuestionSet
+from ragorder.eval.suites.quality.datasets import load_questions as load
+from ragorder.eval.suites.quality.fused import FusedReuse, fused_orders, normalised_scores
+from ragorder.eval.suites.quality.models import model_facts
+
 from ragorder import Document
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.cli.quality import quality as command
@@ -55,12 +61,7 @@ from ragorder.eval.suites.quality import (
     summarise,
 )
 from ragorder.eval.suites.quality.answering import OnceAnswers
-from ragorder.eval.suites.quality.base import Reading
 from ragorder.eval.suites.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
-from ragorder.eval.suites.quality.datasets import QuestionSet
-from ragorder.eval.suites.quality.datasets import load_questions as load
-from ragorder.eval.suites.quality.fused import FusedReuse, fused_orders, normalised_scores
-from ragorder.eval.suites.quality.models import model_facts
 from ragorder.eval.suites.quality.orders import place_orders
 from ragorder.eval.suites.quality.questions import SYSTEM, Builders, ask_questions
 

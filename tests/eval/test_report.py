@@ -40,7 +40,7 @@ from ragorder.eval.report import (
     render_markdown,
 )
 from ragorder.eval.report.compared import headline_of
-from ragorder.eval.report.downloads import csv_text, json_text
+from ragorder.eval.report.page import csv_text, json_text
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench

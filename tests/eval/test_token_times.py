@@ -12,6 +12,8 @@ from rich.console import Console
 
 pytest.importorskip("numpy")
 
+from ragorder.eval.report.console import results_table
+
 from ragorder.benchmarks.ragcache.reordering.experiment import ReorderingRecord
 from ragorder.benchmarks.ragcache.reordering.report import make_part
 from ragorder.eval.data.trace import trace_of_workload
@@ -19,7 +21,6 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.report.console import results_table
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.load import serve_in_turn

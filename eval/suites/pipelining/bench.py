@@ -20,9 +20,16 @@ from ragorder.eval.running.policies import ORDERERS
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
 from ragorder.eval.running.suite import Line
-from ragorder.eval.suites.pipelining.modes import ask, closed_loop, make_pipeline, milliseconds
 from ragorder.eval.suites.pipelining.search import played
-from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts, find_server
+from ragorder.eval.suites.pipelining.server import (
+    MeasuredServer,
+    ServerFacts,
+    ask,
+    closed_loop,
+    find_server,
+    make_pipeline,
+    milliseconds,
+)
 from ragorder.pipelining import Pipeline, PipelinedStream
 from ragorder.prompt import PromptBuilder
 

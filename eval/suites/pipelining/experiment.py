@@ -179,9 +179,8 @@ async def _measure(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.eval.suites.pipelining.cold import measure_cold, time_system
-    from ragorder.eval.suites.pipelining.modes import long_builder
-    from ragorder.eval.suites.pipelining.server import MeasuredServer
+    from ragorder.eval.suites.pipelining.server import MeasuredServer, long_builder
+    from ragorder.eval.suites.pipelining.speculation import measure_cold, time_system
 
     builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
     async with MeasuredServer(facts) as server:

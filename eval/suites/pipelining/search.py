@@ -17,7 +17,7 @@ from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
-from ragorder.eval.suites.pipelining.modes import Asked
+from ragorder.eval.suites.pipelining.server import Asked
 from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
 
 if TYPE_CHECKING:
