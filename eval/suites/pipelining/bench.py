@@ -67,7 +67,7 @@ def pipeline_lines(
                 for policy in bench.policies:
                     run = _PipelineRun(bench, trace, policy, modes, seed, delay_ms, advance)
                     asyncio.run(run.serve(facts, builder))
-                    yield run.line(facts, builder, session)
+                    yield run.line(facts, session)
 
 
 @dataclass
@@ -124,17 +124,16 @@ class _PipelineRun:
             self.ended[mode][number] = await pipeline.answer(asked)
         self.advance()
 
-    def line(self, facts: ServerFacts, builder: PromptBuilder, session: str) -> Line:
-        cell = {"measure": "played", "workload": self.trace.name, "order": self.policy, "retrieval_ms": self.delay_ms}
+    def line(self, facts: ServerFacts, session: str) -> Line:
+        cell = {"workload": self.trace.name, "order": self.policy, "retrieval_ms": self.delay_ms}
         return {
-            "type": "pipelining",
+            "type": "pipelines",
             "session": session,
             "suite": "bench-pipelines",
             "cell": cell | ({"concurrency": self.clients} if self.clients > 1 else {}),
             "seed": self.seed,
             "policy": self.modes[-1],
             "engine": facts.engine(facts.model),
-            "system_tokens": builder.prefix_tokens,
             "rows": {mode: _columns(ended) for mode, ended in self.ended.items()},
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -117,11 +117,6 @@ class Pipelining(Experiment):
     def lacks(cls, suite: Suite) -> str:
         return super().lacks(suite) or "--engine openai"
 
-    @classmethod
-    def own_suites(cls) -> Mapping[str, Suite]:
-        bench = Suite.unlisted("bench-pipelines", "Pipelines")
-        return {bench.name: bench}
-
     def asked(self, suite: Suite) -> Sequence[str]:
         """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
@@ -179,8 +174,8 @@ async def _measure(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
+    from ragorder.benchmarks.ragcache.pipelined.measuring import measure_cold, time_system
     from ragorder.eval.suites.pipelining.server import MeasuredServer, long_builder
-    from ragorder.eval.suites.pipelining.speculation import measure_cold, time_system
 
     builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
     async with MeasuredServer(facts) as server:
@@ -203,8 +198,9 @@ async def _search(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.eval.suites.pipelining.search import embed, paced, plan_search, real_retrieval
-    from ragorder.eval.suites.pipelining.speculation import measure_speculation, measure_throughput
+    from ragorder.benchmarks.ragcache.pipelined.measuring import measure_speculation, measure_throughput
+    from ragorder.benchmarks.ragcache.pipelined.search import paced, plan_search, real_retrieval
+    from ragorder.eval.suites.pipelining.search import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())
     every = embed([question.text for question in corpus.questions], cache_folder())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ragorder.benchmarks.ragcache.pipelined.experiment import PipeliningRecord
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.metrics import TBT_P50, TTFT_P50, Metric
 from ragorder.eval.report.paper import number
@@ -16,7 +17,6 @@ from ragorder.eval.report.words import (
     change_words,
     format_number,
     interval_words,
-    policy_words,
     seeds_by_row,
     served_words,
     signed,
@@ -26,7 +26,6 @@ from ragorder.eval.running.cells import PaperRow
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
-from ragorder.eval.suites.pipelining.experiment import PipeliningRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -62,10 +61,6 @@ _BETWEEN = (
     "Of answers of several tokens (RAGCache 5.4): each answer's mean, or under saturation that of a segment's answers. "
     "Tokens that speculation computed before the search ended come at once."
 )
-_PLAYED = (
-    "TTFT counts from the question. Exposed: retrieval that overlaps with nothing, mean. Right: of the speculations, "
-    "those taken for the answer; wasted: prompt tokens of the others."
-)
 _RATE = Metric("throughput", "requests_per_s", "requests/s", relative=True)
 _Group = Sequence[PipeliningRecord]
 
@@ -79,18 +74,17 @@ def make_part(suite: Suite, results: Results) -> Part:
     return Part(
         [table for name, chosen in measured.items() if chosen for table in _TABLES[name](suite, chosen)],
         engine=_engine(lines),
-        compared=[each for name, chosen in measured.items() for each in _against_serial(name, chosen) if each.cells],
+        compared=[_against_serial(name, chosen) for name, chosen in measured.items() if chosen],
     )
 
 
-def _against_serial(measure: str, groups: Sequence[_Group]) -> Iterator[Compared]:
+def _against_serial(measure: str, groups: Sequence[_Group]) -> Compared:
+    mode, words = ("warmup", "warm-up") if measure == "cold" else ("speculative", "speculation")
     metric = _RATE if measure == "throughput" else TTFT_P50
-    label = {"cold": _retrieval, "played": _played_label}.get(measure, _search)
+    label = _retrieval if measure == "cold" else _search
     how = {"statistic": metric.statistic, "better": metric.better}
-    for mode, words in (("warmup", "warm-up"), ("speculative", "speculation")):
-        chosen = [lines for lines in groups if mode in lines[0].rows]
-        cells = [(label(lines[0]), _compare(lines, "none", mode, metric.column, **how)) for lines in chosen]
-        yield Compared(metric, words, f"no {words}", cells)
+    cells = [(label(lines[0]), _compare(lines, "none", mode, metric.column, **how)) for lines in groups]
+    return Compared(metric, words, f"no {words}", cells)
 
 
 def _engine(lines: _Group) -> str:
@@ -226,52 +220,10 @@ def _throughput(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     return [table, *_between(groups)]
 
 
-def _played(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
-    headings = ["retrieval", "mode", "TTFT p50, ms", "TTFT p95, ms", "exposed, ms", "cached, %", "right"]
-    table = Table("Retrieval before the prompt", [*headings, "tokens wasted", "failed"], labels=2, note=_PLAYED)
-    for lines in groups:
-        for mode in lines[0].rows:
-            times = summary([value for line in lines for value in line.figures(mode, "ttft_ms")])
-            exposed = summary([value for line in lines for value in line.figures(mode, "exposed_ms")])
-            cached, prompts, right, begun, wasted = (
-                _known_sum(lines, mode, name)
-                for name in ("cached_tokens", "prompt_tokens", "right", "speculations", "wasted_prompt_tokens")
-            )
-            how = {"statistic": "p50", "better": "lower"}
-            found = None if mode == "none" else _compare(lines, "none", mode, "ttft_ms", **how)
-            table.add(
-                _played_label(lines[0]),
-                mode,
-                Entry(
-                    format_number(times.p50 if times else None),
-                    change_words(found) if found else "baseline",
-                    verdict_words(found) if found else "",
-                ),
-                format_number(times.p95 if times else None),
-                format_number(exposed.mean if exposed else None),
-                format_number(100 * cached / prompts if prompts else None),
-                f"{right:,.0f} of {begun:,.0f}",
-                f"{wasted:,.0f}",
-                f"{sum(line.entries(mode, 'ttft_ms').count(None) for line in lines):,}",
-            )
-    return [table]
-
-
-def _played_label(line: PipeliningRecord) -> str:
-    cell = line.cell
-    load = f", {cell['concurrency']} in flight" if cell.get("concurrency") else ""
-    return f"{cell['workload']}, {policy_words(cell['order'])}, {cell['retrieval_ms']:g}{THIN}ms{load}"
-
-
-def _known_sum(lines: _Group, mode: str, name: str) -> float:
-    return float(sum(value or 0 for line in lines for value in line.entries(mode, name)))
-
-
 _TABLES: Mapping[str, Callable[[Suite, Sequence[_Group]], list[Table]]] = {
     "cold": _cold,
     "speculation": _speculation,
     "throughput": _throughput,
-    "played": _played,
 }
 
 
