@@ -236,17 +236,20 @@ def bench(
                     measured = pipeline_lines(wanted, pipeline, delay_ms, session, progress)
                 for line in measured:
                     lines.append(line)
-        _show(lines)
+        _show(lines, pipelines=pipeline is not None)
     except (PolicyError, WorkloadError) as error:
         raise click.UsageError(str(error)) from None
     except (CorpusError, EngineError, StoreError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
 
 
-def _show(lines: Kept) -> None:
+def _show(lines: Kept, *, pipelines: bool) -> None:
     """Print the report's tables, or without what they need the shares of cached tokens."""
+    from ragorder.eval.suites.pipelining.record import Pipelines
+    from ragorder.eval.suites.serving.experiment import Serving
+
     try:
-        lines.show()
+        lines.show(Pipelines if pipelines else Serving)
     except ImportError as error:
         for line in lines.lines[1:]:
             names = ("cached_tokens", "prompt_tokens")

@@ -57,7 +57,7 @@ def list_suites(names: tuple[str, ...]) -> None:
 
     from ragorder.eval.report.tables import Table
     from ragorder.eval.running.cells import SuiteError
-    from ragorder.eval.running.suite import choose_suites, experiment_of
+    from ragorder.eval.running.suite import GROUPS, choose_suites, experiment_of
 
     try:
         suites = choose_suites(names or ["all"])
@@ -74,10 +74,10 @@ def list_suites(names: tuple[str, ...]) -> None:
         here = [(suite.group, suite.name) for suite in suites if not lacking[suite.name]]
         there = [(f"needs {why}", name) for name, why in sorted(lacking.items(), key=lambda each: each[1]) if why]
         for found in (here, there):
-            for group in dict.fromkeys(group for group, _ in found):
+            for group in sorted({group for group, _ in found}, key=lambda each: (*GROUPS, each).index(each)):
                 table.add(group, " ".join(name for each, name in found if each == group))
             table.divide()
-        table.note = "run: ragorder eval run GROUP or SUITE -o DIR; more about them: ragorder eval list GROUP or SUITE"
+        table.note = "ragorder eval run NAME -o DIR measures one or a group; ragorder eval list NAME says more"
     Console().print(table)
 
 

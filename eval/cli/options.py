@@ -21,6 +21,7 @@ from ragorder.eval.running.specs import EventsAddress
 
 if TYPE_CHECKING:
     from ragorder.eval.running.store import Store
+    from ragorder.eval.running.suite import Kind
 
 __all__ = [
     "CAPACITY",
@@ -172,14 +173,16 @@ class Kept:
             sys.stdout.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
             sys.stdout.flush()
 
-    def show(self) -> None:
+    def show(self, kind: type[Kind]) -> None:
         """Print the headline and the tables of these lines. Raises ImportError naming the extra."""
         from rich.console import Console
 
         from ragorder.eval.report import make_report, print_summary
         from ragorder.eval.running.reading import results_of
 
-        print_summary(make_report(results_of(self.lines), {}), Console(stderr=self.to_stdout, highlight=False))
+        known = {kind.kind: kind}
+        report = make_report(results_of(self.lines, known), {}, known=known)
+        print_summary(report, Console(stderr=self.to_stdout, highlight=False))
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def replay(
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
-    from ragorder.eval.replay.record import replay_line
+    from ragorder.eval.replay.record import Replay, replay_line
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import StoreError
@@ -188,7 +188,7 @@ def replay(
             lines.append(replay_line(report, begin_session(lines.append, arguments_given("replay"))))
         if plot is not None:
             plot_report(report, plot)
-        lines.show()
+        lines.show(Replay)
     except PolicyError as error:
         raise click.UsageError(str(error)) from None
     except (LogError, ReplayError, StoreError, ImportError, OSError, ValueError) as error:

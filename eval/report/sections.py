@@ -19,7 +19,7 @@ from ragorder.eval.report.words import cell_words, policy_words, range_words
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
-from ragorder.eval.running.suite import Suite, kinds
+from ragorder.eval.running.suite import Kind, Suite, kinds
 
 __all__ = ["Report", "Section", "make_report"]
 
@@ -69,18 +69,24 @@ class Report:
 
 
 def make_report(
-    results: Results, suites: Mapping[str, Suite], progress: Progress = silent, title: str | None = None
+    results: Results,
+    suites: Mapping[str, Suite],
+    progress: Progress = silent,
+    title: str | None = None,
+    known: Mapping[str, type[Kind]] | None = None,
 ) -> Report:
-    """`title`: instead of the suites' titles. Raises ImportError naming the extra."""
+    """`title`: instead of the suites' titles; `known`: the kinds of records, all by default. Raises ImportError naming
+    the extra."""
+    known = kinds() if known is None else known
     numbers = any(line.type != "replay" for line in results.records)
     if numbers:
         need_scipy()
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
     advance = progress("comparing", len(order)) if order else silent("", 0)
-    own = {name: info for each in kinds().values() for name, info in each.own_suites().items()}
+    own = {name: info for each in known.values() for name, info in each.own_suites().items()}
     sections = []
     for name in order:
-        sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results))
+        sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results, known))
         advance()
     papers = any(_on_papers_trace(section) for section in sections)
     words, side_by_side = finding([group for section in sections for group in section.groups]) if papers else ([], None)
@@ -93,7 +99,7 @@ def make_report(
         finding=words,
         side_by_side=side_by_side,
         sections=sections,
-        not_measured=_not_measured(results, suites),
+        not_measured=_not_measured(results, suites, known),
         checks=_checks(results),
         machines=_machines(results),
         commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
@@ -129,9 +135,9 @@ def _overview(sections: Sequence[Section]) -> Table | None:
     return overview_of([(Entry(each.suite.title, each.suite.name), each.compared) for each in sections])
 
 
-def _section(suite: Suite, results: Results) -> Section:
+def _section(suite: Suite, results: Results, known: Mapping[str, type[Kind]]) -> Section:
     section = Section(suite, "", [], "", "")
-    for kind, experiment in kinds().items():
+    for kind, experiment in known.items():
         shown = kind == suite.kind or results.of(experiment.record, suite.name)
         part = part_of(experiment, suite, results) if shown else None
         if part is not None:
@@ -163,7 +169,7 @@ def _section(suite: Suite, results: Results) -> Section:
         cells = list(dict.fromkeys(cell for cells in policies_of.values() for cell in cells))
         where = f" ({_few(cells)})" if measured & policies_of.keys() and cells != [""] else ""
         # A data set that is not here is missing in all orders, and a stream under all policies.
-        by_cell = suite.kind in kinds() and kinds()[suite.kind].missing_by_cell and cells != [""]
+        by_cell = suite.kind in known and known[suite.kind].missing_by_cell and cells != [""]
         names = cells if by_cell else map(policy_words, policies_of)
         section.unavailable.append((", ".join(names), f"{reason}{where}"))
     return section
@@ -188,7 +194,7 @@ def _all_runs(results: Results) -> list[Record]:
     return [line for line in results.records if line.is_run]
 
 
-def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
+def _not_measured(results: Results, suites: Mapping[str, Suite], known: Mapping[str, type[Kind]]) -> list[str]:
     runs = [run for run in results.runs if "copied_from" not in (run.model_extra or {})]
     served = [run for run in runs if run.engine.get("name") != "sim"]
     said = []
@@ -198,7 +204,7 @@ def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
         said.append("Times on a GPU: these are of a CPU. Cached tokens do not depend on it.")
     if any("random" in str(run.engine.get("model") or "random") for run in served):
         said.append("Answers: the served model has random weights. Cached tokens and times do not depend on them.")
-    said += [why for each in kinds().values() if (why := each.not_measured(results.records, results.own_checks))]
+    said += [why for each in known.values() if (why := each.not_measured(results.records, results.own_checks))]
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     return said
 
@@ -259,7 +265,7 @@ def _command(session: SessionRecord, folder: Path) -> str:
     about = [given.pop(name, None) for name in ("dataset", "log")]
     start = {None: ["eval", "run", *(suites or [])], "quality": ["eval", "quality"]}.get(command, [command])
     words = ["ragorder", *start, *filter(None, about), "-o", folder]
-    words += ["--seeds", ",".join(map(str, seeds))] * bool(seeds)
+    words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     for name, value in given.items():
         if name in _NO_OPTIONS or value in (None, False, [], ""):
             continue

@@ -107,7 +107,8 @@ def print_summary(report: Report, console: Console) -> None:
     """Print what a command has just measured: the headline and, of one suite, its tables."""
     for words in report.headline.words[:_FEW_WORDS]:
         console.print(Text(words, "bold green"))
-    if report.overview is not None:
+    cells = [len(each.cells) for section in report.sections for each in section.compared]
+    if report.overview is not None and max(cells) > 1:
         console.print(report.overview)
     for section in report.sections if len(report.sections) == 1 else ():
         said = "; ".join(filter(None, (section.engine, section.setting)))

@@ -157,6 +157,8 @@ class RunResult:
     ttft_ms: dict[str, float] | None
     order_us: dict[str, float]
     tbt_ms: dict[str, float] | None = None
+    tenths: dict[str, list[float | None]] | None = None
+    """Of a run under load, see `Measures.tenths`."""
 
 
 @dataclass(frozen=True, slots=True)

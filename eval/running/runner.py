@@ -273,6 +273,7 @@ class Run:
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
             order_us=order_times_us(measures.order_ns),
+            tenths=None if self.load is None else measures.tenths(),
         )
 
     def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
