@@ -1221,7 +1221,6 @@ class TestBenchOnAServer:
         assert auto["cached_tokens"] > retrieval["cached_tokens"] > 0
         assert auto["prediction_within_block"] == 1
         assert min(auto["ttft_ms"].values()) > 0
-        assert auto["tbt_ms"] is None, "answers of one token"
         served = [body["cache_salt"] for body in far.bodies][-40:]
         assert len(set(served[:20])) == len(set(served[20:])) == 1
         assert len(set(served)) == 2
@@ -1280,7 +1279,7 @@ class TestBenchOnAServer:
         arguments = [*self.options(far, policies=["free"])]
         done = CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "200", "FORCE_COLOR": "1"}, color=True)
         assert done.exit_code == 0
-        assert "failed" in done.stdout
+        assert "failures" in done.stdout
         assert "\x1b[1;31m2" in done.stdout
 
     def test_the_key_is_sent(self, far: FarServer) -> None:

@@ -318,7 +318,7 @@ class TestTheHub:
     ) -> None:
         hub()
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(ImportError, match=r"needs datasets: pip install"):
+        with pytest.raises(ImportError, match=r"needs datasets: .*pip install"):
             load_questions("hotpotqa")
 
 
@@ -1472,7 +1472,7 @@ class TestCommand:
             done = invoke(*words.replace("http://127.0.0.1:8000/v1", service.base_url).split()[3:])
             assert done.exit_code == 0, done.output
             asked.append(len(service.bodies))
-        assert asked == [120 * 5, 2 * len(DEFAULT_ORDERS), 2 * 5]
+        assert asked == [120 * 5, 2 * len(DEFAULT_ORDERS), 2 * 2]
         sent = json.dumps(service.bodies)
         assert "two years" in sent and "They must be unused." in sent
 

@@ -134,7 +134,8 @@ def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
             row += [Entry(format_number(group.value(policy, metric))) for metric in (TBT_P50, TBT_P99)]
         if predicted:
             row.append(Entry(format_number(_predicted(group, policy))))
-        row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]
+        counts = [sum(getattr(run, name) for run in group.runs(policy)) for name in lost]
+        row += [Entry(f"{count:,}", tone="bad" if count else "") for count in counts]
         row += [Entry(*beside) for beside in paper_beside(suite, group.cell, policy, baseline)]
         table.rows.append(row)
     table.note = _counted([group])
