@@ -405,7 +405,7 @@ class Experiment(Kind, ABC):
                         yield Job(suite, cell, seed, todo, requests, corpus)
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """The suite's policies, as far as the options name them."""
+        """Return the suite's policies, only those that the options name if they name any."""
         chosen = self.options.policies
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 

@@ -178,12 +178,6 @@ def empty(vllm_server: Any) -> None:
     vllm_server.reset()
 
 
-def prefix_request(builder: PromptBuilder) -> Any:
-    from ragorder.benchmarks.ragcache.pipelined.measuring import _system
-
-    return _system(builder, "salt")
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.usefixtures("empty")

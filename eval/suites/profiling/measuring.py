@@ -1,6 +1,6 @@
 """A server's prefill times by cached and by new tokens.
 
-A request has a prefix of random tokens that was sent just before, and new tokens behind it; it is repeated unless the
+A request has a prefix of random tokens that was sent just before, and new tokens after it; it is repeated unless the
 server reports exactly the prefix as cached. Each pair of counts has a `cache_salt` of its own, so that nothing else can
 be cached. Rounds in changing order spread slow spells over all pairs.
 """
@@ -284,7 +284,7 @@ def measure_loads(
     progress: Progress = silent,
 ) -> PrefillProfile:
     """The profile of a vLLM server with ragorder's tiers, with `loads`: medians of `repeats` samples of each tier, or
-    of as many as `limit_s` allows. The server and this machine should serve nothing else.
+    of fewer if `limit_s` ends first. The server and this machine should serve nothing else.
 
     Raises EngineError if requests fail, or for a server without tiers or without a published capacity.
     """

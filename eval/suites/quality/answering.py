@@ -83,8 +83,8 @@ def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """Of the prompt's tokens `cached_tokens` were an exact prefix, `fused_tokens` taken over, and `recomputed_tokens`
-    of these recomputed. None: not reported."""
+    """`cached_tokens` of the prompt were an exact prefix, `fused_tokens` reused, and `recomputed_tokens` of these
+    recomputed; None if not reported."""
 
     text: str
     cached_tokens: int | None
@@ -154,7 +154,7 @@ class _FusedAnswers:
 
 class OnceAnswers:
     """Answers of an engine in this process, each prompt's once, however many orders lead to it: no answer depends on
-    what is cached, which a simulated engine counts with these blocks, this capacity and as many tokens of answers.
+    what is cached, which a simulated engine counts with these blocks, this capacity and these tokens of answers.
 
     Ask everything once, then `answer_missing`, then ask again. Answers are appended to `file`, and read from there.
     `whole`: none ends early, at the end of the line that counts.
@@ -243,7 +243,7 @@ class OnceAnswers:
 
 @contextmanager
 def fused_answers(engine: TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """Answers of at most `output_tokens`, in orders of which some take documents over."""
+    """Yield answers of at most `output_tokens`, also in orders that reuse documents' KV."""
     with engine.answering(output_tokens):
         yield _FusedAnswers(engine)
 

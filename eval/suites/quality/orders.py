@@ -70,7 +70,7 @@ class GradedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class FusedReuse:
-    """The share of the tokens taken over that is recomputed, and which ones (`--select` of the engine)."""
+    """The share of reused tokens that is recomputed, and which ones (`--select` of the engine)."""
 
     recompute: float
     select: str
@@ -118,8 +118,8 @@ def normalised_scores(scores: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def answer_fused(engine: TorchEngine, token_ids: PromptIds, fused: FusedReuse) -> Completion:
-    """With each document first computed behind the system prompt alone, as by `ragorder fuse build --neighbours 0`:
-    what is no exact prefix is then taken over. Raises RequestError."""
+    """Compute each document alone after the system prompt, as `ragorder fuse build --neighbours 0` does, then reuse what
+    is no exact prefix. Raises RequestError."""
     from ragorder.kernels.engine import Fusion
 
     request = engine.request(token_ids)
@@ -148,7 +148,7 @@ def _serve(engine: TorchEngine, request: Request) -> Completion:
 
 
 def place_orders(documents: int) -> tuple[str, ...]:
-    """The best document at each of so many places, or at five of them, from the first to the last."""
+    """Return the orders with the best document at each place, or at five of them, from the first to the last."""
     several = min(documents, _MOST_PLACES)
     places = [1 + round(step * (documents - 1) / max(1, several - 1)) for step in range(several)]
     return tuple(f"{PLACE}{place}" for place in places)
@@ -157,7 +157,7 @@ def place_orders(documents: int) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class Order:
     """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache. `fused`: documents
-    off the cached prefix are taken over. `place`: of the best gold document, from 1; the others stand as ranked."""
+    off the cached prefix are reused. `place`: of the best gold document, from 1; the others stand as ranked."""
 
     name: str
     policy: str
