@@ -118,7 +118,7 @@ def normalised_scores(scores: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def answer_fused(engine: TorchEngine, token_ids: PromptIds, fused: FusedReuse) -> Completion:
-    """Compute each document alone after the system prompt, as `ragorder fuse build --neighbours 0` does, then reuse what
+    """Compute each document alone after the system prompt, as `ragorder fuse build --neighbours 0`, then reuse what
     is no exact prefix. Raises RequestError."""
     from ragorder.kernels.engine import Fusion
 
