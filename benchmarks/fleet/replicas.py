@@ -50,7 +50,7 @@ KEPT_TOKENS = 32
 """Of an answer, those that stay in the cache: all but its last."""
 _TOP_K = 5
 _SECRET = "the same in every run"  # noqa: S105
-# Points of a replica: its share of the keys deviates by a tenth with 100, by a thirtieth with so many.
+# Points of a replica: its share of the keys deviates by a tenth with 100, by a thirtieth with these.
 _POINTS = 1000
 _BOUNDED = ("topic, bound", "topic, table")
 _ENOUGH = 90
@@ -403,7 +403,7 @@ def serve(
     warmup: int,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Rows and facts of a record. As many requests as the fleet takes are always in flight; each ends after a random
+    """Rows and facts of a record. All requests that the fleet takes are always in flight; each ends after a random
     number of further ones, so that nothing depends on time."""
     prompts, rng = NumberedPrompts(), random.Random(seed)
     replicas = {number: SimulatedReplica(cell.capacity_tokens, prompts) for number in range(cell.replicas)}

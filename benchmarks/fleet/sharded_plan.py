@@ -121,7 +121,7 @@ class ShardedPlan(Experiment):
 
 
 def draw(workload: str, requests: int, seed: int) -> Iterable[list[int]]:
-    """Documents of each request, by number. `topics`: as many topics as there are 40 requests, the first ones more
+    """Documents of each request, by number. `topics`: a topic for every 40 requests, the first ones more
     frequent (a Pareto distribution); six of a topic's twelve documents, and two of 2,000 that all topics share.
     Raises WorkloadError."""
     if workload == "topics":

@@ -136,7 +136,7 @@ def serve(
     *,
     shared: bool,
 ) -> dict[str, list[int]]:
-    """Columns of the record. A request ends when so many others have begun as may be in flight."""
+    """Columns of the record. A request ends when `in_flight` others have begun."""
     prompts, rng = NumberedPrompts(), random.Random(seed)
     engine = make_engine(cell.capacity_tokens)
     orderers = [make_orderer(cell.capacity_tokens, prompts) for _ in range(cell.processes)]

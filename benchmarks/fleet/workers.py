@@ -1,4 +1,4 @@
-"""Several orderers in front of one vLLM server, as an application's workers are: the suites of kind "workers"."""
+"""Several orderers on one vLLM server, as the workers of an application have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.random_model import make_model
 
-__all__ = ["SeveralOrderers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
+__all__ = ["SeveralOrderers", "TimedOrderer", "questions_by_topic", "serve"]
 
 _TOPICS = 25
 _BLOCKS = 511
@@ -43,13 +43,7 @@ class WorkersCell(SuiteCell):
     concurrency: int = Field(1, ge=1)
 
 
-class WorkersRecord(RunRecord):
-    """Retrieval order, or orderers with the mirror or KV events. Without concurrency, predictions are known."""
-
-    type: Literal["workers"] = "workers"  # type: ignore[assignment]
-
-
-class _TimedOrderer(Orderer):
+class TimedOrderer(Orderer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.took_us: list[float] = []
@@ -64,8 +58,10 @@ class _TimedOrderer(Orderer):
 
 
 class SeveralOrderers(Experiment):
+    """Retrieval order, or orderers with the mirror or KV events. Without concurrency, predictions are known."""
+
     kind = "workers"
-    record = WorkersRecord
+    base = RunRecord
     cell = WorkersCell
     policies: ClassVar[Any] = ("retrieval", "mirror", "events")
     one_job = True
@@ -89,16 +85,16 @@ class SeveralOrderers(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: WorkersCell = job.cell
         requests = questions_by_topic(job.requests, job.seed, cell.top_k)
-        server, builder = self.kept(None, self._start)
+        server, builder = self.kept(None, self.start)
         for policy in rotated(job.policies, job.seed):
             server.reset()
             with ExitStack() as stack:
                 options = _options(policy, server, cell.top_k)
                 orderers = [
-                    stack.enter_context(_TimedOrderer.for_vllm(server.base_url, builder=builder, **options))
+                    stack.enter_context(TimedOrderer.for_vllm(server.base_url, builder=builder, **options))
                     for _ in range(cell.orderers)
                 ]
-                rows = _serve(cell, orderers, server, builder, requests, advance)
+                rows = serve(cell, orderers, server, builder, requests, advance)
             yield {
                 "policy": policy,
                 "engine": {
@@ -111,7 +107,7 @@ class SeveralOrderers(Experiment):
                 "rows": rows,
             }
 
-    def _start(self) -> tuple[VLLMServer, PromptBuilder]:
+    def start(self) -> tuple[VLLMServer, PromptBuilder]:
         model = self.options.model
         if model is None:
             texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
@@ -142,9 +138,9 @@ def _options(policy: str, server: VLLMServer, top_k: int) -> dict[str, Any]:
     return options
 
 
-def _serve(
+def serve(
     cell: WorkersCell,
-    orderers: Sequence[_TimedOrderer],
+    orderers: Sequence[TimedOrderer],
     server: VLLMServer,
     builder: PromptBuilder,
     requests: Sequence[TraceRequest],

@@ -191,11 +191,11 @@ class RunRecord(Record):
         return 0 if column is None else int(np.isfinite(column).sum())
 
 
-def declared_record(kind: str, columns: tuple[str, ...], facts: tuple[str, ...]) -> type[Record]:
-    """Return the record of a measurement that is no run of requests: its type is the kind."""
+def declared_record(base: type[Record], kind: str, columns: tuple[str, ...], facts: tuple[str, ...]) -> type[Record]:
+    """Return the record whose type is the kind; it is counted among the runs if it is a `RunRecord`."""
     fields: Any = {"type": (Literal[kind], kind)}
-    made: type[Record] = create_model(kind, __base__=Record, **fields)
-    made.is_run, made.columns_of_all, made.facts_needed = False, columns, facts
+    made: type[Record] = create_model(kind, __base__=base, **fields)
+    made.is_run, made.columns_of_all, made.facts_needed = issubclass(base, RunRecord), columns, facts
     return made
 
 

@@ -319,8 +319,10 @@ class Experiment(Kind, ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     facts: ClassVar[tuple[str, ...]] = ()
     """What every record has, of one length and besides."""
+    base: ClassVar[type[Record]] = Record
+    """`RunRecord`, if requests are served."""
     record: ClassVar[type[Record]]
-    """By default made of `kind`, `columns` and `facts`."""
+    """By default made of `base`, `kind`, `columns` and `facts`."""
     tables: ClassVar[Sequence[Any]] = ()
     """Each a `TableForm` of the report, in an experiment without `make_part`."""
     suites: ClassVar[Mapping[str, str]] = {}
@@ -345,7 +347,7 @@ class Experiment(Kind, ABC):
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "record" not in vars(cls):
-            cls.record = declared_record(cls.kind, cls.columns, cls.facts)
+            cls.record = declared_record(cls.base, cls.kind, cls.columns, cls.facts)
 
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress

@@ -11,7 +11,7 @@ import pytest
 
 from ragorder import Document, Orderer
 from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
-from ragorder.benchmarks.ragcache.replacement import A10G
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G
 from ragorder.trie.residency import Place
 from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 

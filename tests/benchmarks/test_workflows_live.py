@@ -31,7 +31,7 @@ from ragorder.benchmarks.hedra.workflows_live.parts import BatchedSearch, Script
 from ragorder.benchmarks.hedra.workflows_live.record import LiveCell, LiveRecord
 from ragorder.benchmarks.hedra.workflows_live.report import make_part
 from ragorder.benchmarks.hedra.workflows_live.systems import SYSTEMS
-from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
 from ragorder.eval.running.options import Options

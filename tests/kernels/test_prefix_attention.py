@@ -514,7 +514,7 @@ class TestTheTable:
 TRIED = """
 import json, torch
 from ragorder.benchmarks.kernels.attention.measuring import _error, reference
-from ragorder.benchmarks.kernels.attention.shapes import AttentionShape, make_problem
+from ragorder.benchmarks.kernels.attention.contenders import AttentionShape, make_problem
 from ragorder.benchmarks.kernels.attention.tiles import tried
 from ragorder.kernels.attention.table import Tile
 problem = make_problem(AttentionShape(1, 3, 600, 2, 1, 64, "bf16", 16), torch.device("cpu"), 0)
@@ -604,7 +604,7 @@ class TestTheBenchmark:
         assert "times need a GPU, and there is none here: attention-check checks results without one" in report
 
     def test_shows_times_and_the_fastest_other(self) -> None:
-        from ragorder.benchmarks.kernels.attention.record import AttentionRecord
+        from ragorder.benchmarks.kernels.attention.experiment import AttentionRecord
         from ragorder.benchmarks.kernels.attention.report import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
@@ -635,7 +635,7 @@ class TestTheBenchmark:
         assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
-        from ragorder.benchmarks.kernels.attention.shapes import AttentionShape
+        from ragorder.benchmarks.kernels.attention.contenders import AttentionShape
 
         shape = AttentionShape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
         assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)

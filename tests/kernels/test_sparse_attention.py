@@ -479,8 +479,8 @@ class TestArguments:
 
 class TestTheBenchmark:
     def test_compares_rows_at_any_positions(self) -> None:
+        from ragorder.benchmarks.kernels.attention.contenders import AttentionShape
         from ragorder.benchmarks.kernels.attention.measuring import measure
-        from ragorder.benchmarks.kernels.attention.shapes import AttentionShape
 
         shape = AttentionShape(2, 9, 40, heads=4, kv_heads=2, head_dim=64, dtype="fp32", block_size=16, scattered=True)
         assert shape.positions == [3, 7, 12, 16, 21, 25, 30, 34, 39]
@@ -494,7 +494,7 @@ class TestTheBenchmark:
             assert times == []
 
     def test_refuses_more_rows_than_tokens(self) -> None:
-        from ragorder.benchmarks.kernels.attention.cells import AttentionCell
+        from ragorder.benchmarks.kernels.attention.experiment import AttentionCell
 
         with pytest.raises(ValueError, match="41 tokens cannot be scattered among 40"):
             AttentionCell(query=41, context=40, scattered=True)

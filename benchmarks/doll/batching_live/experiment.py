@@ -41,7 +41,7 @@ class BatchingLive(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.doll.batching_live.measuring import serve_live
         from ragorder.benchmarks.doll.batching_live.parts import LiveParts
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: BatchingLiveCell = job.cell
         at_s = [each.at_s for each in cell.arrivals.draw(job.requests, job.seed)]

@@ -57,7 +57,7 @@ class Fusion(Experiment):
         from ragorder.benchmarks.fusion.fusion.questions import draw_questions
         from ragorder.benchmarks.fusion.fusion.served import measure_on_engine
         from ragorder.benchmarks.fusion.fusion.task import Level
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: FusionCell = job.cell
         level, seed = Level(cell.hops, cell.documents), _QUESTIONS_SEED + job.seed
@@ -104,7 +104,7 @@ class FusionTraining(Experiment):
         from ragorder.benchmarks.fusion.fusion.history import History
         from ragorder.benchmarks.fusion.fusion.model import ChainModel
         from ragorder.benchmarks.fusion.fusion.training import remaining, train
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: TrainingCell = job.cell
         found = earlier(cell.start, cell.hops, job.seed) if cell.start is not None else None

@@ -15,7 +15,7 @@ from ragorder.benchmarks.fusion.fusion.model import ChainModel
 from ragorder.benchmarks.fusion.fusion.prompts import Prompts
 from ragorder.benchmarks.fusion.fusion.questions import Questions
 from ragorder.benchmarks.fusion.fusion.task import ASK, BOS
-from ragorder.benchmarks.kernels.embedded.clocks import timed
+from ragorder.benchmarks.kernels.embedded.models import timed
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.load import rotated
 

@@ -60,7 +60,7 @@ class QualityPositions(Experiment):
         from ragorder.benchmarks.fusion.fusion.model import ChainModel
         from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, order_stream, rows_of
         from ragorder.benchmarks.fusion.quality_positions.stream import draw_stream
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: PositionsCell = job.cell
         with threads(1):

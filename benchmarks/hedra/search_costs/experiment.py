@@ -59,8 +59,7 @@ def _scans(cell: CostsCell) -> dict[str, Any]:
 
 def _decoding(cell: CostsCell) -> dict[str, Any]:
     from ragorder.benchmarks.hedra.search_costs import measuring
-    from ragorder.benchmarks.kernels.embedded.clocks import threads
-    from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+    from ragorder.benchmarks.kernels.embedded.models import SHAPES, threads
     from ragorder.eval.engines.torch import TorchEngine
 
     rows: dict[str, list[float]] = {"requests": [], "context": [], "ms": []}

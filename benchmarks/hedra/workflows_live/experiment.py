@@ -54,7 +54,7 @@ class WorkflowsLive(Experiment):
         from ragorder.benchmarks.hedra.workflows.script import Script
         from ragorder.benchmarks.hedra.workflows_live.measuring import serve_live
         from ragorder.benchmarks.hedra.workflows_live.parts import search_ms
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: LiveCell = job.cell
         assert job.corpus is not None, "a cell has a corpus"
@@ -109,7 +109,7 @@ class WorkflowsLive(Experiment):
             LiveVLLM,
             bind_server,
         )
-        from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+        from ragorder.benchmarks.kernels.embedded.models import SHAPES
         from ragorder.eval.engines.server import VLLMServer
         from ragorder.kernels.random_model import make_model
 
