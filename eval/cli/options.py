@@ -151,8 +151,8 @@ output_option = option(
     "--output",
     type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
     metavar="DIR|-",
-    help="Append the results to results.jsonl in this folder; - writes them to standard output, and the tables to "
-    "standard error.",
+    help="Append the results to results.jsonl in this folder (the first of two equal runs counts); - writes them to "
+    "standard output, and the tables to standard error.",
 )
 
 
@@ -190,6 +190,8 @@ def kept(output: Path | None) -> Iterator[Kept]:
     """Yield what keeps the lines, in the folder `output` or on standard output ("-"). Raises StoreError."""
     from ragorder.eval.running.store import Store
 
+    if str(output) == "-" and sys.stdout is None:
+        raise click.UsageError("standard output is closed: name a folder")
     with Store(output) if output is not None and str(output) != "-" else nullcontext() as store:
         yield Kept(store, to_stdout=str(output) == "-")
 

@@ -31,9 +31,9 @@ from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.report import make_report, read_results
-from ragorder.eval.running.progress import silent
+from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.suites.quality.answering import SYSTEM, Builders, OnceAnswers
-from ragorder.eval.suites.quality.asking import ask_questions, run_quality, serve_quality
+from ragorder.eval.suites.quality.asking import ask_questions, serve_quality
 from ragorder.eval.suites.quality.compare import (
     bootstrap_difference,
     compare_orders,
@@ -72,6 +72,12 @@ def make_bench(name: str, data: Path, **options: Any) -> QualityBench:
         for model in (QuestionsSpec, AnswererSpec)
     )
     return QualityBench(QuestionsSpec(dataset=name, data=data, **questions), AnswererSpec(**engine), **options)
+
+
+def run_quality(bench: QualityBench, progress: Progress = silent) -> list[JSON]:
+    """The lines of all orders, and their comparison."""
+    lines = list(serve_quality(bench, progress))
+    return lines + summarise(lines, progress)
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from ragorder.eval.suites.quality.answering import (
     corpus_tokens,
     serve_answers,
 )
-from ragorder.eval.suites.quality.compare import summarise
 from ragorder.eval.suites.quality.metrics import Scorer, extract_answer
 from ragorder.eval.suites.quality.orders import GradedQuestion, Order, QualityError
 from ragorder.eval.suites.quality.questions import QuestionSet, load_questions
@@ -32,19 +31,13 @@ from ragorder.eval.suites.quality.specs import Done, Line, ModelFacts, QualityBe
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder
 
-__all__ = ["ask_questions", "done_in", "run_quality", "serve_quality"]
+__all__ = ["ask_questions", "done_in", "serve_quality"]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
 def _never(cell: Mapping[str, Any], policy: str) -> bool:
     return False
-
-
-def run_quality(bench: QualityBench, progress: Progress = silent) -> list[Line]:
-    """The lines of `serve_quality`, and their comparison (`summarise`)."""
-    lines = list(serve_quality(bench, progress))
-    return lines + summarise(lines, progress)
 
 
 def done_in(store: Store, bench: QualityBench) -> Done:
