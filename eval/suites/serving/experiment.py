@@ -247,7 +247,7 @@ class Serving(Experiment):
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:
-        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves"))
+        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves", metrics=("tenths",)))
         return {bench.name: bench}
 
 

@@ -201,7 +201,8 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
         tables.append(moves_table(groups, baseline))
     if suite.about("position", "moved_share", "displacement"):
         tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
-    tables += [table for group in groups if (table := _tenths(group)) is not None]
+    if suite.about("tenths"):
+        tables += [table for group in groups if (table := _tenths(group)) is not None]
     if suite.about("predicted_tokens", "staleness") and not few:
         tables.append(_by_cell("Predicted to within one block, % of requests", groups, _prediction_entry))
     return [table for table in tables if any(entry.text != "–" for row in table.rows for entry in row[table.labels :])]
