@@ -503,15 +503,20 @@ def experiments_in(folder: Path) -> Iterator[None]:
     place = str(folder.resolve())
     path.append(place)
     invalidate_caches()
-    kinds.cache_clear()
+    _forget()
     try:
         yield
     finally:
         path.remove(place)
-        kinds.cache_clear()
+        _forget()
         for name in [name for name in sys.modules if name.startswith(f"{_HOMES[0]}.")]:
             if any(each.startswith(place) for each in _places(sys.modules[name])):
                 del sys.modules[name]
+
+
+def _forget() -> None:
+    for known in (kinds, experiments):
+        known.cache_clear()
 
 
 def _places(module: ModuleType) -> Iterator[str]:
@@ -535,6 +540,7 @@ def kinds() -> dict[str, type[Kind]]:
     return dict(sorted(found.items()))
 
 
+@cache
 def experiments() -> dict[str, type[Experiment]]:
     """Return the experiments by their kind."""
     return {kind: each for kind, each in kinds().items() if issubclass(each, Experiment)}
