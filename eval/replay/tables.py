@@ -61,8 +61,8 @@ def _compared(report: ReplayReport) -> Compared:
 def _gain(report: ReplayReport, policy: str, capacity: CapacityInfo) -> PairedDifference:
     plain, ordered = report.at(RETRIEVAL, capacity), report.at(policy, capacity)
     found = compare_seeds(*([100 * ratio for ratio in each.tenths] for each in (plain, ordered)))
-    shares = {"baseline": 100 * plain.cached_ratio, "value": 100 * ordered.cached_ratio}
-    return replace(found, **shares, difference=shares["value"] - shares["baseline"])
+    baseline, value = 100 * plain.cached_ratio, 100 * ordered.cached_ratio
+    return replace(found, baseline=baseline, value=value, difference=value - baseline)
 
 
 def _by_capacity(report: ReplayReport) -> Picture:

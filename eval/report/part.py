@@ -43,8 +43,8 @@ def part_of(experiment: type[Kind], suite: Suite, results: Results) -> Part | No
     if not hasattr(module, "make_part"):
         name = f"{experiment.__module__.rpartition('.')[0]}.report"
         if find_spec(name) is None:
-            declared = issubclass(experiment, Experiment) and bool(experiment.tables)
-            return Part(tables_of(experiment, suite, results)) if declared else None
+            declared = experiment if issubclass(experiment, Experiment) else None
+            return Part(tables_of(declared, suite, results)) if declared and declared.tables else None
         module = import_module(name)
     part: Part = module.make_part(suite, results)
     return part

@@ -159,9 +159,8 @@ class Suite(BaseModel):
 
     @classmethod
     def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
-        return cls.model_construct(
-            name=name, title=title or name, **{"source": "", "says": "", "report": Display(chart="")} | fields
-        )
+        defaults: dict[str, Any] = {"source": "", "says": "", "report": Display(chart="")}
+        return cls.model_construct(name=name, title=title or name, **defaults | fields)
 
     def about(self, *words: str) -> bool:
         return any(word in (self.name, self.report.chart, *self.report.metrics) for word in words)
