@@ -112,33 +112,33 @@ claims: $(VENV)/.dev ## Compute the headline numbers of README and docs/ again f
 
 bench: $(VENV)/.sim ## Measure the summary of docs/results.md on the simulated engine (with real corpora if CORPORA exists)
 	@mkdir -p $(RESULTS)
-	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim.json
-	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim-5.json
-	$(BENCH) --workload paper-shuf --workload mix8 --policy free --waiting 8 --json $(RESULTS)/sim-waiting.json
-	$(BENCH) --workload mix8 --policy free --waiting 8 --capacity-tokens 5% --json $(RESULTS)/sim-waiting-5.json
-	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy free --json $(RESULTS)/sim-pydocs.json
-	$(BENCH) --corpus pydocs --policy free --batch --order random --capacity-tokens 32768 --json $(RESULTS)/sim-pydocs-batch.json
-	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy prefix --policy free --policy popularity --json $(RESULTS)/order-k$$k.json; done
+	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) -o $(RESULTS)/sim
+	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) -o $(RESULTS)/sim-5
+	$(BENCH) --workload paper-shuf --workload mix8 --policy free --waiting 8 -o $(RESULTS)/sim-waiting
+	$(BENCH) --workload mix8 --policy free --waiting 8 --capacity-tokens 5% -o $(RESULTS)/sim-waiting-5
+	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy free -o $(RESULTS)/sim-pydocs
+	$(BENCH) --corpus pydocs --policy free --batch --order random --capacity-tokens 32768 -o $(RESULTS)/sim-pydocs-batch
+	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy prefix --policy free --policy popularity -o $(RESULTS)/order-k$$k; done
 ifneq ($(wildcard $(CORPORA)/covidqa),)
-	$(BENCH) $(REAL) --policy retrieval --policy prefix --json $(RESULTS)/real.json
-	$(BENCH) $(REAL) --policy free --batch --json $(RESULTS)/real-batch.json
-	$(BENCH) $(REAL) --top-k 10 --policy free --batch --json $(RESULTS)/real-batch-k10.json
+	$(BENCH) $(REAL) --policy retrieval --policy prefix -o $(RESULTS)/real
+	$(BENCH) $(REAL) --policy free --batch -o $(RESULTS)/real-batch
+	$(BENCH) $(REAL) --top-k 10 --policy free --batch -o $(RESULTS)/real-batch-k10
 endif
 
 bench-vllm: $(VENV)/.vllm ## Measure its figures of real vLLM (a quarter of an hour on two cores)
 	@mkdir -p $(RESULTS)
-	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy --json $(RESULTS)/vllm.json
-	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 --json $(RESULTS)/vllm-waiting.json
-	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload pydocs --json $(RESULTS)/vllm-pydocs.json
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy -o $(RESULTS)/vllm
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 -o $(RESULTS)/vllm-waiting
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload pydocs -o $(RESULTS)/vllm-pydocs
 
 bench-live: $(VENV)/.dev ## Measure predictions and times to first token on a loaded vLLM server (ten minutes on two cores)
 	@mkdir -p $(RESULTS)
-	$(BIN)/ragorder bench --engine openai $(LIVE) --json $(RESULTS)/live.json
+	$(BIN)/ragorder bench --engine openai $(LIVE) -o $(RESULTS)/live
 
 bench-load: $(VENV)/.sim ## Simulate an hour of requests to 8 replicas, with recorded and random arrivals (some minutes)
 	@mkdir -p $(RESULTS)
-	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 --json $(RESULTS)/load-trace.json
-	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
+	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 -o $(RESULTS)/load-trace
+	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 -o $(RESULTS)/load-poisson
 
 chaos: $(VENV)/.dev ## Kill loaded vLLM servers with tiers CYCLES times, damage their disks, check every answer (half an hour)
 	PYTHONPATH=tests $(BIN)/python -m support.chaos --cycles $(CYCLES)

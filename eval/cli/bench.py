@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ragorder.cli.options import Command, build, given, option, options_from, section
-from ragorder.cli.values import Choice, Count, Duration, StreamFile
+from ragorder.cli.values import Choice, Count, Duration
 from ragorder.eval.cli.options import (
     SEEDS,
+    Kept,
+    arguments_given,
     arrival_rates,
     embedding_model,
     events_of,
     events_options,
+    kept,
+    output_option,
     served_by,
-    to_stdout,
-    write_json,
 )
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.specs import Bench
 
 __all__ = ["bench"]
@@ -30,7 +34,7 @@ _DELAY_S = 0.05
     cls=Command,
     examples=[
         "ragorder bench --workload paper-shuf --limit 200",
-        "ragorder bench --workload mix8 --capacity-tokens 5% --json -",
+        "ragorder bench --workload mix8 --capacity-tokens 5% -o results",
     ],
 )
 @section(
@@ -149,13 +153,7 @@ _DELAY_S = 0.05
         unset="50ms",
     ),
 )
-@option(
-    "--json",
-    "output",
-    type=StreamFile("w", encoding="utf-8", lazy=False),
-    metavar="FILE|-",
-    help="Write the results as JSON; with - the table goes to standard error.",
-)
+@output_option
 def bench(
     workloads: tuple[str, ...],
     corpora: tuple[str, ...],
@@ -169,7 +167,7 @@ def bench(
     decode_rate: float | None,
     pipeline: str | None,
     delay_s: float | None,
-    output: IO[str] | None,
+    output: Path | None,
     **options: Any,
 ) -> None:
     """Compare ordering policies on a trace of requests.
@@ -178,20 +176,19 @@ def bench(
     earned is ragorder's default.
 
     The simulated engine counts cached tokens exactly and has no clock; the others also measure time to first token.
-    With --concurrency or --arrivals a second table shows each tenth of the run.
-
-    In the table, "moved" is the mean distance of a document from its retrieval rank; "predicted" is the share of
-    requests whose cached tokens were predicted to within one block.
+    With --concurrency or --arrivals a table shows each tenth of the run. Differences are to retrieval order, paired
+    request by request, with 95 % intervals. With -o the runs are kept, and `ragorder report` makes a page of them.
     """
     from ragorder.eval.data.arrivals import Arrivals
     from ragorder.eval.data.corpora import PYDOCS, CorpusError
     from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.data.workloads import WorkloadError
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.report.console import print_results
-    from ragorder.eval.running.bench import as_json, run_bench
+    from ragorder.eval.running.bench import bench_lines
     from ragorder.eval.running.load import ServiceTimes
     from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.session import begin_session
+    from ragorder.eval.running.store import StoreError
 
     events = events_of(options)
     options = given(options)
@@ -227,25 +224,37 @@ def bench(
                 "service_times": ServiceTimes(**given(rates)),
             },
         )
-        if pipeline is not None:
-            _bench_pipelines(wanted, pipeline, round(1e3 * (_DELAY_S if delay_s is None else delay_s), 6), output)
-            return
-        with progress_bar() as progress:
-            results = run_bench(wanted, progress)
+        with kept(output) as lines:
+            session = begin_session(lines.append, arguments_given("bench"))
+            with progress_bar() as progress:
+                if pipeline is None:
+                    measured = bench_lines(wanted, session, progress)
+                else:
+                    from ragorder.eval.suites.pipelining.bench import pipeline_lines
+
+                    delay_ms = round(1e3 * (_DELAY_S if delay_s is None else delay_s), 6)
+                    measured = pipeline_lines(wanted, pipeline, delay_ms, session, progress)
+                for line in measured:
+                    lines.append(line)
+        _show(lines, pipelines=pipeline is not None)
     except (PolicyError, WorkloadError) as error:
         raise click.UsageError(str(error)) from None
-    except (CorpusError, EngineError, ImportError, OSError, ValueError) as error:
+    except (CorpusError, EngineError, StoreError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    print_results(results, stderr=to_stdout(output))
-    write_json(as_json(wanted, results), output)
 
 
-def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
-    from ragorder.eval.running.bench import as_json
-    from ragorder.eval.suites.pipelining import run_pipelines
-    from ragorder.eval.suites.pipelining.tables import print_pipelines
+def _show(lines: Kept, *, pipelines: bool) -> None:
+    """Print the report's tables, or without what they need the shares of cached tokens."""
+    from ragorder.eval.suites.pipelining.record import Pipelines
+    from ragorder.eval.suites.serving.experiment import Serving
 
-    with progress_bar() as progress:
-        results = run_pipelines(bench, pipeline, delay_ms, progress)
-    print_pipelines(results, stderr=to_stdout(output))
-    write_json(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output)
+    try:
+        lines.show(Pipelines if pipelines else Serving)
+    except ImportError as error:
+        for line in lines.lines[1:]:
+            names = ("cached_tokens", "prompt_tokens")
+            cached, prompts = (sum(filter(None, line["rows"].get(name, ()))) for name in names)
+            where = f"{line['cell'].get('workload') or line['cell'].get('corpus')}, seed {line['seed']}"
+            share = f"{100 * cached / max(1, prompts):.1f} %"
+            click.echo(f"{where}, {policy_words(line['policy'])}: {share} cached", err=lines.to_stdout)
+        click.echo(f"For intervals and tables: {error}", err=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ragorder.cli.options import Command, CommandGroup, build, option, options_from, section
-from ragorder.eval.cli.options import SEEDS, events_of, events_options, served_by
+from ragorder.eval.cli.options import SEEDS, events_of, events_options, experiments_option, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
 from ragorder.eval.cli.report import eval_report
@@ -32,41 +33,57 @@ def eval() -> None:
 
 
 @eval.command(cls=Command, examples=["ragorder eval schema"])
+@experiments_option
 def schema() -> None:
     """Print the JSON schema of a line of results.jsonl."""
     import json
 
     from ragorder.eval.running.record import json_schema
-    from ragorder.eval.running.suite import experiments
+    from ragorder.eval.running.suite import kinds
 
-    click.echo(json.dumps(json_schema([each.record for each in experiments().values()]), indent=2))
+    click.echo(json.dumps(json_schema([each.record for each in kinds().values()]), indent=2))
 
 
-@eval.command(name="list", cls=Command, examples=["ragorder eval list"])
-def list_suites() -> None:
-    """List the suites, one for each table or figure: those of the papers, then ours."""
+@eval.command(name="list", cls=Command, examples=["ragorder eval list", "ragorder eval list ragcache++"])
+@click.argument("names", nargs=-1, metavar="[SUITE|GROUP]...")
+@experiments_option
+def list_suites(names: tuple[str, ...]) -> None:
+    """List the suites by group: those of each paper, and ours.
+
+    Those that need something that is not here by default, such as a package or an option of `ragorder eval run`, stand
+    with it at the end. With names of suites or groups their titles, sources and sizes are listed.
+    """
     from rich.console import Console
 
-    from ragorder.eval.report.tables import Entry, Table
+    from ragorder.eval.report.tables import Table
     from ragorder.eval.running.cells import SuiteError
-    from ragorder.eval.running.suite import load_suites
+    from ragorder.eval.running.suite import GROUPS, choose_suites, experiment_of
 
     try:
-        suites = load_suites()
+        suites = choose_suites(names or ["all"])
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
-    table = Table("", ["suite", "what it shows", "source", "cells", "policies"], labels=3)
-    table.note = 'paper: suites of the papers; ours: the others; all: both, without suites marked "by name only"'
-    for suite in suites.values():
-        numbers = ["", ""] if suite.needs else [str(len(suite.points)), str(len(suite.policies))]
-        note = f"needs {suite.needs}" if suite.needs else "" if suite.grouped else "by name only"
-        table.add(suite.name, Entry(suite.title, note), suite.source, *numbers)
+    lacking = {suite.name: experiment_of(suite.kind).lacks(suite) for suite in suites}
+    if names:
+        table = Table("", ["suite", "what it shows", "source", "cells", "policies", "needs"], labels=3)
+        for suite in suites:
+            numbers = str(len(suite.points)), str(len(suite.policies))
+            table.add(suite.name, suite.title, suite.source, *numbers, lacking[suite.name] or "–")
+    else:
+        table = Table("", ["group", "suites"], labels=2)
+        here = [(suite.group, suite.name) for suite in suites if not lacking[suite.name]]
+        there = [(f"needs {why}", name) for name, why in sorted(lacking.items(), key=lambda each: each[1]) if why]
+        for found in (here, there):
+            for group in sorted({group for group, _ in found}, key=lambda each: (*GROUPS, each).index(each)):
+                table.add(group, " ".join(name for each, name in found if each == group))
+            table.divide()
+        table.note = "ragorder eval run NAME -o DIR measures one or a group; ragorder eval list NAME says more"
     Console().print(table)
 
 
 @eval.command(
     cls=Command,
-    examples=["ragorder eval run table-1 --seeds 0 -o results", "ragorder eval run paper --corpora DIR -o results"],
+    examples=["ragorder eval run table-1 --seeds 0 -o results", "ragorder eval run ours --corpora DIR -o results"],
 )
 @click.argument("suites", nargs=-1, required=True, metavar="SUITE...")
 @section(
@@ -103,6 +120,7 @@ def list_suites() -> None:
 )
 @section("Engine", served_by(Options, "engine", "model", "served_model", "base_url"))
 @events_options
+@experiments_option
 def run(
     suites: tuple[str, ...],
     folder: Path,
@@ -110,7 +128,8 @@ def run(
 ) -> None:
     """Run suites and store the figures of every request.
 
-    A SUITE is a name, paper, ours, all, or a TOML file. Policies alternate, request by request, each on a fresh engine.
+    A SUITE is a name, a group of `ragorder eval list` (a paper in small letters, ours, all), or a TOML file. Policies
+    alternate, request by request, each on a fresh engine.
     After an interruption the same command resumes.
     """
     from ragorder.eval.data.corpora import CorpusError
@@ -166,20 +185,12 @@ def _is_terminal() -> bool:
 def _say_headline(folder: Path) -> None:
     """Print the main results, unless the extra for comparisons is missing."""
     from rich.console import Console
-    from rich.text import Text
 
-    from ragorder.eval.report import make_report, read_results
+    from ragorder.eval.report import make_report, print_summary, read_results
     from ragorder.eval.running.suite import load_suites
 
-    try:
-        report = make_report(read_results(folder), load_suites())
-    except ImportError:
-        return
-    console = Console(highlight=False)
-    for words in report.headline.words[:3]:
-        console.print(Text(words, "bold"))
-    if report.overview is not None:
-        console.print(report.overview)
+    with suppress(ImportError):
+        print_summary(make_report(read_results(folder), load_suites()), Console(highlight=False))
 
 
 def _check_policies(policies: Sequence[str], suites: list[Suite]) -> None:

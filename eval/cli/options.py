@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import IO, Any
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ragorder.cli.options import Decorator, api_key, events_address, kv_events, option, options_from, section, together
 from ragorder.cli.values import Model, ParamType, Rate
 from ragorder.common.counts import parse_count
+from ragorder.common.jsonl import name_of
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.specs import EventsAddress
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.store import Store
+    from ragorder.eval.running.suite import Kind
 
 __all__ = [
     "CAPACITY",
     "MODEL_FOLDER",
     "SEEDS",
     "Integers",
+    "Kept",
     "Shares",
+    "arguments_given",
     "arrival_rates",
     "embedding_model",
     "events_of",
     "events_options",
+    "experiments_option",
+    "kept",
+    "output_option",
     "served_by",
-    "to_stdout",
-    "write_json",
 ]
 
 
@@ -118,12 +130,87 @@ def events_of(options: dict[str, Any]) -> EventsAddress | None:
     return None if address is None else EventsAddress(*address)
 
 
-def write_json(value: Any, output: IO[str] | None) -> None:
-    if output is not None:
-        json.dump(value, output, indent=1)
-        output.write("\n")
-        output.flush()  # click ignores a full disk when it closes the file
+def _add_experiments(context: click.Context, param: click.Parameter, folder: Path | None) -> None:
+    from ragorder.eval.running.suite import experiments_in
+
+    if folder is not None:
+        context.with_resource(experiments_in(folder))
 
 
-def to_stdout(output: IO[str] | None) -> bool:
-    return output is not None and output.name == "<stdout>"
+experiments_option = option(
+    "--experiments",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Folder of measurements of your own, each a module with an Experiment and its suites (see CONTRIBUTING.md).",
+    callback=_add_experiments,
+    expose_value=False,
+    is_eager=True,
+)
+output_option = option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
+    metavar="DIR|-",
+    help="Append the results to results.jsonl in this folder (the first of two equal runs counts); - writes them to "
+    "standard output, and the tables to standard error.",
+)
+
+
+class Kept:
+    """The lines of one invocation: those of a session and its records."""
+
+    def __init__(self, store: Store | None, *, to_stdout: bool) -> None:
+        self.lines: list[Mapping[str, Any]] = []
+        self._store = store
+        self.to_stdout = to_stdout
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Raises OSError."""
+        self.lines.append(line)
+        if self._store is not None:
+            self._store.append(line)
+        if self.to_stdout:
+            sys.stdout.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+            sys.stdout.flush()
+
+    def show(self, kind: type[Kind]) -> None:
+        """Print the headline and the tables of these lines. Raises ImportError naming the extra."""
+        from rich.console import Console
+
+        from ragorder.eval.report import make_report, print_summary
+        from ragorder.eval.running.reading import results_of
+
+        known = {kind.kind: kind}
+        report = make_report(results_of(self.lines, known), {}, known=known)
+        print_summary(report, Console(stderr=self.to_stdout, highlight=False))
+
+
+@contextmanager
+def kept(output: Path | None) -> Iterator[Kept]:
+    """Yield what keeps the lines, in the folder `output` or on standard output ("-"). Raises StoreError."""
+    from ragorder.eval.running.store import Store
+
+    if str(output) == "-" and sys.stdout is None:
+        raise click.UsageError("standard output is closed: name a folder")
+    with Store(output) if output is not None and str(output) != "-" else nullcontext() as store:
+        yield Kept(store, to_stdout=str(output) == "-")
+
+
+def arguments_given(command: str) -> dict[str, Any]:
+    """Return the options of the command line by their names, as a session records them: without keys."""
+    context = click.get_current_context()
+    found: dict[str, Any] = {"command": command}
+    for param in context.command.params:
+        name, value = param.opts[-1].lstrip("-").replace("-", "_"), context.params.get(str(param.name))
+        given = context.get_parameter_source(str(param.name)) == ParameterSource.COMMANDLINE
+        if given and name not in ("api_key", "output"):
+            found[name] = _recorded(value)
+    return found
+
+
+def _recorded(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_recorded(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return name_of(value) if hasattr(value, "read") else str(value)

@@ -16,9 +16,8 @@ from ragorder.eval.suites.quality.specs import ANSWERS, TOP_K, AnswererSpec, Que
 
 __all__ = ["quality"]
 
-_FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
-_DATASETS = ["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus"]
-_DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDER"}
+_DATASETS = ["corpus", "hotpotqa", "musique", "2wikimultihopqa"]
+_DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FOLDER"}
 
 
 @click.command(
@@ -32,17 +31,9 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
     options_from(
         QuestionsSpec,
         "data",
-        "config",
-        "split",
-        "evidence",
-        "aliases",
         "limit",
         "question_order",
         data=_DATA,
-        config={"metavar": "NAME"},
-        split={"metavar": "NAME"},
-        evidence={"type": click.Path(exists=True, file_okay=False, path_type=Path), "metavar": "DIR"},
-        aliases=_FILE,
         question_order={"flag": "--order"},
     ),
     options_from(
@@ -143,9 +134,10 @@ def quality(
 
     Each question of DATASET is answered greedily once in each order. Exact match and F1, scored as in the official
     scripts, and whether the answer contains an accepted one, are compared question by question. DATASET corpus, the
-    default, is your own folder (--data) or a sample, with documents as retrieved; a question counts even if none of
-    them answers it. Only the first line of the answer counts, without a label ("Answer:") and without the thoughts of a
-    reasoning model. If the model is not capable enough, the result says that quality was not measured.
+    default, is your own folder (--data) or a sample, with documents as retrieved; the others come from the Hugging
+    Face Hub (extra retrieval). A question counts even if no document answers it. Only the first line of the answer
+    counts, without a label ("Answer:") and without the thoughts of a reasoning model. If the model is not capable
+    enough, the result says that quality was not measured.
     """
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.retrieval import make_retriever
@@ -154,17 +146,11 @@ def quality(
     from ragorder.eval.running.record import RESULTS
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import Store, StoreError
-    from ragorder.eval.suites.quality import (
-        DEFAULT_ORDERS,
-        QualityBench,
-        QualityError,
-        done_in,
-        serve_quality,
-    )
+    from ragorder.eval.suites.quality.asking import done_in, serve_quality
     from ragorder.eval.suites.quality.compare import judge_previous
-    from ragorder.eval.suites.quality.fused import fused_orders
-    from ragorder.eval.suites.quality.orders import place_orders
+    from ragorder.eval.suites.quality.orders import DEFAULT_ORDERS, QualityError, fused_orders, place_orders
     from ragorder.eval.suites.quality.report import print_quality
+    from ragorder.eval.suites.quality.specs import QualityBench
 
     if places and (orders or fusion):
         raise click.UsageError("--places uses its own orders: leave out --policy and --fusion")
@@ -192,7 +178,7 @@ def quality(
             used |= {name: getattr(spec, name) for name in options if options[name] is None and hasattr(spec, name)}
         arguments = {name: _jsonable(value) for name, value in used.items() if name != "api_key"}
         with Store(output) as store, progress_bar() as progress:
-            session = begin_session(store, {"command": "quality", **arguments})
+            session = begin_session(store.append, {"command": "quality", **arguments})
             bench = replace(bench, session=session, answers=output / ANSWERS)
             for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)

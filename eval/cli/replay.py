@@ -10,8 +10,7 @@ import click
 
 from ragorder.cli.options import Command, build, option, options_from, section
 from ragorder.cli.values import Choice, Count, StreamFile
-from ragorder.common.jsonl import name_of
-from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
+from ragorder.eval.cli.options import arguments_given, arrival_rates, kept, output_option
 from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.eval.replay.example import EXAMPLE_LOG
 from ragorder.eval.replay.formats import FORMATS
@@ -24,7 +23,7 @@ _PROCESSES_FROM = 5_000
 
 
 @click.command(
-    cls=Command, examples=["ragorder replay --example", "ragorder replay log.jsonl --policy earned --json -"]
+    cls=Command, examples=["ragorder replay --example", "ragorder replay log.jsonl --policy earned -o results"]
 )
 @click.argument("log", type=StreamFile("rb"), required=False)
 @section(
@@ -92,13 +91,7 @@ _PROCESSES_FROM = 5_000
 @section("Lengths that the log does not give", options_from(DefaultLengths, *DefaultLengths.model_fields))
 @section(
     "Output",
-    option(
-        "--json",
-        "output",
-        type=StreamFile("w", encoding="utf-8", lazy=False),
-        metavar="FILE|-",
-        help="Write all results as JSON; with - the tables go to standard error.",
-    ),
+    output_option,
     option(
         "--plot",
         type=click.Path(dir_okay=False, path_type=Path),
@@ -119,7 +112,7 @@ def replay(
     prefill_rate: float | None,
     decode_rate: float | None,
     processes: int | None,
-    output: IO[str] | None,
+    output: Path | None,
     plot: Path | None,
     **lengths: int | None,
 ) -> None:
@@ -155,13 +148,15 @@ def replay(
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
-    from ragorder.eval.replay.tables import print_report
+    from ragorder.eval.replay.record import Replay, replay_line
     from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.session import begin_session
+    from ragorder.eval.running.store import StoreError
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError(
-            "--plot draws a PNG: give FILE.png in a writable folder; for a page use --json FILE, then "
-            "ragorder report FILE --html PAGE"
+            "--plot draws a PNG: give FILE.png in a writable folder; for a page use -o DIR, then "
+            "ragorder report DIR --html PAGE"
         )
     if example and (log is not None or format != "ragorder"):
         raise click.UsageError("--example replays its own log: leave out LOG and --format")
@@ -170,38 +165,35 @@ def replay(
     source: IO[bytes] | Path = log or EXAMPLE_LOG
     block_size = block_size or 16
     unlogged = build(DefaultLengths, lengths)
-    given = click.get_current_context().params | unlogged.model_dump() | {"block_size": block_size}
-    arguments = {
-        **given,
-        "log": name_of(log) if log else EXAMPLE_LOG.name,
-        "plot": plot and str(plot),
-        "output": output and output.name,
-    }
     try:
         wanted = [Capacity.parse(capacity) for capacity in capacities]
         if plot is not None:
             need_matplotlib()
-        with progress_bar(quiet_s=QUIET_S) as progress:
-            requests = read_log(source, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
-            report = replay_log(
-                requests,
-                policies=policies or DEFAULT_POLICIES,
-                capacities=wanted,
-                sweep=SWEEP if sweep else (),
-                block_size=block_size,
-                prefill_tokens_per_s=prefill_rate,
-                decode_tokens_per_s=decode_rate,
-                processes=processes or (_cores() if len(requests) >= _PROCESSES_FROM else 1),
-                progress=progress,
-            )
+        with kept(output) as lines:
+            with progress_bar(quiet_s=QUIET_S) as progress:
+                requests = read_log(
+                    source, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress
+                )
+                report = replay_log(
+                    requests,
+                    policies=policies or DEFAULT_POLICIES,
+                    capacities=wanted,
+                    sweep=SWEEP if sweep else (),
+                    block_size=block_size,
+                    prefill_tokens_per_s=prefill_rate,
+                    decode_tokens_per_s=decode_rate,
+                    processes=processes or (_cores() if len(requests) >= _PROCESSES_FROM else 1),
+                    progress=progress,
+                )
+            lines.append(replay_line(report, begin_session(lines.append, arguments_given("replay"))))
         if plot is not None:
             plot_report(report, plot)
+        lines.show(Replay)
     except PolicyError as error:
         raise click.UsageError(str(error)) from None
-    except (LogError, ReplayError, ImportError, OSError, ValueError) as error:
+    except (LogError, ReplayError, StoreError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    print_report(report, stderr=to_stdout(output))
-    write_json({**report.as_json(), "arguments": arguments}, output)
+    click.echo(f"Replayed at {report.requests_per_s:,.0f} requests/s.", err=True)
 
 
 def _cores() -> int:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ragorder.cli.options import Command, option
-from ragorder.common.jsonl import decode
+from ragorder.eval.cli.options import experiments_option
 from ragorder.eval.cli.progress import QUIET_S, progress_bar
 
 if TYPE_CHECKING:
     from ragorder.eval.report import Report
-    from ragorder.eval.report.sections import Section
 
 __all__ = ["eval_report", "report"]
-
-_EXPECTED = (
-    "give a folder or results.jsonl of 'ragorder eval run' or 'ragorder eval quality', or the JSON of "
-    "'ragorder bench --json' or 'ragorder replay --json'"
-)
 
 
 @click.command(cls=Command, examples=["ragorder report results", "ragorder report results --html report.html"])
@@ -44,21 +39,23 @@ _EXPECTED = (
     metavar="DIR",
     help="Write the pictures of the page into this folder, as SVG.",
 )
+@experiments_option
 @option("--title", metavar="TEXT", help="Title of the report.", unset="the titles of what was measured")
 def report(
     paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None, title: str | None
 ) -> None:
     """Report on results: what ordering saves.
 
-    PATH is a folder or a results.jsonl of `ragorder eval run` or `ragorder eval quality`, or the JSON of `ragorder
-    bench --json` or `ragorder replay --json`; several are combined in one report. The report begins with the saving by
-    ordering, with its 95 % interval. Without --html, --markdown and --pictures it is printed.
+    PATH is a folder with a results.jsonl of `ragorder eval run`, `ragorder eval quality`, `ragorder bench` or `ragorder
+    replay`, or such a file; several are combined in one report. The report begins with the saving by ordering, with its
+    95 % interval. Without --html, --markdown and --pictures it is printed.
     """
     _write(_made(paths, title), page, markdown, pictures)
 
 
 @click.command(cls=Command, examples=["ragorder eval report results"])
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@experiments_option
 @option(
     "-o",
     "--output",
@@ -81,46 +78,16 @@ def eval_report(folder: Path, output: Path | None, markdown: Path | None) -> Non
     _write(_made([folder]), output or folder / "report.html", markdown)
 
 
-def _made(paths: tuple[Path, ...] | list[Path], title: str | None = None) -> Report:
+def _made(paths: Sequence[Path], title: str | None = None) -> Report:
     from ragorder.eval.report import ResultsError, make_report, read_results
     from ragorder.eval.running.suite import load_suites
 
     try:
-        others = {path: section for path in paths if (section := _section(path)) is not None}
-        folders = [path for path in paths if path not in others]
-        results = read_results(*folders) if folders else None
+        results = read_results(*paths)
         with progress_bar(quiet_s=QUIET_S) as progress:
-            return make_report(results, load_suites(), progress, list(others.values()), title)
+            return make_report(results, load_suites(), progress, title)
     except (ResultsError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
-
-
-def _section(path: Path) -> Section | None:
-    """Return the section for a JSON file by its content, or None for results of suites.
-
-    Raises OSError, and ResultsError for another file.
-    """
-    from ragorder.eval.replay.tables import is_replay, replay_section
-    from ragorder.eval.report.benched import bench_section, is_bench
-    from ragorder.eval.running.reading import ResultsError
-    from ragorder.eval.suites.pipelining.section import is_pipelines, pipelines_section
-
-    if path.suffix == ".xz" or not path.is_file():
-        return None
-    try:
-        data = path.read_bytes()
-        value = decode(data)
-    except ValueError as error:
-        if b'"type"' in data.partition(b"\n")[0]:
-            return None
-        raise ResultsError(f"{path} is neither JSON nor results of suites ({error}): {_EXPECTED}") from None
-    if isinstance(value, dict) and isinstance(value.get("type"), str):
-        return None
-    readers = ((is_replay, replay_section), (is_bench, bench_section), (is_pipelines, pipelines_section))
-    for known, section in readers:
-        if known(value):
-            return section(path, value)
-    raise ResultsError(f"{path} has no results for a report: {_EXPECTED}")
 
 
 def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Path | None = None) -> None:

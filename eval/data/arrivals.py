@@ -46,7 +46,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalStep:
-    """So many `requests`, at random times within `seconds`."""
+    """`requests` at random times within `seconds`."""
 
     requests: int
     seconds: float

@@ -75,7 +75,7 @@ def cpu_s(process: int) -> float | None:
 
 
 def tree_cpu_s(process: int) -> float | None:
-    """The processor time of a process and its children, as far as they run."""
+    """Return the processor time of a process and its running children."""
     try:
         with open(f"/proc/{process}/task/{process}/children", encoding="utf-8") as line:
             children = list(map(int, line.read().split()))

@@ -86,7 +86,7 @@ A = TypeVar("A", bound=_Asked)
 
 
 def in_order(requests: Sequence[A], order: QuestionOrder, seed: int, recurrences: int = _RECURRENCES) -> list[A]:
-    """The requests of a corpus as they are asked, if they recur so many times."""
+    """Return the requests of a corpus as they are asked, recurring ones `recurrences` times in all."""
     rng = random.Random(seed)
     if order == "random":
         shuffled = list(requests)

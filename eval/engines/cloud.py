@@ -82,7 +82,7 @@ class SimulatedCloud:
             return CloudAnswer(ends[-1], cached, 0, tuple(digests), until_s)
         hours = [parts[mark].hour for mark in marks if parts[mark].marked]
         if self._additive and hours != sorted(hours, reverse=True):
-            raise CloudError("marks of an hour must stand in front of those of five minutes")
+            raise CloudError("marks of an hour must stand before those of five minutes")
         eligible = [mark for mark in marks[-rules.marks :] if ends[mark] >= rules.minimum_tokens]
         looked_at = self._looked_at(marks)
         found = max((place for mark in looked_at for place in self._found(digests, ends, mark, now_s)), default=None)
@@ -152,7 +152,7 @@ def _chain(parts: list[_Part]) -> Iterator[bytes]:
 
 
 def _read(body: Mapping[str, Any], rules: CacheRules) -> tuple[list[_Part], bool]:
-    """The parts of a body of any of the APIs, and whether the provider adds a mark behind the last one."""
+    """The parts of a body of any of the APIs, and whether the provider adds a mark after the last one."""
     contents = [body["system"]] if "system" in body else []
     contents += [message["content"] for message in body["messages"]]
     parts: list[_Part] = []
@@ -161,7 +161,7 @@ def _read(body: Mapping[str, Any], rules: CacheRules) -> tuple[list[_Part], bool
         for part in pieces:
             if "cachePoint" in part:
                 if not parts:
-                    raise CloudError("a cachePoint must stand behind a text")
+                    raise CloudError("a cachePoint must stand after a text")
                 parts[-1] = replace(parts[-1], marked=True, hour=part["cachePoint"].get("ttl") == "1h")
                 continue
             if not part["text"].strip():

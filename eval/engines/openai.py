@@ -60,7 +60,7 @@ def find_model(base_url: str, name: str | None = None, *, api_key: str | None = 
 
 
 class OpenAIEngine:
-    """A server behind `base_url` (with or without /v1), for concurrent requests, in an `async with` block.
+    """A server at `base_url` (with or without /v1), for concurrent requests, in an `async with` block.
 
     Answers have `output_tokens` tokens if the server supports `ignore_eos`, else at most that. Each request carries a
     random `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are older than all of the new

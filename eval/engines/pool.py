@@ -139,7 +139,7 @@ class VLLMPool(EnginePool[VLLMEngine]):
 
 
 class TorchPool(EnginePool[TorchEngine]):
-    """Engines with KV of their own, `host_tokens` behind each device, and common weights. Raises ImportError."""
+    """Engines with KV of their own, `host_tokens` of host memory each, and common weights. Raises ImportError."""
 
     block_size = 16
 

@@ -24,7 +24,7 @@ class PromptIds(list[int]):
 
     def __init__(self, token_ids: Iterable[int], document_ends: Iterable[int] = ()) -> None:
         super().__init__(token_ids)
-        # What is empty ends where the one in front of it does.
+        # What is empty ends where the one before it does.
         self.document_ends = tuple(sorted(set(document_ends) - {0}))
 
     @classmethod

@@ -182,7 +182,7 @@ class VLLMServer:
             raise
 
     def _said(self) -> str:
-        """Lines of the log that name an error, the first of which is the cause, and its end."""
+        """Lines of the log that name an error, the cause first, and its end."""
         log = self._log.read_text("utf-8", "replace")
         errors = dict.fromkeys(line[-_LONGEST_LINE:] for line in log[:-_LOG_END].splitlines() if _ERROR.search(line))
         return "\n".join([*list(errors)[:_MOST_ERRORS], log[-_LOG_END:]])
@@ -247,7 +247,7 @@ def _temporary(folder: Path) -> dict[str, str]:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """Files in /dev/shm that a group's processes mapped or named, and leave behind if killed."""
+    """Files in /dev/shm that a group's processes mapped or named, and leave there if killed."""
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # Others come and go meanwhile, and may belong to another process.

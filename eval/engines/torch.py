@@ -203,7 +203,7 @@ class TorchEngine:
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
-        """A block in which answers have at most so many tokens, and end where the model ends them."""
+        """A block in which answers have at most `output_tokens`, and end where the model ends them."""
         kept = self._sampling
         self._sampling = replace(kept, max_tokens=output_tokens, ignore_eos=False)
         try:

@@ -140,7 +140,7 @@ class VLLMEngine:
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
-        """A block in which answers end where the model ends them, or after so many tokens."""
+        """A block in which answers end where the model ends them, or after `output_tokens`."""
         kept = self._sampling, self._output_tokens, self.kept_output_tokens
         self._sampling = type(self._sampling)(max_tokens=output_tokens, temperature=0.0)
         self._output_tokens, self.kept_output_tokens = output_tokens, output_tokens - 1

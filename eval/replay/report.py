@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ragorder.common.request_lines import describe
-from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
 from ragorder.eval.report.words import policy_words
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
 
-_SCHEMA = 1
 _A_LITTLE = 0.05
 _SHOWN_FIELDS = 8
 
@@ -162,10 +160,7 @@ class ReplayReport:
         return f"{yes}: {policy_words(policy)} saves {span} % of the prefill tokens at {where} capacities."
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values, with the environment."""
         return {
-            "schema": _SCHEMA,
-            "environment": describe_environment(),
             "engine": {
                 "name": "sim",
                 "block_size": self.block_size,

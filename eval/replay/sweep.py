@@ -2,25 +2,102 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from math import isfinite
+from multiprocessing import get_context
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.replay.jobs import ReplayJob, run_jobs
 from ragorder.eval.replay.log import Log
 from ragorder.eval.replay.overlap import compared_requests, measure_overlap
 from ragorder.eval.replay.reading import read_log
 from ragorder.eval.replay.report import CapacityInfo, LogInfo, ReplayReport
-from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, Setup, steps
-from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, PolicyFigures, Setup, replay_run, steps
+from ragorder.eval.running.load import Advance, ServiceTimes
 from ragorder.eval.running.policies import PolicyError
 from ragorder.eval.running.progress import Progress, silent
 
-__all__ = ["DEFAULT_POLICIES", "SWEEP", "replay"]
+__all__ = ["DEFAULT_POLICIES", "SWEEP", "ReplayError", "ReplayJob", "replay", "run_jobs"]
+
+_POLL_S = 0.1
+
+
+class ReplayError(RuntimeError):
+    """A replay cannot be run or finished."""
+
+
+class ReplayJob(NamedTuple):
+    """A policy at a capacity (None: unlimited)."""
+
+    policy: str
+    capacity_tokens: int | None
+
+
+def run_jobs(
+    log: Log, jobs: Sequence[ReplayJob], setup: Setup, advance: Advance, processes: int = 1
+) -> list[PolicyFigures]:
+    """The figures of the jobs, in their order. Several processes are spawned, each with a copy of the log. Raises
+    ReplayError if one of them dies."""
+    processes = min(processes, len(jobs))
+    if processes <= 1:
+        return [replay_run(log, *job, setup, advance) for job in jobs]
+    context = get_context("spawn")
+    # One cell for each writer, and no lock that a process could die with.
+    told, stop = context.RawArray("q", len(jobs)), context.RawValue("b", 0)
+    with ProcessPoolExecutor(processes, context, _begin, (log, setup, told, stop)) as pool:
+        try:
+            futures = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
+            _watch(futures, told, advance)
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise ReplayError("a process of the replay died: if it ran out of memory, lower --processes") from None
+        finally:
+            stop.value = 1
+            pool.shutdown(cancel_futures=True)
+
+
+def _watch(futures: Sequence[Future[PolicyFigures]], told: Any, advance: Advance) -> None:
+    passed_on = 0
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)
+        for _ in range(passed_on, now := sum(told)):
+            advance()
+        passed_on = now
+        if any(future.exception() for future in done):
+            return
+
+
+class _StoppedError(Exception):
+    pass
+
+
+_shared: tuple[Log, Setup, Any, Any]
+
+
+def _begin(*shared: Any) -> None:
+    """Initialise a process, in which interrupts are ignored: the parent handles them."""
+    global _shared
+    _shared = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _work(number: int, job: ReplayJob) -> PolicyFigures:
+    log, setup, told, stop = _shared
+
+    def advance() -> None:
+        told[number] += 1
+        if stop.value:
+            raise _StoppedError
+
+    return replay_run(log, *job, setup, advance)
+
 
 DEFAULT_POLICIES = (RETRIEVAL, "greedy", "earned", "free")
 SWEEP = tuple(map(Capacity.parse, ("5%", "10%", "25%", "50%", "100%", "unlimited")))

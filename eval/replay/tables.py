@@ -1,77 +1,68 @@
-"""Tables of a replay, and their section in a report."""
+"""Tables of a replay, and its part of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
-from rich.markup import escape
-
+from ragorder.eval.replay.record import ReplayRecord
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.headline import Chart, Headline, Lead
-from ragorder.eval.report.marks import Mark
-from ragorder.eval.report.sections import Section
-from ragorder.eval.report.statistics import compare_seeds
+from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.metrics import CACHED
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.statistics import PairedDifference, compare_seeds
 from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import policy_words
-from ragorder.eval.running.cells import complaint
-from ragorder.eval.running.reading import ResultsError
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["is_replay", "print_report", "replay_section"]
+__all__ = ["replay_part"]
 
-_STYLES = {"helps": "bold green", "helps a little": "green", "not worth it": "yellow", "costs": "bold red"}
 _TONES: Mapping[Verdict, Tone] = {"helps": "good", "helps a little": "good", "not worth it": "doubtful", "costs": "bad"}
-_INTERVAL = "95 % intervals over the tenths of the log."
 
 
-def is_replay(value: Any) -> bool:
-    return isinstance(value, dict) and {"log", "runs", "capacities", "overlap"} <= value.keys()
-
-
-def replay_section(path: Path, value: Mapping[str, Any]) -> Section:
-    """A section on the JSON of `ragorder replay --json`. Raises ResultsError naming the file and the field."""
+def replay_part(suite: Suite, results: Results) -> Part:
+    """Return what was cached, what that saves, why, and the answer, of each replay."""
+    reports = [line.report for line in results.of(ReplayRecord, suite.name)]
+    part = Part(
+        [table for report in reports for table in _tables(report)],
+        [words for report in reports for words in _words(report)],
+        [f"{report.log.name}: would it help? {report.answer}" for report in reports],
+        setting="; ".join(_served(report) for report in reports),
+        pictures=lambda: [_by_capacity(report) for report in reports],
+        title=f"Replay of {reports[0].log.name}" if reports else "",
+    )
     try:
-        engine, speed = value["engine"], value.get("speed") or {}
-        report = TypeAdapter(ReplayReport).validate_python(
-            {name: value[name] for name in ("log", "overlap", "capacities", "left_out")}
-            | {name: engine[name] for name in ("block_size", "timed", "prefill_tokens_per_s")}
-            | {"figures": value["runs"]}
-            | {name: speed[name] for name in ("processes", "seconds") if name in speed}
-        )
-    except (KeyError, TypeError, ValidationError) as error:
-        said = complaint(error) if isinstance(error, ValidationError) else f"{error} is missing"
-        raise ResultsError(f"{path}: {said}: give the JSON of 'ragorder replay --json'") from None
-    suite = Suite.unlisted(f"replay-{path.stem}", f"Replay of {report.log.name}", says=_served(report))
-    section = Section(suite, "", [], "", "", headline=_headline(report), environment=value.get("environment") or {})
-    section.tables = [_cached(report), *([_moves(report), _savings(report)] if report.savings else [])]
-    section.words = report.notes
-    section.drawings.append(lambda: [_by_capacity(report)])
-    return section
+        part.compared = [_compared(report) for report in reports if report.compared_policy is not None]
+    except ImportError:
+        part.words = [*part.words, "Intervals need scipy: pip install 'ragorder[eval]'."]
+    return part
 
 
-def _headline(report: ReplayReport) -> Headline:
-    policy, marks = report.compared_policy, []
-    for capacity in report.capacities if policy is not None else ():
-        sides = [report.at(each, capacity).tenths for each in (RETRIEVAL, str(policy))]
-        found = compare_seeds(*([100 * ratio for ratio in side] for side in sides))
-        plain, ordered = (100 * report.at(each, capacity).cached_ratio for each in (RETRIEVAL, str(policy)))
-        marks.append(Mark(f"cache {capacity.name}", ordered - plain, found.low, found.high, (), str(policy)))
-    words = [f"{report.log.name}: {report.answer}"]
-    if not marks:
-        return Headline(words)
-    focus = marks[list(report.capacities).index(report.focus)]
-    decided = "" if focus.known and not focus.low <= 0 <= focus.high else " (not decided: the interval covers zero)"
-    changed = f"changes the cached share of prompt tokens by {focus.shown} points"
-    words.append(f"With {focus.label} {policy_words(str(policy))} {changed}{decided}.")
-    title = f"Cached tokens of {policy_words(str(policy))}, against retrieval order"
-    lead = Lead([focus.value], "percentage points", f"{title}, {focus.label}.")
-    return Headline(words, [Chart(title, "percentage points", marks, _INTERVAL)], lead)
+def _tables(report: ReplayReport) -> list[Table]:
+    return [_cached(report), *([_moves(report), _savings(report)] if report.savings else [])]
+
+
+def _words(report: ReplayReport) -> list[str]:
+    doubtful = [saving.says for saving in report.savings if saving.verdict != "helps"]
+    said = [f"{says[0].upper()}{says[1:]}." for says in doubtful]
+    return [*said, *_why(report), *(f"Note: {note}." for note in report.notes)]
+
+
+def _compared(report: ReplayReport) -> Compared:
+    policy = str(report.compared_policy)
+    cells = [(f"cache {capacity.name}", _gain(report, policy, capacity)) for capacity in report.capacities]
+    return Compared(CACHED, policy_words(policy), policy_words(RETRIEVAL), cells, policy)
+
+
+def _gain(report: ReplayReport, policy: str, capacity: CapacityInfo) -> PairedDifference:
+    plain, ordered = report.at(RETRIEVAL, capacity), report.at(policy, capacity)
+    found = compare_seeds(*([100 * ratio for ratio in each.tenths] for each in (plain, ordered)))
+    baseline, value = 100 * plain.cached_ratio, 100 * ordered.cached_ratio
+    return replace(found, baseline=baseline, value=value, difference=value - baseline)
 
 
 def _by_capacity(report: ReplayReport) -> Picture:
@@ -97,24 +88,6 @@ def _by_capacity(report: ReplayReport) -> Picture:
 
     said = "; ".join(f"{policy}: {', '.join(f'{ratio:.1f}' for ratio in line)}" for policy, line in lines.items())
     return draw(paint, title="Cached tokens by cache", alt=said)
-
-
-def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
-    """What was cached, what that saves, why, and the answer."""
-    console = Console(stderr=stderr, highlight=False)
-    console.print(f"[bold]{escape(report.log.name)}[/]: {_served(report)}.\n")
-    console.print(_cached(report))
-    if report.savings:
-        console.print("", _moves(report), "", _savings(report), sep="\n")
-    for saving in report.savings:
-        if saving.verdict != "helps":
-            console.print(f"{saving.says[0].upper()}{saving.says[1:]}.", style=_STYLES[saving.verdict])
-    for line in _why(report):
-        console.print(line)
-    for note in report.notes:
-        console.print(f"Note: {note}.", style="yellow")
-    console.print(f"\n[bold]Would it help?[/] {report.answer}")
-    console.print(f"Replayed at {report.requests_per_s:,.0f} requests/s.", style="dim")
 
 
 def _served(report: ReplayReport) -> str:
@@ -186,12 +159,12 @@ def _why(report: ReplayReport) -> list[str]:
     if not overlap.exact:
         about, estimated = "about ", f" (estimated from {overlap.compared_requests:,} requests)"
     return [
-        f"\n{100 * overlap.sharing_two_ratio:.1f} % of the requests share two documents or more with an earlier one; "
+        f"{100 * overlap.sharing_two_ratio:.1f} % of the requests share two documents or more with an earlier one; "
         f"the two sets are alike by {overlap.jaccard_mean:.2f} (mean Jaccard index){estimated}.",
         f"Of all prompt tokens {100 * overlap.first_seen_ratio:.1f} % are seen for the first time and "
         f"{100 * overlap.suffix_ratio:.1f} % are questions, so that no order can reuse more than "
-        f"[bold]{100 * overlap.bound_ratio:.1f} %[/].",
-        f"A cached prefix comes from one earlier prompt; with the nearest one they have "
-        f"[bold]{about}{100 * overlap.one_prompt_ratio:.1f} %[/] in common: an order that foresaw all requests would "
-        f"still not reuse more.",
+        f"{100 * overlap.bound_ratio:.1f} %.",
+        "A cached prefix comes from one earlier prompt; with the nearest one they have "
+        f"{about}{100 * overlap.one_prompt_ratio:.1f} % in common: an order that foresaw all requests would still not "
+        "reuse more.",
     ]

@@ -2,7 +2,7 @@
 
 from ragorder.eval.report.page import render_html
 from ragorder.eval.report.sections import Report, make_report
-from ragorder.eval.report.text import print_report, render_markdown
+from ragorder.eval.report.text import print_report, print_summary, render_markdown
 from ragorder.eval.running.reading import Results, ResultsError, read_results
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ResultsError",
     "make_report",
     "print_report",
+    "print_summary",
     "read_results",
     "render_html",
     "render_markdown",

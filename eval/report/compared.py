@@ -3,19 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.report.groups import RecordGroup
-from ragorder.eval.report.headline import Chart, Headline, Lead, main_policy, saving_words
-from ragorder.eval.report.marks import Mark
+from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.groups import Group, RecordGroup
+from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.metrics import CACHED, TTFT_P50, Metric
 from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, capital, change_words, policy_words, spread_words
+from ragorder.eval.report.words import THIN, capital, change_words, format_number, policy_words, signed, spread_words
+from ragorder.eval.running.record import key_of
 
-__all__ = ["Compared", "compare_groups", "headline_of", "overview_of"]
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = [
+    "Chart",
+    "Compared",
+    "Headline",
+    "Lead",
+    "compare_groups",
+    "finding",
+    "headline_of",
+    "main_policy",
+    "overview_of",
+    "saving_words",
+]
+
+_BAR = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Differences to a baseline, one row each: a picture on the page, bars on the console."""
+
+    title: str
+    axis: str
+    marks: Sequence[Mark]
+    caption: str = ""
+    lower_is_better: bool = False
+
+    def picture(self) -> Picture:
+        """Raises ImportError naming the extra."""
+        said = "; ".join(f"{mark.label}: {mark.shown}" for mark in self.marks)
+        caption = self.caption + " Strokes are the seeds." * any(mark.seeds for mark in self.marks)
+        return draw_marks(self.marks, title=self.title, axis=self.axis, alt=said, caption=caption, baseline=0)
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        text = Text(f"{self.title} ({self.axis})\n", "bold")
+        width = max(len(mark.label) for mark in self.marks)
+        longest = max(abs(mark.value) for mark in self.marks) or 1
+        for mark in self.marks:
+            bar = "█" * max(1, round(_BAR * abs(mark.value) / longest))
+            text.append(f"  {mark.label:<{width}}  ", "")
+            text.append(f"{bar} ", "green" if (mark.value > 0) != self.lower_is_better else "red")
+            text.append(f"{mark.shown}\n", "")
+        return text.append(self.caption, "dim") if self.caption else text
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The first figure of a report: the smallest and the largest of these changes. The first sentence has the same."""
+
+    changes: Sequence[float]
+    unit: str
+    says: str
+
+    @property
+    def figure(self) -> str:
+        return spread_words(self.changes)
+
+
+@dataclass(slots=True)
+class Headline:
+    """The most important sentence comes first; it says in words what `lead` says."""
+
+    words: list[str] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    lead: Lead | None = None
+
+
+def main_policy(policies: Sequence[str], baseline: str) -> str | None:
+    """The default policy, or else the last one that is ours."""
+    ours = [policy for policy in ("earned", "free", "prefix", "events", "greedy") if policy in policies]
+    others = [policy for policy in policies if policy not in (baseline, "none", "oracle")]
+    return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
+
+
+def saving_words(
+    policy: str,
+    baseline: str,
+    cached: PairedDifference,
+    times: PairedDifference | None = None,
+    *,
+    where: str = "",
+    unknown: str = "too few requests",
+) -> str:
+    """A sentence; `unknown` is the reason for a missing interval."""
+    words = f"{where}: " if where else ""
+    words += (
+        f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "
+        f"{policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
+    )
+    if times is not None:
+        words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
+    return f"{words if where else capital(words)}."
+
+
+def _changed(found: PairedDifference, unit: str, unknown: str) -> str:
+    if not found.known:
+        shown = f"{signed(100 * found.difference)}{THIN}%" if found.relative else signed(found.difference)
+        return f"{shown}{unit} (not decided: {unknown})"
+    return f"{change_words(found)}{unit}" + (
+        " (not decided: the interval covers zero)" if found.verdict == "no difference" else ""
+    )
+
 
 _FEW_CELLS, _FEW_SUITES = 24, 3
 _VERDICTS = ("better", "no difference", "not decided", "worse", "too few requests")
@@ -157,3 +263,90 @@ def overview_of(suites: Sequence[tuple[Entry, Sequence[Compared]]]) -> Table | N
 
 def _counted(verdicts: Sequence[str]) -> str:
     return ", ".join(f"{count} {each}" for each in _VERDICTS if (count := verdicts.count(each)))
+
+
+_PLAIN = "retrieval"
+_PREFERRED = ("earned", "free", "prefix", "greedy")
+_SHOWN = ("retrieval", "sorted", "recency", "greedy", "contextpilot", "prefix", "earned", "free", "oracle")
+
+
+def finding(groups: Sequence[Group]) -> tuple[list[str], Table | None]:
+    """Paragraphs, and both variants of the trace side by side."""
+    pair = _pair(groups)
+    if pair is None:
+        have = [name for name in ("paper", "paper-shuf") if _of(groups, name)]
+        missing = (
+            "neither was measured",
+            f"only {have[0] if have else ''} was measured",
+            "they were not measured alike",
+        )
+        return [
+            "In the paper's trace the documents that two queries share stand in the same places, so that retrieval "
+            "order hits without any ordering. It must be read beside paper-shuf, the same trace with its ranks "
+            f"shuffled; here {missing[len(have)]}. Run 'ragorder eval run table-1'."
+        ], None
+    kept, shuffled = pair
+    shared = kept.policies.keys() & shuffled.policies.keys() - {_PLAIN, "none"}
+    policy = next(policy for policy in (*_PREFERRED, *kept.policies) if policy in shared)
+    plain = [format_number(group.value(_PLAIN, CACHED)) for group in pair]
+    words = [
+        "In the paper's trace the documents that a query shares with the one before it stay in place: its first three "
+        "are again the first three. So the prompts already begin alike, and retrieval order, without any ordering, "
+        f"finds {plain[0]}{THIN}% of the prompt tokens in the cache. {_gain(kept, policy)} On paper-shuf, the same "
+        "trace where any of the documents may be the shared ones and the ranks are shuffled, retrieval order finds "
+        f"{plain[1]}{THIN}%. {_gain(shuffled, policy)}",
+        "A figure on paper says what ordering adds to prompts that are in order already; one on paper-shuf what it "
+        "adds where the order is lost. Neither is your traffic: 'ragorder replay LOG' tells about that.",
+    ]
+    return words, _side_by_side(pair)
+
+
+def _gain(group: Group, policy: str) -> str:
+    cached = group.compare(policy, _PLAIN, CACHED)
+    if cached is None:
+        return ""
+    words = f"{policy_words(policy)} changes that by {change_words(cached)} points"
+    words += " (no difference)" if cached.verdict == "no difference" else ""
+    times = group.compare(policy, _PLAIN, TTFT_P50)
+    if times is not None:
+        words += f", and the median TTFT by {change_words(times)}"
+        words += " (no difference)" if times.verdict == "no difference" else ""
+    return f"{words}."
+
+
+def _side_by_side(pair: tuple[Group, Group]) -> Table:
+    headings = ["policy", *(f"{name}: {CACHED.heading}" for name in ("paper", "paper-shuf"))]
+    timed = [group.has("ttft_ms") for group in pair]
+    headings += [f"{name}: TTFT p50, ms" for name, known in zip(("paper", "paper-shuf"), timed, strict=True) if known]
+    table = Table("The paper's trace and its shuffled clone", headings)
+    shared = [p for p in pair[0].policies if p in pair[1].policies and p != "none"]
+    for policy in sorted(shared, key=lambda p: _SHOWN.index(p) if p in _SHOWN else len(_SHOWN)):
+        row = [Entry(policy_words(policy))]
+        for metric in (CACHED, TTFT_P50):
+            for group in pair:
+                if metric is CACHED or group.has(metric.column):
+                    found = group.compare(policy, _PLAIN, metric)
+                    note = change_words(found) if found else "baseline" if policy == _PLAIN else ""
+                    verdict = (found.verdict if found.known else "too few requests") if found else ""
+                    row.append(Entry(format_number(group.value(policy, metric)), note, verdict))
+        table.rows.append(row)
+    return table
+
+
+def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
+    pairs = [
+        (kept, shuffled)
+        for kept in _of(groups, "paper")
+        for shuffled in _of(groups, "paper-shuf")
+        if _rest(kept) == _rest(shuffled) and len(kept.policies.keys() & shuffled.policies.keys() - {"none"}) >= 2
+    ]
+    return max(pairs, key=lambda pair: len(pair[0].policies.keys() & pair[1].policies.keys()), default=None)
+
+
+def _of(groups: Sequence[Group], workload: str) -> list[Group]:
+    return [group for group in groups if group.cell.get("workload") == workload and _PLAIN in group.policies]
+
+
+def _rest(group: Group) -> object:
+    cell = {name: value for name, value in group.cell.items() if name != "workload"}
+    return key_of(cell), group.engine.get("name"), group.engine.get("model")

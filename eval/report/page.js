@@ -31,7 +31,7 @@ const show = (event) => {
 
 // Lines that a click on their name hides.
 const colours = (group) => [...group.outerHTML.matchAll(COLOUR)].map((match) => match[1]).filter((found) => !PLAIN.test(found));
-// In a legend a swatch stands in front of each name, at the end of a line the stroke that leads to its name.
+// In a legend a swatch stands before each name, at the end of a line the stroke that leads to its name.
 const leads = (group, legend) => legend || (/-patch_/.test(group.id) && group.outerHTML.includes("fill: none"));
 const named = (parent, legend) => {
   const found = [];

@@ -14,14 +14,15 @@ from ragorder.eval.report.declared import tables_of
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Experiment, Suite
+from ragorder.eval.running.suite import Experiment, Kind, Suite
 
 __all__ = ["Part", "part_of"]
 
 
 @dataclass(slots=True)
 class Part:
-    """`compared`, by default made from `groups`, is for headline and overview; `pictures` draws on demand."""
+    """`title`: instead of the suite's; `compared`, by default made from `groups`, is for headline and overview;
+    `pictures` draws on demand."""
 
     tables: Sequence[Table] = ()
     words: Sequence[str] = ()
@@ -32,16 +33,18 @@ class Part:
     baseline: str = ""
     pictures: Callable[[], Sequence[Picture]] = tuple
     compared: Sequence[Compared] = ()
+    title: str = ""
 
 
-def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
+def part_of(experiment: type[Kind], suite: Suite, results: Results) -> Part | None:
     """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, else the
     tables that the experiment declares, or None."""
     module = import_module(experiment.__module__)
     if not hasattr(module, "make_part"):
         name = f"{experiment.__module__.rpartition('.')[0]}.report"
         if find_spec(name) is None:
-            return Part(tables_of(experiment, suite, results)) if experiment.tables else None
+            declared = experiment if issubclass(experiment, Experiment) else None
+            return Part(tables_of(declared, suite, results)) if declared and declared.tables else None
         module = import_module(name)
     part: Part = module.make_part(suite, results)
     return part

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
-from ragorder.eval.report.compared import Compared, compare_groups, headline_of, overview_of
-from ragorder.eval.report.finding import finding
+from ragorder.eval.report.compared import Compared, Headline, compare_groups, finding, headline_of, overview_of
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.headline import Headline
 from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
@@ -21,7 +19,7 @@ from ragorder.eval.report.words import cell_words, policy_words, range_words
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
-from ragorder.eval.running.suite import Suite, experiments
+from ragorder.eval.running.suite import Kind, Suite, kinds
 
 __all__ = ["Report", "Section", "make_report"]
 
@@ -47,7 +45,6 @@ class Section:
     drawings: list[Callable[[], Sequence[Picture]]] = field(default_factory=list)
     headline: Headline = field(default_factory=Headline)
     compared: list[Compared] = field(default_factory=list)
-    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def pictures(self) -> list[Picture]:
@@ -72,41 +69,39 @@ class Report:
 
 
 def make_report(
-    results: Results | None,
+    results: Results,
     suites: Mapping[str, Suite],
     progress: Progress = silent,
-    others: Sequence[Section] = (),
     title: str | None = None,
+    known: Mapping[str, type[Kind]] | None = None,
 ) -> Report:
-    """`others` are sections on results of other commands, which come first. `title`: instead of the suites' titles.
-    Raises ImportError naming the extra."""
-    need_scipy()
-    sections = list(others)
-    if results is None:
-        results = Results(Path())
+    """`title`: instead of the suites' titles; `known`: the kinds of records, all by default. Raises ImportError naming
+    the extra."""
+    known = kinds() if known is None else known
+    numbers = any(line.type != "replay" for line in results.records)
+    if numbers:
+        need_scipy()
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
     advance = progress("comparing", len(order)) if order else silent("", 0)
-    own = {name: info for each in experiments().values() for name, info in each.own_suites().items()}
+    own = {name: info for each in known.values() for name, info in each.own_suites().items()}
+    sections = []
     for name in order:
-        sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results))
+        sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results, known))
         advance()
-    of_suites = sections[len(others) :]
-    papers = any(_on_papers_trace(section) for section in of_suites)
-    words, side_by_side = (
-        finding([group for section in of_suites for group in section.groups]) if papers else ([], None)
-    )
+    papers = any(_on_papers_trace(section) for section in sections)
+    words, side_by_side = finding([group for section in sections for group in section.groups]) if papers else ([], None)
     return Report(
         title=title or f"ragorder: {_titles(sections)}",
-        measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
-        headline=_headline(of_suites, others),
-        overview=_overview(of_suites),
-        statistics=STATISTICS if of_suites else "",
+        measured=_measured(results),
+        headline=_headline(sections),
+        overview=_overview(sections),
+        statistics=STATISTICS if numbers or not results.records else "",
         finding=words,
         side_by_side=side_by_side,
         sections=sections,
-        not_measured=_not_measured(results, suites) if of_suites or not others else [],
+        not_measured=_not_measured(results, suites, known),
         checks=_checks(results),
-        machines=_machines(results, others),
+        machines=_machines(results),
         commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
         notes=results.notes,
     )
@@ -119,11 +114,12 @@ def _titles(sections: Sequence[Section]) -> str:
 
 def _on_papers_trace(section: Section) -> bool:
     traces = {group.cell.get("workload") for group in section.groups}
-    return bool(traces) and (section.suite.from_paper or bool(traces & {"paper", "paper-shuf"}))
+    published = bool(section.suite.source and traces)
+    return published and (section.suite.from_paper or bool(traces & {"paper", "paper-shuf"}))
 
 
-def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headline:
-    found = [section.headline for section in [*others, *sections]]
+def _headline(sections: Sequence[Section]) -> Headline:
+    found = [section.headline for section in sections]
     compared = [section for section in sections if section.compared]
     own = [section for section in compared if not section.suite.source]
     found.append(headline_of([(section.suite.title, section.compared) for section in own or compared]))
@@ -139,12 +135,14 @@ def _overview(sections: Sequence[Section]) -> Table | None:
     return overview_of([(Entry(each.suite.title, each.suite.name), each.compared) for each in sections])
 
 
-def _section(suite: Suite, results: Results) -> Section:
+def _section(suite: Suite, results: Results, known: Mapping[str, type[Kind]]) -> Section:
     section = Section(suite, "", [], "", "")
-    for kind, experiment in experiments().items():
+    for kind, experiment in known.items():
         shown = kind == suite.kind or results.of(experiment.record, suite.name)
         part = part_of(experiment, suite, results) if shown else None
         if part is not None:
+            if part.title:
+                section.suite = suite.model_copy(update={"title": part.title})
             section.tables += part.tables
             section.words += part.words
             section.headline.words.extend(part.headline)
@@ -171,7 +169,7 @@ def _section(suite: Suite, results: Results) -> Section:
         cells = list(dict.fromkeys(cell for cells in policies_of.values() for cell in cells))
         where = f" ({_few(cells)})" if measured & policies_of.keys() and cells != [""] else ""
         # A data set that is not here is missing in all orders, and a stream under all policies.
-        by_cell = suite.kind in experiments() and experiments()[suite.kind].missing_by_cell and cells != [""]
+        by_cell = suite.kind in known and known[suite.kind].missing_by_cell and cells != [""]
         names = cells if by_cell else map(policy_words, policies_of)
         section.unavailable.append((", ".join(names), f"{reason}{where}"))
     return section
@@ -196,7 +194,7 @@ def _all_runs(results: Results) -> list[Record]:
     return [line for line in results.records if line.is_run]
 
 
-def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
+def _not_measured(results: Results, suites: Mapping[str, Suite], known: Mapping[str, type[Kind]]) -> list[str]:
     runs = [run for run in results.runs if "copied_from" not in (run.model_extra or {})]
     served = [run for run in runs if run.engine.get("name") != "sim"]
     said = []
@@ -206,7 +204,7 @@ def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
         said.append("Times on a GPU: these are of a CPU. Cached tokens do not depend on it.")
     if any("random" in str(run.engine.get("model") or "random") for run in served):
         said.append("Answers: the served model has random weights. Cached tokens and times do not depend on them.")
-    said += [why for each in experiments().values() if (why := each.not_measured(results.records, results.own_checks))]
+    said += [why for each in known.values() if (why := each.not_measured(results.records, results.own_checks))]
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     return said
 
@@ -232,9 +230,9 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _machines(results: Results, others: Sequence[Section]) -> list[str]:
+def _machines(results: Results) -> list[str]:
     """A line for each machine and set of versions, with the seeds and the load of what ran there."""
-    said = [f"{each.suite.title}: {words}" for each in others if (words := _machine(each.environment))]
+    said = []
     loads: dict[str, list[float]] = {}
     seeds: dict[str, set[int]] = {}
     for session in results.sessions:
@@ -263,10 +261,11 @@ def _machine(environment: Mapping[str, Any]) -> str:
 
 def _command(session: SessionRecord, folder: Path) -> str:
     given = dict(session.arguments)
-    suites, seeds = given.pop("suites", None) or [], given.pop("seeds", None) or []
-    about = [given.pop("dataset", "")] if given.pop("command", "") == "quality" else None
-    words = ["ragorder", "eval", *(["run", *suites] if about is None else ["quality", *about]), "-o", folder]
-    words += ["--seeds", ",".join(map(str, seeds))] * bool(seeds)
+    command, suites, seeds = (given.pop(name, None) for name in ("command", "suites", "seeds"))
+    about = [given.pop(name, None) for name in ("dataset", "log")]
+    start = {None: ["eval", "run", *(suites or [])], "quality": ["eval", "quality"]}.get(command, [command])
+    words = ["ragorder", *start, *filter(None, about), "-o", folder]
+    words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     for name, value in given.items():
         if name in _NO_OPTIONS or value in (None, False, [], ""):
             continue

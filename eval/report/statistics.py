@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 BLOCK = 10
-"""Consecutive requests that are resampled together; fewer in a short run, of which there are at least five blocks."""
+"""Consecutive requests that are resampled together; fewer in a short run, which has at least five blocks."""
 
 Verdict = Literal["better", "worse", "no difference"]
 Statistic = Literal["mean", "p50", "p95", "p99"]
@@ -99,7 +99,7 @@ def summary(values: Sequence[float] | Floats) -> Summary | None:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of so many."""
+    """Return the 95 % interval of a share of `count`."""
     z2 = 1.959964**2 / count
     middle, reach = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
     return max(0.0, (middle - reach) / (1 + z2)), min(1.0, (middle + reach) / (1 + z2))

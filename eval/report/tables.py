@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import fill
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ _STYLES = {"": "", "good": "green", "bad": "bold red", "doubtful": "yellow"}
 _VERDICTS = {"better": ("▲ ", "green"), "worse": ("▼ ", "bold red"), "no difference": ("= ", "dim")}
 _UNBROKEN = 16
 """Characters of the longest field that is never wrapped on the console."""
+_HEADING = 16
+"""Characters of a line of a heading there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,8 @@ class Table:
             # No word of a label is broken, except very long ones.
             longest = max((len(word) for each in fields for word in each.text.split()), default=0) if words else 0
             width = min(longest, _UNBROKEN)
-            table.add_column(
-                Text(heading), justify=justify, no_wrap=whole, overflow="fold", style=style, min_width=width
-            )
+            lines = heading if "\n" in heading else fill(heading, _HEADING, break_long_words=False)
+            table.add_column(Text(lines), justify=justify, no_wrap=whole, overflow="fold", style=style, min_width=width)
         for place, row in enumerate(self.rows, 1):
             table.add_row(*row, end_section=place in self.dividers)
         return table

@@ -10,7 +10,9 @@ from rich.text import Text
 from ragorder.eval.report.sections import Report, Section
 from ragorder.eval.report.tables import markdown_text
 
-__all__ = ["print_report", "render_markdown"]
+__all__ = ["print_report", "print_summary", "render_markdown"]
+
+_FEW_WORDS = 3
 
 
 def render_markdown(report: Report) -> str:
@@ -99,3 +101,19 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"\n{report.statistics}", "dim"))
     for words in report.machines:
         console.print(Text(f"Measured on: {words}.", "dim"))
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """Print what a command has just measured: the headline and, of one suite, its tables."""
+    for words in report.headline.words[:_FEW_WORDS]:
+        console.print(Text(words, "bold green"))
+    cells = [len(each.cells) for section in report.sections for each in section.compared]
+    if report.overview is not None and max(cells) > 1:
+        console.print(report.overview)
+    for section in report.sections if len(report.sections) == 1 else ():
+        said = "; ".join(filter(None, (section.engine, section.setting)))
+        console.print(Text(said, "dim"))
+        for table in section.tables:
+            console.print(table)
+        for words in section.words:
+            console.print(Text(words, "yellow"))

@@ -1,4 +1,4 @@
-"""Picture of a wavefront: which pieces of which requests ran on which worker (HedraRAG Figure 12)."""
+"""Picture of a wavefront: what ran on which worker (HedraRAG Figure 12)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
-from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
@@ -18,9 +17,9 @@ from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.running.load import Advance, Load
 from ragorder.eval.running.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
 from ragorder.prompt import PromptBuilder
@@ -28,10 +27,9 @@ from ragorder.prompt import PromptBuilder
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
 
-__all__ = ["as_json", "check_bench", "run_bench", "run_traces", "sources_of"]
+__all__ = ["bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
 
 _CORPUS_TOP_K = 5
-_SCHEMA = 1
 
 
 Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
@@ -82,13 +80,29 @@ def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> I
             yield serve(trace, seed, make, bench.load(trace, seed), advance)
 
 
-def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
-    environment = describe_environment()
-    if bench.engine in ("vllm", "torch"):
-        environment["model"] = str(bench.model or "random weights")
-    if bench.engine == "openai":
-        environment["model"] = str(bench.served_model or bench.model or "the server's first")
-    return {"schema": _SCHEMA, "environment": environment, "runs": [result.as_json() for result in results]}
+def bench_lines(bench: Bench, session: str, progress: Progress = silent) -> Iterator[dict[str, Any]]:
+    """Yield a line of results.jsonl for each policy on each trace and seed. Raises as `run_bench`."""
+    named = {"openai": str(bench.served_model or bench.model or "the server's first"), "sim": None}
+    model = named.get(bench.engine, str(bench.model or "random weights"))
+    for runs in run_traces(bench, progress):
+        for run in runs:
+            key = {"suite": "bench", "cell": _cell(bench, run.trace), "seed": run.seed, "policy": run.policy_name}
+            yield {"type": "run", "session": session, **key, **run.fields(model)}
+
+
+def _cell(bench: Bench, trace: Trace) -> dict[str, Any]:
+    """What differs from the defaults, as `ServingCell` names it."""
+    capacity = bench.capacity
+    said = {
+        "workload" if trace.name in bench.workloads else "corpus": trace.name,
+        "order": None if trace.order == "data" else trace.order,
+        "top_k": max(len(request.documents) for request in trace.requests),
+        "capacity_tokens": capacity and (capacity.tokens or str(capacity)),
+        **{name: getattr(bench, name) for name in ("block_size", "host_tokens", "output_tokens", "waiting", "batch")},
+        "max_wait": None if bench.max_wait is None else str(bench.max_wait),
+        **{name: value for name, value in (bench.describe_load() or {}).items() if value != 1},
+    }
+    return {name: value for name, value in said.items() if value not in (None, 0, False)}
 
 
 def check_bench(bench: Bench) -> None:

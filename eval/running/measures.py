@@ -13,27 +13,18 @@ from statistics import fmean
 
 from ragorder.eval.data.machine import resident_mb
 
-__all__ = ["Decile", "Measures", "order_times_us", "percentile", "thread_times_us"]
+__all__ = [
+    "Column",
+    "Columns",
+    "Measures",
+    "RunResult",
+    "Throughput",
+    "order_times_us",
+    "percentile",
+    "thread_times_us",
+]
 
 _SERVED, _FAILED = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Decile:
-    """A tenth of a run's requests, in the order sent; None where a figure is unknown.
-
-    `in_flight_mean` counts unanswered requests when one was sent, itself included; `rss_mb` (of this process) and
-    `tree_nodes` were read at the tenth's last request.
-    """
-
-    requests: int
-    failures: int
-    cached_ratio: float
-    order_us: dict[str, float]
-    prediction_error_blocks_mean: float | None
-    in_flight_mean: float
-    rss_mb: float | None
-    tree_nodes: int | None
 
 
 class Measures:
@@ -82,30 +73,15 @@ class Measures:
     def errors_tokens(self, rows: Iterable[int]) -> list[int]:
         return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
 
-    def deciles(self, block_size: int, *, predicts: bool) -> list[Decile]:
-        ends = _ends(self.requests)
-        return [
-            self._decile(start, stop, sample, block_size, predicts)
-            for (start, stop), sample in zip(pairwise((0, *ends)), self._samples, strict=True)
-        ]
-
-    def _decile(
-        self, start: int, stop: int, sample: tuple[float | None, int | None], block_size: int, predicts: bool
-    ) -> Decile:
-        rows = self.rows(start, stop)
-        prompt_tokens = sum(self.prompt_tokens[row] for row in rows)
-        errors = [abs(error) / block_size for error in self.errors_tokens(rows)]
-        rss_mb, tree_nodes = sample
-        return Decile(
-            requests=stop - start,
-            failures=self._state.count(_FAILED, start, stop),
-            cached_ratio=round(sum(self.cached_tokens[row] for row in rows) / max(1, prompt_tokens), 6),
-            order_us=order_times_us(self.order_ns[start:stop]),
-            prediction_error_blocks_mean=round(fmean(errors), 4) if predicts and errors else None,
-            in_flight_mean=round(fmean(self.in_flight[start:stop]), 2),
-            rss_mb=rss_mb,
-            tree_nodes=tree_nodes,
-        )
+    def tenths(self) -> dict[str, list[float | None]]:
+        """Return for each tenth of the requests, in the order sent, the mean of those in flight when one was sent, and
+        memory of this process and nodes of the tree when the last one was."""
+        bounds = pairwise((0, *_ends(self.requests)))
+        return {
+            "in_flight": [round(fmean(self.in_flight[start:stop]), 2) for start, stop in bounds],
+            "rss_mb": [memory for memory, _ in self._samples],
+            "tree_nodes": [nodes for _, nodes in self._samples],
+        }
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -143,3 +119,77 @@ def _ends(requests: int) -> tuple[int, ...]:
 
 def _column(typecode: str, rows: int) -> array:  # type: ignore[type-arg]
     return array(typecode, bytes(array(typecode).itemsize * rows))
+
+
+Column = list[int | None] | list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The summary of one policy on one trace, without its `failures`.
+
+    Times are None on an engine without a clock; `tbt_ms` is of each request's mean; `order_us` is thread CPU time of
+    ordering and confirming. `reordered` requests had documents moved, `reordered_cold` although nothing was cached; in
+    `best_moved` another document than the best one was first. Predictions of cached tokens: the share right to within a
+    block, the mean of |predicted - reported| and of predicted - reported.
+    """
+
+    workload: str
+    policy: str
+    engine: str
+    order: str
+    seed: int
+    top_k: int
+    capacity_tokens: int | None
+    requests: int
+    failures: int
+    prompt_tokens: int
+    cached_tokens: int
+    cached_ratio: float
+    prefix_documents_mean: float
+    displacement_mean: float
+    reordered: int
+    reordered_cold: int
+    best_moved: int
+    prediction_within_block: float | None
+    prediction_error_blocks_mean: float | None
+    prediction_bias_blocks: float | None
+    ttft_ms: dict[str, float] | None
+    order_us: dict[str, float]
+    tbt_ms: dict[str, float] | None = None
+    tenths: dict[str, list[float | None]] | None = None
+    """Of a run under load, see `Measures.tenths`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Figures of each request in the trace's order; None for one that failed, and for a column that the policy or
+    engine does not have.
+
+    `order_us` (ordering and confirming) and `build_us` are thread CPU time; `displacement` is the mean distance from
+    the rank, in places, `moved_share` the share of documents not at theirs. `reordered`, `reordered_cold` (although
+    nothing is cached) and `best_moved` (another document than the best one is first) are 0 or 1.
+    """
+
+    prompt_tokens: Column
+    cached_tokens: Column
+    cached_documents: Column
+    predicted_tokens: Column | None
+    ttft_ms: Column | None
+    order_us: Column
+    build_us: Column | None
+    displacement: Column
+    moved_share: Column
+    reordered: Column
+    reordered_cold: Column
+    best_moved: Column
+    tbt_ms: Column | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Requests and tokens (prompts and answers) per second of the engine's time if served one at a time, else of the
+    time from the first request sent to the last answer."""
+
+    requests_per_s: float
+    tokens_per_s: float

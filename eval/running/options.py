@@ -54,7 +54,7 @@ class Options(ServedBy):
     )
     questions: Path | None = Field(
         default=None,
-        description="Folder with a file for each data set of a suite about quality, such as hotpotqa.json.",
+        description="Folder with a folder for each data set of a suite about quality, such as hotpotqa/.",
         json_schema_extra={"unset": "loaded from the Hugging Face Hub"},
     )
     dry_run: bool = Field(

@@ -86,7 +86,7 @@ class Policy(Protocol):
     def order(
         self, documents: Documents, *, waiting: Sequence[Documents] = (), lengths: Lengths = USUAL
     ) -> Ordering[Document]:
-        """`waiting` are the documents of the requests behind this one."""
+        """`waiting` are the documents of the requests after this one."""
 
     def order_batch(
         self, requests: Sequence[Documents], *, lengths: Lengths = USUAL, max_wait: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 __all__ = ["Progress", "silent"]
 
 Progress = Callable[[str, int], Callable[[], None]]
-"""Announces work of so many steps; the result is called after each step."""
+"""Announces work and the number of its steps; the result is called after each step."""
 
 
 def silent(description: str, steps: int) -> Callable[[], None]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +18,9 @@ from ragorder.eval.running.record import (
     UnavailableRecord,
     key_of,
 )
-from ragorder.eval.running.suite import experiments
+from ragorder.eval.running.suite import Kind, kinds
 
-__all__ = ["Results", "ResultsError", "read_results"]
+__all__ = ["Results", "ResultsError", "read_results", "results_of"]
 
 Line = SessionRecord | UnavailableRecord | CheckRecord | Record
 R = TypeVar("R", bound=Record)
@@ -62,21 +61,30 @@ class Results:
 
 
 def read_results(folder: Path, *more: Path) -> Results:
-    """The results in folders or files results.jsonl(.xz), together. Raises ResultsError."""
+    """Return the results in folders or files results.jsonl(.xz), together. Raises ResultsError."""
     results = Results(folder)
     torn: list[object] = []
     skipped = {"an incomplete line (an interrupted run) was skipped": torn}
-    seen: set[object] = set()
+    seen, known = set[object](), kinds()
+    models = _models(known)
     for each in (folder, *more):
         file, before = _file(each), len(results.sessions)
         for number, entry in JSONLines(file, error=ResultsError, max_line_bytes=None).objects(torn.append):
-            if problem := _take(entry, results, seen):
+            if problem := _take(entry, results, seen, models, known):
                 skipped.setdefault(problem, []).append(f"{file}:{number}")
         results.folders |= {session.id: each for session in results.sessions[before:]}
     results.notes += [f"{len(places)} × {problem} ({places[0]})" for problem, places in skipped.items() if places]
     if not results.suites and not results.checks:
         where = folder if folder.is_file() else folder / RESULTS
         raise ResultsError(f"{where} holds no measurement: run 'ragorder eval run SUITE -o DIR' to its end")
+    return results
+
+
+def results_of(lines: Iterable[Mapping[str, Any]], known: Mapping[str, type[Kind]]) -> Results:
+    """Return the results in these lines of known kinds, which no file may have."""
+    results, models = Results(Path()), _models(known)
+    for line in lines:
+        _put(models[line["type"]].model_validate(line), results, set(), known)
     return results
 
 
@@ -90,30 +98,34 @@ def _file(path: Path) -> Path:
     return found
 
 
-def _take(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
+def _take(
+    entry: dict[str, Any],
+    results: Results,
+    seen: set[object],
+    models: Mapping[str, type[Line]],
+    known: Mapping[str, type[Kind]],
+) -> str:
     kind = entry.get("type")
-    models = _models()
     if not isinstance(kind, str) or kind not in models:
         return f"a line of unknown type {kind!r}"
     try:
-        return _put(models[kind].model_validate(entry), results, seen)
+        return _put(models[kind].model_validate(entry), results, seen, known)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return f"a line of type {kind!r} with missing fields was skipped"
 
 
-@cache
-def _models() -> dict[str, type[Line]]:
-    measured = {each.record.model_fields["type"].default: each.record for each in experiments().values()}
+def _models(known: Mapping[str, type[Kind]]) -> dict[str, type[Line]]:
+    measured = {each.record.model_fields["type"].default: each.record for each in known.values()}
     return {"session": SessionRecord, "unavailable": UnavailableRecord, "check": CheckRecord, **measured}
 
 
-def _put(line: Line, results: Results, seen: set[object]) -> str:
+def _put(line: Line, results: Results, seen: set[object], known: Mapping[str, type[Kind]]) -> str:
     if isinstance(line, SessionRecord):
         if line.schema_version != SCHEMA:
             results.notes.append(f"session {line.id} is of schema {line.schema_version}: this program knows {SCHEMA}")
         results.sessions.append(line)
     elif isinstance(line, CheckRecord):
-        _put_check(line, results)
+        _put_check(line, results, known)
     elif isinstance(line, UnavailableRecord):
         if not _again(seen, "unavailable", line.suite, key_of(line.cell), line.policy, line.reason):
             results.unavailable.append(line)
@@ -124,19 +136,19 @@ def _put(line: Line, results: Results, seen: set[object]) -> str:
     return ""
 
 
-def _put_check(line: CheckRecord, results: Results) -> None:
+def _put_check(line: CheckRecord, results: Results, known: Mapping[str, type[Kind]]) -> None:
     check = {"name": line.name} | {name: value for name, value in line.line().items() if name not in ("type", "name")}
-    own = {name: fields for each in experiments().values() for name, fields in each.checks.items()}
+    own = {name: fields for each in known.values() for name, fields in each.checks.items()}
     if line.name not in own:
         results.checks.append(check)
         return
     missing = next((each for each in (*_OF_A_CELL, *own[line.name]) if each not in check), None)
     if missing:
         raise KeyError(missing)
-    known = results.own_checks
+    kept = results.own_checks
     same = (*_OF_A_CELL, "name", "policy")
-    known[:] = [each for each in known if any(each.get(part) != check.get(part) for part in same)]
-    known.append(check)
+    kept[:] = [each for each in kept if any(each.get(part) != check.get(part) for part in same)]
+    kept.append(check)
 
 
 _OF_A_CELL = ("suite", "cell", "seed", "dry_run")

@@ -5,24 +5,67 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from ragorder import Lengths
 from ragorder.document import Document
+from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.base import Cache, EngineCompletion
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
-from ragorder.eval.running.measures import Measures, order_times_us, percentile, thread_times_us
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.running.measures import (
+    Column,
+    Columns,
+    Measures,
+    RunResult,
+    Throughput,
+    order_times_us,
+    percentile,
+    thread_times_us,
+)
 from ragorder.eval.running.policies import Policy
-from ragorder.eval.running.results import Column, Columns, RunResult, Throughput
-from ragorder.eval.running.timeline import Timeline
 from ragorder.orderer import Orderer
 from ragorder.ordering import Moves, Ordering
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["Run", "Sent", "Served"]
+__all__ = ["Run", "Sent", "Served", "Timeline"]
+
+_POINTS = 60
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Samples taken when `request` was sent: tokens in the cache, tokens evicted so far, and nodes of the policy's tree
+    (None without one)."""
+
+    request: list[int] = field(default_factory=list)
+    held_tokens: list[int] = field(default_factory=list)
+    evicted_tokens: list[int] = field(default_factory=list)
+    tree_nodes: list[int | None] = field(default_factory=list)
+    _engine: SimEngine | None = None
+    _every: int = 1
+
+    @classmethod
+    def of(cls, engine: Cache, requests: int) -> Self | None:
+        """At most 60 samples; None for an engine whose block table cannot be read."""
+        if not isinstance(engine, SimEngine):
+            return None
+        return cls(_engine=engine, _every=max(1, -(-requests // _POINTS)))
+
+    def sent(self, row: int, tree_nodes: int | None) -> None:
+        engine = self._engine
+        if row % self._every or engine is None:
+            return
+        self.request.append(row)
+        self.held_tokens.append(engine.cached_blocks * engine.block_size)
+        self.evicted_tokens.append(engine.evicted_blocks * engine.block_size)
+        self.tree_nodes.append(tree_nodes)
+
+    def as_json(self) -> dict[str, list[int | None]]:
+        return {name: getattr(self, name) for name in ("request", "held_tokens", "evicted_tokens", "tree_nodes")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +257,6 @@ class Run:
             seed=self.seed,
             top_k=max((len(request.documents) for request in requests), default=0),
             capacity_tokens=self.engine.capacity_tokens,
-            waiting=self.waiting,
-            batch=self.batch,
-            max_wait=self.max_wait,
             requests=len(requests),
             failures=measures.failures,
             prompt_tokens=prompt_tokens,
@@ -233,9 +273,30 @@ class Run:
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
             order_us=order_times_us(measures.order_ns),
-            load=self.load,
-            deciles=None if self.load is None else measures.deciles(block_size, predicts=predicts),
+            tenths=None if self.load is None else measures.tenths(),
         )
+
+    def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
+        """Return the fields of a `RunRecord` on this run, but for where it belongs."""
+        engine, throughput = self.engine, self.throughput(skip=warmup)
+        return {
+            "engine": {
+                "name": engine.name,
+                "model": model,
+                "block_size": engine.block_size,
+                "capacity_tokens": engine.capacity_tokens,
+                # How the simulated engine reuses blocks.
+                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
+            },
+            "warmup": warmup,
+            "failures": self.failures,
+            "fallbacks": self.fallbacks,
+            "fallback_reason": self.fallback_reason,
+            "rows": asdict(self.columns()),
+            "throughput": None if throughput is None else asdict(throughput),
+            "timeline": None if self.timeline is None else self.timeline.as_json(),
+            "load_average": load_average(),
+        } | ({} if self.load is None else {"facts": {"tenths": self._measures.tenths()}})
 
     def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document], int]]:
         requests, order = self.trace.requests, self._policy.order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -96,12 +96,12 @@ def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
     yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["free"])
 
 
-def begin_session(store: Store, arguments: Mapping[str, Any]) -> str:
-    """Append the line of a new session. Returns its id."""
+def begin_session(append: Callable[[Line], object], arguments: Mapping[str, Any]) -> str:
+    """Append the line of a new session, and return its id."""
     started = datetime.now(UTC)
     session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     line = {"type": "session", "schema": SCHEMA, "session": session, "started": started.isoformat(timespec="seconds")}
-    store.append({**line, "arguments": arguments, "environment": describe_environment()})
+    append({**line, "arguments": arguments, "environment": describe_environment()})
     return session
 
 
@@ -114,7 +114,7 @@ class _Session:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        self.id = begin_session(self._store, self._options.arguments([suite.name for suite in self._suites]))
+        self.id = begin_session(self._store.append, self._options.arguments([suite.name for suite in self._suites]))
         for kind, suites in _by_kind(self._suites).items():
             experiment = experiment_of(kind)(self._options, self._store, self.id, self._progress)
             missing: list[Missing] = []

@@ -1,24 +1,25 @@
-"""Suites, each the cells and policies of a table or figure; experiments, which measure them; and the registry of both.
+"""Suites, the experiments that measure them, and the registry of both.
 
-An experiment is a subclass of `Experiment` in a folder with suites (`*.toml`) below `ragorder.eval.suites` or, in a
-checkout, `ragorder.benchmarks`: in the folder's module `experiment`, or in any of its modules if it has none.
-Its part of the report are the `tables` that it declares, or what `make_part` makes, in the same module or in `report`
-beside `experiment`.
+A suite is a `*.toml` below `ragorder.eval.suites`, in a checkout below `ragorder.benchmarks`, or in a folder of
+`experiments_in`. An experiment is a subclass of `Experiment` in the folder of its suites: in the module `experiment`,
+or in any module if there is none. Its part of the report are the `tables` that it declares, or what `make_part` makes,
+in the same module or in `report` beside `experiment`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -39,22 +40,28 @@ __all__ = [
     "GROUPS",
     "Experiment",
     "Job",
+    "Kind",
     "Line",
     "Missing",
     "Suite",
     "choose_suites",
     "experiment_of",
     "experiments",
+    "experiments_in",
+    "kinds",
     "load_suite",
     "load_suites",
 ]
 
-GROUPS = ("paper", "ours", "all")
+PAPERS = ("RAGCache++", "RAGCache", "FusionRAG", "HedraRAG", "RAGDoll")
+GROUPS = (*map(str.lower, PAPERS), "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 Line = Mapping[str, Any]
 T = TypeVar("T")
-# The second is not in the wheel.
 _HOMES = ("ragorder.eval.suites", "ragorder.benchmarks")
+"""The second is not in the wheel."""
+_OTHERS = ("ragorder.eval.replay.record", "ragorder.eval.suites.pipelining.record")
+"""Modules with kinds of records that no suite measures."""
 
 
 class PaperLine(BaseModel):
@@ -88,8 +95,9 @@ class PaperLine(BaseModel):
 class Suite(BaseModel):
     """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`.
 
-    The first `warmup` requests of a run are in no figure. `needs` tells why a suite cannot be run yet; `takes_corpora`:
-    corpora of --corpora are swept too; `grouped`: part of paper, ours and all; `reduced`: its short form.
+    The first `warmup` requests of a run are in no figure. `source` begins with the paper whose figure it measures.
+    `needs` tells why a suite cannot be run yet; `takes_corpora`: corpora of --corpora are swept too; `reduced`: its
+    short form.
     """
 
     model_config = STRICT
@@ -101,7 +109,6 @@ class Suite(BaseModel):
     kind: str = "serve"
     needs: str = ""
     takes_corpora: bool = False
-    grouped: bool = True
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
     warmup: int = Field(5, ge=0)
@@ -152,9 +159,8 @@ class Suite(BaseModel):
 
     @classmethod
     def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
-        return cls.model_construct(
-            name=name, title=title or name, report=Display(chart=""), **{"source": "", "says": ""} | fields
-        )
+        defaults: dict[str, Any] = {"source": "", "says": "", "report": Display(chart="")}
+        return cls.model_construct(name=name, title=title or name, **defaults | fields)
 
     def about(self, *words: str) -> bool:
         return any(word in (self.name, self.report.chart, *self.report.metrics) for word in words)
@@ -174,6 +180,11 @@ class Suite(BaseModel):
             )
             for row in self.paper
         ]
+
+    @property
+    def group(self) -> str:
+        """The paper that `source` begins with, in small letters, or "ours"."""
+        return next((each.lower() for each in PAPERS if re.match(rf"{re.escape(each)}(?![\w+])", self.source)), "ours")
 
     @property
     def from_paper(self) -> bool:
@@ -278,11 +289,31 @@ class Missing:
     reason: str
 
 
-class Experiment(ABC):
-    """One kind of measurement, for one invocation: a context manager around its jobs."""
+class Kind:
+    """A kind of record, told apart by `type` in results.jsonl, and what a report says about it."""
 
     kind: ClassVar[str]
     """What a suite's file says as `kind`."""
+    record: ClassVar[type[Record]]
+    missing_by_cell: ClassVar[bool] = False
+    """Whether the report names cells, and not policies, of what is missing."""
+    checks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Checks that its own tables show, with the fields that they need."""
+
+    @classmethod
+    def own_suites(cls) -> Mapping[str, Suite]:
+        """Suites without a file."""
+        return {}
+
+    @classmethod
+    def not_measured(cls, records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
+        """A reservation for the report, by all results and the checks of `checks`."""
+        return None
+
+
+class Experiment(Kind, ABC):
+    """One kind of measurement, for one invocation: a context manager around its jobs."""
+
     cell: ClassVar[type[SuiteCell]]
     columns: ClassVar[tuple[str, ...]] = ()
     facts: ClassVar[tuple[str, ...]] = ()
@@ -295,6 +326,8 @@ class Experiment(ABC):
     """Whether the report counts the records among the runs, which those of served requests are."""
     tables: ClassVar[Sequence[Any]] = ()
     """Each a `TableForm` of the report, in an experiment without `make_part`."""
+    suites: ClassVar[Mapping[str, str]] = {}
+    """Suites by name, as TOML, beside those in files."""
     policies: ClassVar[Collection[str] | None] = None
     """Those that a suite may name; None: see `check`."""
     unit: ClassVar[str] = "requests"
@@ -312,10 +345,6 @@ class Experiment(ABC):
     """Whether `--dry-run` shows the plan of each suite."""
     supports_dry_run: ClassVar[bool] = False
     """Whether `--dry-run` goes all the way, without a model."""
-    missing_by_cell: ClassVar[bool] = False
-    """Whether the report names cells, and not policies, of what is missing."""
-    checks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Checks that the experiment's own tables show, with the fields that they need."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "record" not in vars(cls):
@@ -353,6 +382,11 @@ class Experiment(ABC):
         for point in suite.points:
             yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
+    @classmethod
+    def lacks(cls, suite: Suite) -> str:
+        """Return what the suite needs that is not here by default, in a few words; empty: it runs."""
+        return suite.needs or next((package for package in cls.packages if find_spec(package) is None), "")
+
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
         """The jobs that the store lacks, and what cannot be measured. Raises CorpusError."""
         for cell in suite.cells:
@@ -374,7 +408,7 @@ class Experiment(ABC):
                         yield Job(suite, cell, seed, todo, requests, corpus)
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """The suite's policies, as far as the options name them."""
+        """Return the suite's policies, only those that the options name if they name any."""
         chosen = self.options.policies
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
@@ -448,39 +482,69 @@ class Experiment(ABC):
         Each line is on the disk before the next is drawn. EngineError, ImportError and OSError end the invocation.
         """
 
-    @classmethod
-    def own_suites(cls) -> Mapping[str, Suite]:
-        """Suites without a file."""
-        return {}
-
-    @classmethod
-    def not_measured(cls, records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
-        """A reservation for the report, by all results and the checks of `checks`."""
-        return None
-
 
 def _folders() -> list[tuple[str, Path]]:
     """Return the package and the path of each folder that has suites."""
     found: list[tuple[str, Path]] = []
     for home in filter(find_spec, _HOMES):
         for root in map(Path, import_module(home).__path__):
-            folders = sorted({file.parent for file in root.rglob("*.toml")})
+            folders = sorted({file.parent for file in root.rglob("*.toml")} | {root} - {_home(home)})
             found += [(".".join([home, *folder.relative_to(root).parts]), folder) for folder in folders]
     return found
+
+
+def _home(package: str) -> Path:
+    return Path(import_module(package).__path__[0])
+
+
+@contextmanager
+def experiments_in(folder: Path) -> Iterator[None]:
+    """Add the suites of a folder, and the experiments in the modules beside them."""
+    path = import_module(_HOMES[0]).__path__
+    place = str(folder.resolve())
+    path.append(place)
+    invalidate_caches()
+    _forget()
+    try:
+        yield
+    finally:
+        path.remove(place)
+        _forget()
+        for name in [name for name in sys.modules if name.startswith(f"{_HOMES[0]}.")]:
+            if any(each.startswith(place) for each in _places(sys.modules[name])):
+                del sys.modules[name]
+
+
+def _forget() -> None:
+    for known in (kinds, experiments):
+        known.cache_clear()
+
+
+def _places(module: ModuleType) -> Iterator[str]:
+    yield from getattr(module, "__path__", ())
+    yield from filter(None, [module.__file__])
+
+
+@cache
+def kinds() -> dict[str, type[Kind]]:
+    """Return all kinds of records by name."""
+    names = [*_OTHERS]
+    for package, folder in _folders():
+        alone = folder / "experiment.py"
+        files = [alone] if alone.is_file() else sorted(folder.glob("[!_]*.py"))
+        names += [f"{package}.{file.stem}" for file in files]
+    found: dict[str, type[Kind]] = {}
+    for module in map(import_module, names):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Kind) and value.__module__ == module.__name__:
+                found[value.kind] = value
+    return dict(sorted(found.items()))
 
 
 @cache
 def experiments() -> dict[str, type[Experiment]]:
     """Return the experiments by their kind."""
-    found: dict[str, type[Experiment]] = {}
-    for package, folder in _folders():
-        alone = folder / "experiment.py"
-        for file in [alone] if alone.is_file() else sorted(folder.glob("[!_]*.py")):
-            module = import_module(f"{package}.{file.stem}")
-            for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__:
-                    found[value.kind] = value
-    return dict(sorted(found.items()))
+    return {kind: each for kind, each in kinds().items() if issubclass(each, Experiment)}
 
 
 def experiment_of(kind: str) -> type[Experiment]:
@@ -491,17 +555,16 @@ def experiment_of(kind: str) -> type[Experiment]:
         raise SuiteError(f"unknown kind {kind!r}: choose from {', '.join(experiments())}") from None
 
 
-def _suite_files() -> list[Path]:
-    return sorted((path for _, folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
-
-
 def _short(point: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{name} = {value}" for name, value in point.items()) + "}"
 
 
 def load_suites() -> dict[str, Suite]:
     """Raises SuiteError."""
-    suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in _suite_files()]
+    files = sorted((path for _, folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
+    suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in files]
+    for each in experiments().values():
+        suites += [read_suite(name, text, f"{each.__module__}: {name}") for name, text in each.suites.items()]
     return {suite.name: suite for suite in sorted(suites, key=_place)}
 
 
@@ -548,8 +611,7 @@ def choose_suites(names: Sequence[str]) -> list[Suite]:
 
 def _named(name: str, known: Mapping[str, Suite]) -> Iterable[Suite]:
     if name in GROUPS:
-        grouped = [suite for suite in known.values() if suite.grouped]
-        return [suite for suite in grouped if name == "all" or suite.from_paper == (name == "paper")]
+        return [suite for suite in known.values() if name in ("all", suite.group)]
     if name in known:
         return [known[name]]
     if name.endswith(".toml"):

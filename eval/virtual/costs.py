@@ -42,11 +42,11 @@ class ScanCosts:
         return self.call_s + self.code_s * codes
 
     def overhead_seconds(self, shares: int) -> float:
-        """Of a piece that is dealt out to so many cores."""
+        """Return the time of a piece that is dealt out to `cores`."""
         return self.piece_s + self.hand_s * (shares - 1)
 
     def piece_seconds(self, shares: Sequence[float]) -> float:
-        """Of a piece of which each core scans a share of the codes."""
+        """Return the time of a piece, each core scanning a share of the codes."""
         return self.overhead_seconds(len(shares)) + self.scan_seconds(max(shares))
 
 

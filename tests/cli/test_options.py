@@ -271,7 +271,7 @@ class TestHelpOfEveryCommand:
 
     @pytest.mark.parametrize("path", every_command(), ids=" ".join)
     def test_names_options_that_there_are(self, path: tuple[str, ...]) -> None:
-        """Those of another command stand with its name: `ragorder replay --json`."""
+        """Those of another command stand with its name: `ragorder replay --plot`."""
         said = " ".join([command_at(path).help or "", *(str(each.help) for each in options_of(path))])
         quoted = re.findall(r"`ragorder ([^`]*)`", said)
         own = re.sub(r"`[^`]*`", "", said)
@@ -291,7 +291,7 @@ class TestHelpOfEveryCommand:
             (("route",), ServerSettings, ("port", "workers", "grace_s")),
             (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
             (("bench",), Bench, ("order", "engine", "model", "block_size", "output_tokens", "max_wait")),
-            (("eval", "quality"), QuestionsSpec, ("data", "evidence", "document_words", "retriever")),
+            (("eval", "quality"), QuestionsSpec, ("data", "limit", "document_words", "retriever")),
             (("eval", "quality"), AnswererSpec, ("engine", "base_url", "capacity_tokens", "concurrency")),
             (("replay",), DefaultLengths, tuple(DefaultLengths.model_fields)),
         ],

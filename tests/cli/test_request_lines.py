@@ -66,9 +66,13 @@ def planned(path: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
 
 def replayed(path: Path, cache: str, *options: str) -> int:
     """The cached tokens that a replay reports of ragorder's order."""
-    done = invoke("replay", path, "--no-sweep", "--capacity-tokens", cache, "--json", "-", *options)
+    done = invoke("replay", path, "--no-sweep", "--capacity-tokens", cache, "-o", "-", *options)
     assert done.exit_code == 0, done.output
-    return next(each["cached_tokens"] for each in json.loads(done.stdout)["runs"] if each["policy"] == "earned")
+    return next(
+        each["cached_tokens"]
+        for each in json.loads(done.stdout.splitlines()[-1])["facts"]["runs"]
+        if each["policy"] == "earned"
+    )
 
 
 class TestTheSameFile:

@@ -35,7 +35,7 @@ from ragorder.eval.running.options import HarnessError, Options
 from ragorder.eval.running.session import Outcome, plan_run, run_suites
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.store import Store, StoreError
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
+from ragorder.eval.running.suite import GROUPS, Suite, choose_suites, load_suites, read_suite
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PAPERS = SHARED / "papers"
@@ -105,22 +105,21 @@ class TestSuites:
         }
         assert names <= set(load_suites())
 
-    def test_the_papers_and_ours_are_all(self) -> None:
-        paper, ours = ({each.name for each in choose_suites([group])} for group in ("paper", "ours"))
-        by_name_only = {name for name, suite in load_suites().items() if not suite.grouped}
-        assert "attention-kernel" in by_name_only
-        assert paper | ours == {each.name for each in choose_suites(["all"])} == set(load_suites()) - by_name_only
-        assert not paper & ours
-        assert "pressure" in paper
+    def test_groups_are_those_of_the_papers_and_ours(self) -> None:
+        groups = {group: {each.name for each in choose_suites([group])} for group in GROUPS}
+        assert groups.pop("all") == set(load_suites()) == set().union(*groups.values())
+        assert sum(map(len, groups.values())) == len(load_suites())
+        assert {"table-1", "pressure"} <= groups["ragcache++"] and "guards" in groups["ours"]
+        assert "doll-kept" in groups["ours"] and "doll-serving" in groups["ragdoll"]
 
     def test_one_that_needs_what_does_not_exist_yet_has_no_cells(self) -> None:
         assert suite(NEEDY).points == []
 
     def test_those_of_the_paper_bring_its_numbers(self) -> None:
-        assert [each.name for each in choose_suites(["paper"]) if not each.paper] == []
+        assert [each.name for each in load_suites().values() if each.from_paper and not each.paper] == []
 
     @pytest.mark.skipif(not PAPERS.exists(), reason="the paper lies outside the project")
-    @pytest.mark.parametrize("name", [each.name for each in choose_suites(["paper"])])
+    @pytest.mark.parametrize("name", [each.name for each in load_suites().values() if each.from_paper])
     def test_every_number_of_the_papers_is_in_the_paper(self, name: str) -> None:
         paper = PAPERS / ("ragcache.txt" if name.startswith("ragcache-") else "ragcache_pp.txt")
         known = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", paper.read_text("utf-8"))}
@@ -205,7 +204,7 @@ class TestSuites:
     def test_an_unknown_name_is_refused_with_those_that_there_are(self) -> None:
         with pytest.raises(
             SuiteError,
-            match=r"'tabel-1': did you mean 'table-1'. choose from table-1, .* paper, ours, all",
+            match=r"'tabel-1': did you mean 'table-1'. choose from table-1, .* ragdoll, ours, all",
         ):
             choose_suites(["tabel-1"])
 
@@ -296,7 +295,7 @@ class TestAShortForm:
         assert reasons == {"has no short form: run it without --reduced"}
 
     def test_every_table_of_the_papers_has_one_that_needs_no_more_than_an_engine(self) -> None:
-        paper = [each for each in choose_suites(["paper"]) if each.kind == "serve" and not each.needs]
+        paper = [each for each in load_suites().values() if each.from_paper and each.kind == "serve" and not each.needs]
         assert [each.name for each in paper if each.short_form is None] == []
 
 
@@ -627,11 +626,15 @@ class TestWhatCannotBeHad:
     def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        documents = [[f"title {n}", [f"Sentence {n}.", " Another."]] for n in range(4)]
-        facts = [["title 1", 0]]
-        record = {"question": "Which?", "answer": "title 1", "context": documents, "supporting_facts": facts}
-        records = [record | {"_id": f"q{n}", "type": "bridge", "level": "easy"} for n in range(3)]
-        (tmp_path / "hotpotqa.json").write_text(json.dumps(records))
+        folder = tmp_path / "hotpotqa"
+        folder.mkdir()
+        files = {
+            "documents": [{"id": f"title {n}", "text": f"Sentence {n}. Another."} for n in range(4)],
+            "questions": [{"id": f"q{n}", "question": "Which?", "answers": ["title 1"]} for n in range(3)],
+            "run_own": [{"id": f"q{n}", "chunks": [f"title {each}" for each in range(4)]} for n in range(3)],
+        }
+        for name, lines in files.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         asked = choose_suites(["table-2"])
         outcome = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
         assert outcome.quality > 0
@@ -641,7 +644,7 @@ class TestWhatCannotBeHad:
             ("quality-verdict", False)
         }
         missing = {line["cell"]["dataset"] for line in result_lines(tmp_path / "out", "unavailable")}
-        assert missing == {"musique", "2wikimultihopqa", "triviaqa", "nq"}
+        assert missing == {"musique", "2wikimultihopqa"}
         again = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
         assert again.quality == 0
         monkeypatch.setitem(sys.modules, "datasets", None)
@@ -652,12 +655,12 @@ class TestWhatCannotBeHad:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         run(tmp_path, *choose_suites(["table-2"]), dry_run=True)
         reasons = {line["cell"]["dataset"]: line["reason"] for line in result_lines(tmp_path, "unavailable")}
-        assert len(reasons) == 5
+        assert len(reasons) == 3
         for dataset, reason in reasons.items():
             assert f"loading {dataset} from the Hub needs datasets: in a clone of ragorder, pip install" in reason
-            assert "eval run: --questions DIR" in reason
 
     def test_a_hub_that_is_away_is_asked_once_for_each_data_set(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -670,6 +673,7 @@ class TestWhatCannotBeHad:
                 raise ConnectionError("no network")
 
         monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Away))
         run(tmp_path, read_suite("mine", QUALITY, "mine.toml"), seeds=(0, 1, 2), dry_run=True)
         assert asked == ["hotpotqa/hotpot_qa"]
@@ -809,9 +813,17 @@ class TestCorporaOfOnesOwn:
 
 
 class TestTheCommand:
-    def test_lists_every_suite(self) -> None:
-        shown = invoke("list").output
-        assert all(name in shown for name in load_suites())
+    def test_lists_suites_by_group_on_a_screen_and_what_others_need(self) -> None:
+        shown = invoke("list", env={"COLUMNS": "120"}).output
+        assert all(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown) for name in load_suites())
+        assert len(shown.splitlines()) < 50
+        assert re.search(r"ragcache\+\+ .*table-1", shown) and re.search(r"needs --model .*table-2", shown)
+
+    def test_lists_a_group_or_a_suite_with_its_source(self) -> None:
+        shown = invoke("list", "ragcache++", "guards").output
+        assert "Strategies compared" in shown and "RAGCache++ Table 1" in shown and "guards" in shown
+        assert "skew" not in shown
+        assert "unknown suite 'gards'" in invoke("list", "gards").output
 
     def test_runs_and_says_what_it_did(self, tmp_path: Path) -> None:
         with own_suite(tmp_path) as path:
@@ -831,7 +843,7 @@ class TestTheCommand:
         assert done.output.index("At a glance") < done.output.index("next: ragorder report")
 
     def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:
-        done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run")
+        done = invoke("run", "ragcache++", "-o", tmp_path / "out", "--dry-run")
         assert done.exit_code == 0, done.output
         assert not (tmp_path / "out" / "results.jsonl").exists() or not result_lines(tmp_path / "out", "run")
         assert re.search(r"table-1\D+0\D+0\D+48\D+0\D*\n", done.output), "table 9 has the same runs and more"
@@ -847,7 +859,7 @@ class TestTheCommand:
         assert not (tmp_path / "out").exists()
 
     def test_a_dry_run_of_the_short_forms_has_a_real_engines_size(self, tmp_path: Path) -> None:
-        done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run", "--reduced", "--engine", "vllm")
+        done = invoke("run", "ragcache++", "-o", tmp_path / "out", "--dry-run", "--reduced", "--engine", "vllm")
         assert done.exit_code == 0, done.output
         (total,) = re.findall(r"all\D+[\d,]+\D+([\d,]+)", done.output)
         assert 700 <= int(total.replace(",", "")) <= 1_500
@@ -873,7 +885,7 @@ class TestTheCommand:
         done = invoke("run", "table-2", "-o", tmp_path / "out", "--dry-run", "--questions", tmp_path, "--seeds", "0")
         assert done.exit_code == 0
         reasons = {line["reason"] for line in result_lines(tmp_path / "out", "unavailable")}
-        assert len(reasons) == 5
+        assert len(reasons) == 3
         assert all("the questions are not here: give --questions" in reason for reason in reasons)
 
     def test_goes_on_in_a_folder_where_quality_was_asked_about(self, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.benched import runs_of
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
 from support.rings import grid
@@ -45,8 +46,8 @@ from ragorder.eval.running.load import (
     serve_live_in_turn,
     serve_virtual,
 )
+from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import make_policy
-from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench
 
@@ -69,10 +70,9 @@ invoke = partial(run_command, main, "bench", env={"COLUMNS": "200", "OPENAI_API_
 
 def bench(*arguments: str | Path) -> list[dict[str, Any]]:
     """The runs of a benchmark."""
-    done = invoke("--json", "-", *arguments)
+    done = invoke("-o", "-", *arguments)
     assert done.exit_code == 0, done.output
-    runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
-    return runs
+    return runs_of(done.stdout)
 
 
 def refusal(*arguments: str | Path) -> str:
@@ -392,8 +392,8 @@ class TestOnTheVirtualClock:
     def test_a_closed_loop_keeps_so_many_in_flight_and_never_more(self, concurrency: int) -> None:
         result, engine = drive(Load(concurrency))
         assert engine.most == concurrency
-        assert result.deciles is not None
-        assert [decile.in_flight_mean for decile in result.deciles[1:]] == [concurrency] * 9
+        assert result.tenths is not None
+        assert result.tenths["in_flight"][1:] == [concurrency] * 9
 
     @pytest.mark.parametrize("load", [Load(4), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)])
     def test_every_request_is_served_once(self, load: Load) -> None:
@@ -416,21 +416,21 @@ class TestOnTheVirtualClock:
         assert engine.most == 7
 
     def test_the_number_in_flight_follows_from_the_load(self) -> None:
-        few, many = (drive(Load(arrivals=every(gap)))[0].deciles for gap in (2.0, 0.1))
+        few, many = (drive(Load(arrivals=every(gap)))[0].tenths for gap in (2.0, 0.1))
         assert few is not None
         assert many is not None
-        assert {decile.in_flight_mean for decile in few} == {1.0}
+        assert set(few["in_flight"]) == {1.0}
         # An answer of 32 tokens takes 0.64 s at 50 tokens a second, prefill some hundredths: 6 to 7 and itself.
-        assert all(6 < decile.in_flight_mean < 9 for decile in many[1:])
+        assert all(6 < (mean or 0) < 9 for mean in many["in_flight"][1:])
 
     def test_what_is_cached_makes_the_engine_faster(self) -> None:
         """At this load prefill is the bottleneck: requests pile up the less, the more is cached."""
         ordered, plain = (
-            drive(Load(arrivals=every(0.05)), policy=policy)[0].deciles for policy in ("prefix", "retrieval")
+            drive(Load(arrivals=every(0.05)), policy=policy)[0].tenths for policy in ("prefix", "retrieval")
         )
         assert ordered is not None
         assert plain is not None
-        assert ordered[-1].in_flight_mean < plain[-1].in_flight_mean
+        assert (ordered["in_flight"][-1] or 0) < (plain["in_flight"][-1] or 0)
 
     def test_slow_prefill_is_waited_for_in_turn(self) -> None:
         trace = trace_of("ov0.0", 20)
@@ -450,8 +450,8 @@ class TestOnTheVirtualClock:
         """Room for two prompts and a bit; `Counting.admit` checks that no request is evicted."""
         result, engine = drive(Load(8), policy="retrieval", trace=trace_of("ov0.0"), capacity_tokens=2_500)
         assert engine.most <= 3
-        assert result.deciles is not None
-        assert result.deciles[-1].in_flight_mean == 8
+        assert result.tenths is not None
+        assert result.tenths["in_flight"][-1] == 8
 
     def test_a_prompt_larger_than_the_cache_is_served_alone(self) -> None:
         _, engine = drive(Load(8), capacity_tokens=500)
@@ -484,8 +484,8 @@ class TestOnTheVirtualClock:
         interleave([serve_in_turn(run, engine, in_flight)])
         result = run.result()
         assert (run.in_flight, result.prediction_within_block) == (0, 1)
-        assert result.deciles is not None
-        assert [decile.in_flight_mean for decile in result.deciles[1:]] == [in_flight] * 9
+        assert result.tenths is not None
+        assert result.tenths["in_flight"][1:] == [in_flight] * 9
 
     @pytest.mark.parametrize("rates", [(0, 1), (1, 0), (-1, 1), (math.nan, 1)])
     def test_a_rate_is_positive(self, rates: tuple[float, float]) -> None:
@@ -582,9 +582,8 @@ class TestPredicting:
         assert result.prediction_within_block is None
         assert result.prediction_error_blocks_mean is None
         assert result.prediction_bias_blocks is None
-        assert result.deciles is not None
-        assert all(decile.prediction_error_blocks_mean is None for decile in result.deciles)
-        assert all(decile.tree_nodes is None for decile in result.deciles)
+        assert result.tenths is not None
+        assert set(result.tenths["tree_nodes"]) == {None}
 
 
 class TestNeverWorse:
@@ -604,44 +603,18 @@ class TestNeverWorse:
         assert shares["free"] >= shares["retrieval"] + 4.0
 
 
-class TestDeciles:
-    @pytest.mark.parametrize("requests", [1, 3, 10, 14, 99, 200])
-    def test_add_up_to_the_run(self, requests: int) -> None:
+class TestTenths:
+    @pytest.mark.parametrize("requests", [1, 3, 10, 14, 200])
+    def test_say_what_is_in_flight_and_what_memory_and_tree_are(self, requests: int) -> None:
         result, _ = drive(Load(4), trace=trace_of(requests=requests))
-        assert result.deciles is not None
-        assert len(result.deciles) == min(10, requests)
-        assert sum(decile.requests for decile in result.deciles) == requests
-        assert max(decile.requests for decile in result.deciles) - min(each.requests for each in result.deciles) <= 1
-        # Prompts of this workload differ by a few tokens in length: the mean of the tenths is the whole's, almost.
-        mean = sum(decile.cached_ratio * decile.requests for decile in result.deciles) / requests
-        assert mean == pytest.approx(result.cached_ratio, abs=0.01)
-
-    def test_say_what_memory_and_tree_are(self) -> None:
-        result, _ = drive(Load(4))
-        assert result.deciles is not None
-        assert all(decile.tree_nodes and decile.tree_nodes > 0 for decile in result.deciles)
-        assert all(decile.rss_mb is None or decile.rss_mb > 10 for decile in result.deciles)
-        assert all(0 <= decile.order_us["p50"] <= decile.order_us["p99"] for decile in result.deciles)
+        assert result.tenths is not None
+        assert {len(values) for values in result.tenths.values()} == {min(10, requests)}
+        assert all(nodes and nodes > 0 for nodes in result.tenths["tree_nodes"])
+        assert all(memory is None or memory > 10 for memory in result.tenths["rss_mb"])
 
     def test_are_there_only_if_a_load_was_asked_for(self) -> None:
         (plain,) = run_bench(Bench(workloads=("paper",), policies=("prefix",), limit=20))
-        assert plain.deciles is None
-        assert plain.load is None
-
-    def test_count_failures_in_their_tenth(self) -> None:
-        trace, engine = trace_of(requests=20), SimEngine()
-        run = make_run(trace, engine, load={})
-        for number in range(20):
-            sent = run.send()
-            if number in (0, 1, 19):
-                run.fail(sent)
-            else:
-                run.end(sent, engine.generate(run.token_ids(sent)))
-        result = run.result()
-        assert (result.requests, result.failures) == (20, 3)
-        assert result.deciles is not None
-        assert [decile.failures for decile in result.deciles] == [2, 0, 0, 0, 0, 0, 0, 0, 0, 1]
-        assert result.deciles[0].cached_ratio == 0
+        assert plain.tenths is None
 
     def test_a_failed_request_leaves_nothing_that_is_counted_on(self) -> None:
         trace, engine = trace_of(requests=2), SimEngine()
@@ -658,8 +631,7 @@ class TestDeciles:
             )
             (result,) = run_bench(wanted)
             found = asdict(result) | {"order_us": None}
-            for decile in found["deciles"]:
-                del decile["order_us"], decile["rss_mb"]
+            del found["tenths"]["rss_mb"]
             return found
 
         assert figures() == figures()
@@ -687,13 +659,12 @@ class TestAnHour:
         assert auto.cached_ratio > retrieval.cached_ratio
         assert auto.prediction_within_block is not None
         assert auto.prediction_within_block > 0.95
-        assert auto.deciles is not None
-        assert len(auto.deciles) == 10
-        assert all(decile.in_flight_mean > 1 for decile in auto.deciles)
+        assert auto.tenths is not None
+        assert all((mean or 0) > 1 for mean in auto.tenths["in_flight"])
         # The cache is full by the middle; from there on neither the tree nor the process may grow.
-        nodes = [decile.tree_nodes or 0 for decile in auto.deciles]
+        nodes = [each or 0 for each in auto.tenths["tree_nodes"]]
         assert max(nodes[5:]) < 1.2 * min(nodes[5:])
-        memory = [decile.rss_mb or 0 for decile in auto.deciles]
+        memory = [each or 0 for each in auto.tenths["rss_mb"]]
         assert memory[-1] - memory[4] < 20
 
 
@@ -835,8 +806,6 @@ class TestOnTheRealClock:
         asyncio.run(serve_live(run, gate, Load(4)))
         result = run.result()
         assert (result.failures, result.cached_tokens, result.ttft_ms) == (40, 0, None)
-        assert result.deciles is not None
-        assert sum(decile.failures for decile in result.deciles) == 40
 
 
 def _noting(complete: Callable[..., Any], order: list[int], number: int) -> Callable[..., Any]:
@@ -1111,41 +1080,30 @@ class TestOnTheCommandLine:
         done = invoke(*LIMITED, "--policy", "retrieval", "--policy", "free", "--concurrency", "4")
         assert done.exit_code == 0, done.output
         assert "4 in flight" in done.stdout
-        assert "zipf10: the run in tenths" in done.stdout
+        assert "The run in tenths" in done.stdout
         assert "tree" in done.stdout
 
-    def test_the_json_has_the_load_and_the_tenths(self) -> None:
+    def test_records_have_the_load_and_the_tenths(self) -> None:
         (run,) = bench(*LIMITED, "--policy", "free", "--concurrency", "4")
-        assert run["load"] == {"concurrency": 4, "arrivals": None, "time_scale": 1.0, "replicas": 1}
-        assert (run["ttft_ms"], run["failures"]) == (None, 0)
-        assert len(run["deciles"]) == 10
-        assert set(run["deciles"][0]) == {
-            "requests",
-            "failures",
-            "cached_ratio",
-            "order_us",
-            "prediction_error_blocks_mean",
-            "in_flight_mean",
-            "rss_mb",
-            "tree_nodes",
-        }
+        assert (run["concurrency"], run["ttft_ms"], run["failures"]) == (4, None, 0)
+        assert {len(values) for values in run["tenths"].values()} == {10}
 
     def test_without_a_load_there_is_neither(self) -> None:
         done = invoke(*LIMITED, "--policy", "free")
         assert "tenths" not in done.stdout
         (run,) = bench(*LIMITED, "--policy", "free")
-        assert (run["load"], run["deciles"]) == (None, None)
+        assert run["tenths"] is None and "concurrency" not in run
 
     def test_poisson_is_an_open_loop(self) -> None:
         slow, fast = (bench(*LIMITED, "--policy", "free", "--arrivals", f"poisson:{rate}")[0] for rate in ("0.1", "90"))
-        assert [run["load"]["arrivals"] for run in (slow, fast)] == ["poisson:0.1", "poisson:90"]
-        assert slow["deciles"][-1]["in_flight_mean"] == 1
-        assert fast["deciles"][-1]["in_flight_mean"] > 5
+        assert [run["arrivals"] for run in (slow, fast)] == ["poisson:0.1", "poisson:90"]
+        assert slow["tenths"]["in_flight"][-1] == 1
+        assert fast["tenths"]["in_flight"][-1] > 5
 
     def test_steps_say_when_and_how_many(self) -> None:
         options = ("--workload", "zipf10", "--policy", "free", "--arrivals", "steps:60@10s,120@10s")
         (run,) = bench(*options, "--time-scale", "60")
-        assert (run["requests"], run["load"]["arrivals"], run["load"]["time_scale"]) == (30, options[-1], 60)
+        assert (run["requests"], run["arrivals"], run["time_scale"]) == (30, options[-1], 60)
 
     def test_a_trace_says_when_how_many_and_how_long(self, tmp_path: Path) -> None:
         options = [
@@ -1160,16 +1118,15 @@ class TestOnTheCommandLine:
         assert bench(*options, "--limit", "2")[0]["requests"] == 2
         (run,) = bench(*options, "--replicas", "8", "--time-scale", "2.5")
         assert run["requests"] == 24
-        assert run["load"] == {"concurrency": None, "arrivals": "made.jsonl.gz", "time_scale": 2.5, "replicas": 8}
+        assert (run["arrivals"], run["time_scale"], run["replicas"]) == ("made.jsonl.gz", 2.5, 8)
         done = invoke(*options, "--replicas", "8", "--time-scale", "2.5", "--concurrency", "6")
-        assert "arrivals made.jsonl.gz, 2.5 times as fast, 8 requests each, at most 6 in flight" in " ".join(
-            done.stdout.split()
-        )
+        said = "6 in flight, arrivals made.jsonl.gz, time scale 2.5, replicas 8"
+        assert said in " ".join(done.stdout.split())
 
     def test_the_modelled_rates_make_the_number_in_flight(self) -> None:
         def in_flight(*options: str) -> float:
             (run,) = bench(*LIMITED, "--policy", "free", "--arrivals", "poisson:5", *options)
-            mean: float = run["deciles"][-1]["in_flight_mean"]
+            mean: float = run["tenths"]["in_flight"][-1]
             return mean
 
         usual = in_flight()
@@ -1190,7 +1147,7 @@ class TestOnTheCommandLine:
 
     def test_seeds_are_averaged_in_the_tenths(self) -> None:
         done = invoke(*LIMITED, "--policy", "free", "--concurrency", "2", "--seeds", "0,1")
-        assert done.stdout.count("│ ragorder (free)") == 2, "one row in the table, and one first row of ten"
+        assert done.stdout.partition("The run in tenths")[2].count("│ ragorder (free)") == 1
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -1264,7 +1221,6 @@ class TestBenchOnAServer:
         assert auto["cached_tokens"] > retrieval["cached_tokens"] > 0
         assert auto["prediction_within_block"] == 1
         assert min(auto["ttft_ms"].values()) > 0
-        assert auto["tbt_ms"] is None, "answers of one token"
         served = [body["cache_salt"] for body in far.bodies][-40:]
         assert len(set(served[:20])) == len(set(served[20:])) == 1
         assert len(set(served)) == 2
@@ -1289,10 +1245,9 @@ class TestBenchOnAServer:
     def test_a_concurrent_run_has_tenths(self, far: FarServer) -> None:
         done = invoke(*self.options(far), "--concurrency", "4")
         assert done.exit_code == 0, done.output
-        assert "the run in tenths" in done.stdout
+        assert "The run in tenths" in done.stdout
         retrieval, auto = bench(*self.options(far), "--concurrency", "4")
-        assert len(auto["deciles"]) == 10
-        assert auto["deciles"][-1]["in_flight_mean"] > 1
+        assert auto["tenths"]["in_flight"][-1] > 1
         assert auto["cached_tokens"] > retrieval["cached_tokens"]
 
     def test_arrivals_are_played_on_the_real_clock(self, far: FarServer, tmp_path: Path) -> None:
@@ -1324,7 +1279,7 @@ class TestBenchOnAServer:
         arguments = [*self.options(far, policies=["free"])]
         done = CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "200", "FORCE_COLOR": "1"}, color=True)
         assert done.exit_code == 0
-        assert "failed" in done.stdout
+        assert "failures" in done.stdout
         assert "\x1b[1;31m2" in done.stdout
 
     def test_the_key_is_sent(self, far: FarServer) -> None:
@@ -1387,8 +1342,7 @@ class TestBenchOnVLLM:
         for run in (retrieval, auto):
             assert (run["requests"], run["failures"]) == (20, 0)
             assert min(run["ttft_ms"].values()) > 0
-            assert len(run["deciles"]) == 10
-            assert run["deciles"][-1]["in_flight_mean"] > 1
+            assert run["tenths"]["in_flight"][-1] > 1
         assert auto["cached_tokens"] > retrieval["cached_tokens"]
         assert auto["prompt_tokens"] == retrieval["prompt_tokens"]
 

@@ -17,8 +17,7 @@ pytest.importorskip("prometheus_client")
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.suites.profiling.loads import measure_loads
-from ragorder.eval.suites.profiling.measuring import find_profiled
+from ragorder.eval.suites.profiling.measuring import find_profiled, measure_loads
 from ragorder.trie.profile import PrefillProfile
 
 FREE = PrefillProfile((0,), (16,), ((0.0,),), {"engine": "far", "model": "far"})

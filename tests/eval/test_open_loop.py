@@ -16,7 +16,7 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import Results, read_results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Suite
-from ragorder.eval.suites.serving.cells import ServingCell
+from ragorder.eval.suites.serving.experiment import ServingCell
 from ragorder.eval.suites.serving.objective import objective_table
 from ragorder.eval.suites.serving.report import make_part
 

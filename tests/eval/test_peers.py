@@ -14,7 +14,7 @@ import pytest
 from ragorder import Document
 from ragorder.eval.peers import PEERS, Peer, PeerError, PeerPolicy, prepare_peer
 from ragorder.eval.peers import environment as environments
-from ragorder.eval.peers.worker import Worker
+from ragorder.eval.peers.policy import Worker
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.specs import Bench
 

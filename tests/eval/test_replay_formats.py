@@ -265,10 +265,10 @@ class TestTheCommand:
     def test_reports_on_an_export(self, tmp_path: Path) -> None:
         path = tmp_path / "spans.jsonl"
         path.write_bytes(packed(*EXPORTS["otel"]))
-        done = CliRunner().invoke(command, [str(path), "--format", "otel", "--json", "-"])
+        done = CliRunner().invoke(command, [str(path), "--format", "otel", "-o", "-"])
         assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)
-        assert found["log"]["requests"] == 2 and found["arguments"]["format"] == "otel"
+        session, record = map(json.loads, done.stdout.splitlines())
+        assert record["facts"]["log"]["requests"] == 2 and session["arguments"]["format"] == "otel"
 
     def test_suggests_a_format(self, tmp_path: Path) -> None:
         (tmp_path / "log").write_bytes(b"{}")

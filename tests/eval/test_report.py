@@ -18,7 +18,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support.results import titles
+from support.benched import runs_of
+from support.results import result_lines, titles
 from support.rings import grid
 
 np = pytest.importorskip("numpy")
@@ -40,12 +41,12 @@ from ragorder.eval.report import (
     render_markdown,
 )
 from ragorder.eval.report.compared import headline_of
-from ragorder.eval.report.downloads import csv_text, json_text
+from ragorder.eval.report.page import csv_text, json_text
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, load_suites, read_suite
-from ragorder.eval.suites.quality import summarise
+from ragorder.eval.suites.quality.compare import summarise
 
 pytestmark = pytest.mark.merge
 
@@ -923,11 +924,11 @@ def reported(*arguments: Any) -> str:
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bench") / "mine.json"
+    folder = tmp_path_factory.mktemp("bench")
     arguments = ["--workload", "mix8", "--limit", "40", "--capacity-tokens", "50k", "--seeds", "0,1,2"]
-    done = CliRunner().invoke(main, ["bench", *arguments, "--json", str(path)])
+    done = CliRunner().invoke(main, ["bench", *arguments, "-o", str(folder)])
     assert done.exit_code == 0, done.output
-    return path
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -936,9 +937,9 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [["a", "b", "c"], ["c", "a", "d"], ["b", "a", "c"]] * 20
     lines = [{"time": at, "documents": ids, "tokens": [300] * 3} for at, ids in enumerate(pairs)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = CliRunner().invoke(main, ["replay", str(folder / "log.jsonl"), "--json", str(folder / "replay.json")])
+    done = CliRunner().invoke(main, ["replay", str(folder / "log.jsonl"), "-o", str(folder)])
     assert done.exit_code == 0, done.output
-    return folder / "replay.json"
+    return folder
 
 
 class TestReportOnAnyResult:
@@ -948,22 +949,23 @@ class TestReportOnAnyResult:
         found = re.search(numbers, headline)
         assert found, headline
         ours, plain, gain = map(float, found.groups())
-        runs = json.loads(benched.read_text())["runs"]
-        ratios = [100 * run["cached_ratio"] for run in runs if run["policy"] == "earned"]
-        assert ours == pytest.approx(sum(ratios) / 3, abs=0.06)
+        runs = runs_of((benched / "results.jsonl").read_text("utf-8"))
+        cached, prompts = (
+            sum(run[name] for run in runs if run["policy"] == "earned") for name in ("cached_tokens", "prompt_tokens")
+        )
+        assert ours == pytest.approx(100 * cached / prompts, abs=0.06)
         assert gain == pytest.approx(ours - plain, abs=0.11)
 
-    def test_one_seed_decides_nothing(self, benched: Path, tmp_path: Path) -> None:
-        whole = json.loads(benched.read_text())
-        one = tmp_path / "one.json"
-        one.write_text(json.dumps(whole | {"runs": [run for run in whole["runs"] if run["seed"] == 0]}))
-        assert "not decided: one seed has no interval" in " ".join(reported(one).split())
-
     def test_of_a_replay_gives_the_answer_of_the_replay(self, replayed: Path) -> None:
-        answer = json.loads(replayed.read_text())["answer"]
+        (record,) = result_lines(replayed, "replay")
         text = " ".join(reported(replayed).split())
-        assert f"log.jsonl: {answer}" in text
-        assert "Cached tokens of ragorder (earned), against retrieval order" in text
+        assert f"log.jsonl: would it help? {record['facts']['answer']}" in text
+        assert "Cached tokens, against the baseline" in text
+
+    def test_repeats_the_commands_that_measured(self, benched: Path, replayed: Path) -> None:
+        text = reported(benched, replayed, "--markdown", "-")
+        assert "--seeds 0,1,2 --workload mix8 --limit 40 --capacity-tokens 50000" in text
+        assert re.search(r"ragorder bench -o \S+ --seeds", text) and re.search(r"ragorder replay \S+log.jsonl -o", text)
 
     def test_of_a_suite_has_its_picture_on_the_console(self, folder: Path) -> None:
         text = reported(folder)
@@ -977,9 +979,9 @@ class TestReportOnAnyResult:
         page, markdown = tmp_path / "page.html", tmp_path / "report.md"
         reported(benched, small, replayed, "--html", page, "--markdown", markdown)
         titles = [line for line in markdown.read_text("utf-8").splitlines() if line.startswith("## ")]
-        assert {"## Benchmark mine.json", "## Replay of log.jsonl", "## Strategies compared"} <= set(titles)
+        assert {"## Benchmark", "## Replay of log.jsonl", "## Strategies compared"} <= set(titles)
         text = page.read_text("utf-8")
-        assert text.index('id="headline"') < text.index("<svg") < text.index('id="bench-mine"')
+        assert text.index('id="headline"') < text.index("<svg") < text.index('id="bench"')
 
     def test_has_its_pictures_as_files_too(self, folder: Path, tmp_path: Path) -> None:
         """In colours of their own: the page's, on light ground and on dark."""
@@ -995,46 +997,27 @@ class TestReportOnAnyResult:
             assert all(f"--{name}: {rules[name]}" in page for name in ("ink", "soft", "line", "card"))
 
     def test_of_pipelines_is_about_the_time(self, tmp_path: Path) -> None:
-        run = {"workload": "mix8", "policy": "free", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}
-        run |= {"concurrency": 1, "retrieval_delay_ms": 50.0, "exposed_ms": 10.0, "prompt_tokens": 100}
-        run |= {
-            "cached_tokens": 50,
-            "right": 0,
-            "warmups": 20,
-            "refused": 0,
-            "speculations": 0,
-            "wasted_prompt_tokens": 0,
+        counts = {name: [0] * 20 for name in ("warmed_up", "speculations", "right", "refused", "wasted_prompt_tokens")}
+        rows = {
+            mode: {"ttft_ms": [ms + place for place in range(20)], "exposed_ms": [10.0] * 20, "tbt_ms": [None] * 20}
+            | {"prompt_tokens": [100] * 20, "cached_tokens": [50] * 20, **counts}
+            for mode, ms in (("none", 100.0), ("warmup", 80.0))
         }
-        runs = [
-            run | {"pipeline": pipeline, "seed": seed, "ttft_ms": {"p50": ms + seed, "p95": ms, "mean": ms}}
-            for pipeline, ms in (("none", 100.0), ("warmup", 80.0))
-            for seed in (0, 1, 2)
-        ]
-        path = tmp_path / "pipelines.json"
-        path.write_text(json.dumps({"schema": 1, "environment": {}, "runs": runs}))
-        text = " ".join(reported(path).split())
-        assert re.search(r"warmup changes free's median time to the first token by −19\.\d\W%", text), text
+        cell = {"workload": "mix8", "order": "free", "retrieval_ms": 50.0}
+        line = {"type": "pipelines", "suite": "bench-pipelines", "cell": cell, "policy": "warmup", "rows": rows}
+        written(tmp_path, line)
+        text = " ".join(reported(tmp_path).split())
+        assert re.search(r"warm-up changes the median time to the first token by −18\.\d\W%", text), text
+        assert "mix8, ragorder (free), 50" in text
 
     def test_of_a_benchmark_says_nothing_of_the_papers(self, benched: Path) -> None:
-        text = reported(benched, "--markdown", "-")
-        assert "paper" not in text
-        assert "not measured" not in text
+        assert "paper" not in reported(benched, "--markdown", "-")
 
-    @pytest.mark.parametrize(
-        ("text", "said"),
-        [
-            ("{}", "has no results for a report"),
-            ("[1]", "has no results for a report"),
-            ("hello", "is neither JSON nor results of suites"),
-            ('{"runs": [{"policy": "free", "order_us": {}}]}', "runs.0.workload"),
-            ('{"log": {}, "runs": [], "capacities": [], "overlap": {}}', "ragorder replay --json"),
-        ],
-    )
-    def test_another_file_is_refused_by_name(self, tmp_path: Path, text: str, said: str) -> None:
+    @pytest.mark.parametrize("text", ["{}", "[1]", "hello", '{"runs": [{"policy": "free"}]}'])
+    def test_another_file_is_refused_by_name(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "other.json"
-        path.write_text(text)
+        path.write_text(text + "\n")
         done = CliRunner().invoke(main, ["report", str(path)])
         assert done.exit_code == 1
-        assert str(path) in done.output
-        assert said in done.output
+        assert f"{path} holds no measurement" in done.output
         assert "Traceback" not in done.output

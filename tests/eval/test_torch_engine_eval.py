@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from support.benched import runs_of
 from support.commands import run_command
 
 from ragorder import Lengths
@@ -307,13 +308,13 @@ class TestCommands:
     """--engine torch, wherever an engine is chosen."""
 
     def bench(self, model: Path, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-        output = folder / "results.json"
         arguments = ["bench", "--engine", "torch", "--model", str(model), "--top-k", "3", "--limit", "8"]
-        done = run_command(ragorder, *arguments, "--json", output, *options)
+        done = run_command(ragorder, *arguments, "-o", folder, *options)
         assert done.exit_code == 0, done.output
         assert "TTFT" in done.stdout
         assert "paper-shuf" in done.stdout
-        return {run["policy"]: run for run in json.loads(output.read_text("utf-8"))["runs"]}
+        text = (folder / "results.jsonl").read_text("utf-8")
+        return {run["policy"]: run for run in runs_of(text)}
 
     def test_bench_serves_a_workload_on_it(self, served_model: Path, tmp_path: Path) -> None:
         policies = [option for policy in ("none", "retrieval", "free") for option in ("--policy", policy)]
@@ -331,15 +332,14 @@ class TestCommands:
         options = ["--capacity-tokens", "2048", "--policy", "retrieval", "--limit", "3", "--output-tokens", "3"]
         run = self.bench(served_model, tmp_path, *options, "--host-tokens", "40000")["retrieval"]
         assert run["capacity_tokens"] == 40000
-        assert set(run["tbt_ms"]) == {"p50", "p99", "mean"}
-        assert min(run["tbt_ms"].values()) > 0
+        assert min(run["ttft_ms"].values()) > 0
 
     @pytest.mark.slow
     def test_bench_under_load(self, served_model: Path, tmp_path: Path) -> None:
         options = ["--concurrency", "3", "--output-tokens", "3", "--policy", "retrieval", "--policy", "free"]
         runs = self.bench(served_model, tmp_path, "--capacity-tokens", "8192", *options)
         for run in runs.values():
-            assert (run["requests"], run["failures"], run["load"]["concurrency"]) == (8, 0, 3)
+            assert (run["requests"], run["failures"], run["concurrency"]) == (8, 0, 3)
         assert runs["free"]["cached_tokens"] >= runs["retrieval"]["cached_tokens"] > 0
 
     def test_bench_says_how_large_the_cache_must_be(self, served_model: Path) -> None:

@@ -27,7 +27,7 @@ from ragorder.eval.suites.profiling.measuring import (
     own_server,
     plan_grid,
 )
-from ragorder.eval.suites.profiling.record import ProfileRecord
+from ragorder.eval.suites.profiling.experiment import ProfileRecord
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
 HUGE = 10**400

@@ -53,7 +53,7 @@ _UNDECIDED = ("no difference", "not decided")
 @dataclass(frozen=True, slots=True)
 class Claim:
     """`figure` and `interval` as pages write them; `kind` is one of `KINDS`. `entries` are (row, column) of `table`, in
-    the report on `suite`; `where` are runs in a file of `ragorder bench --json`, instead, and `measure` a figure of
+    the report on `suite`; `where` are entries of `runs` in a file of JSON lines, instead, and `measure` a figure of
     theirs (a dot: within another). `note` is a part of what stands below the table."""
 
     claim: str

@@ -23,9 +23,8 @@ from ragorder.eval.running.cells import SuiteCell, SuiteError
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.quality.base import QualityError
 from ragorder.eval.suites.quality.compare import mcnemar_exact
-from ragorder.eval.suites.quality.orders import Order
+from ragorder.eval.suites.quality.orders import Order, QualityError
 
 __all__ = ["QualityPositions", "Share", "bands", "by_place", "change", "make_part", "swapped"]
 

@@ -1,6 +1,6 @@
 """A server's prefill times by cached and by new tokens.
 
-A request has a prefix of random tokens that was sent just before, and new tokens behind it; it is repeated unless the
+A request has a prefix of random tokens that was sent just before, and new tokens after it; it is repeated unless the
 server reports exactly the prefix as cached. Each pair of counts has a `cache_salt` of its own, so that nothing else can
 be cached. Rounds in changing order spread slow spells over all pairs.
 """
@@ -18,6 +18,7 @@ from statistics import median
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
+from ragorder.adapters.vllm.load_times import Answered, TierLoads
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.models import longest_prompt, random_model
@@ -30,6 +31,7 @@ __all__ = [
     "Grid",
     "ProfiledServer",
     "find_profiled",
+    "measure_loads",
     "measure_profile",
     "own_server",
     "plan_grid",
@@ -270,3 +272,50 @@ def _series(first: int, last: int) -> list[int]:
     if last > 0 and (not series or 4 * last >= 5 * series[-1]):
         series.append(last)
     return series
+
+
+def measure_loads(
+    server: ProfiledServer,
+    profile: PrefillProfile,
+    *,
+    repeats: int = 5,
+    seed: int = 0,
+    limit_s: float = 600.0,
+    progress: Progress = silent,
+) -> PrefillProfile:
+    """The profile of a vLLM server with ragorder's tiers, with `loads`: medians of `repeats` samples of each tier, or
+    of fewer if `limit_s` ends first. The server and this machine should serve nothing else.
+
+    Raises EngineError if requests fail, or for a server without tiers or without a published capacity.
+    """
+    capacity_tokens = server.capacity_tokens
+    if capacity_tokens is None:
+        raise EngineError("the server does not publish the size of its cache: load times are measured on vLLM only")
+    engine = OpenAIEngine(
+        server.base_url, server.model, block_size=server.block_size, capacity_tokens=None, api_key=server.api_key
+    )
+    with asyncio.Runner() as loop:
+
+        def send(token_ids: list[int], salt: str) -> Answered:
+            engine.salt = salt
+            answer = loop.run(engine.complete(token_ids))
+            assert answer.ttft_s is not None
+            return Answered(answer.ttft_s, answer.cached_tokens, answer.prompt_tokens)
+
+        loop.run(engine.__aenter__())
+        try:
+            loads = TierLoads(
+                server.base_url,
+                send,
+                profile,
+                block_size=server.block_size,
+                capacity_tokens=capacity_tokens,
+                longest_tokens=server.longest_tokens,
+                api_key=server.api_key,
+                seed=seed,
+            )
+            return loads.measure(repeats, limit_s, lambda samples: progress("loads", samples))
+        except (RequestError, ServerError) as error:
+            raise EngineError(f"load times: {error}") from None
+        finally:
+            loop.run(engine.__aexit__())

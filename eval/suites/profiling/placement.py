@@ -27,13 +27,13 @@ class Measured(Protocol):
     """A model and an index that can be placed in different ways."""
 
     def place(self, device_layers: int, host_layers: int) -> bool:
-        """Put so many layers there and the others on the disk; False if there is no memory for it."""
+        """Put these numbers of layers there and the others on the disk; False if there is no memory for it."""
 
     def generation_s(self, batch: int) -> float:
         """Seconds of a batch, as the layers are placed."""
 
     def retrieval_s(self, partitions: int) -> float | None:
-        """Seconds of a retrieval with so many partitions resident; None if there is no memory for them."""
+        """Return the seconds of a retrieval with these resident partitions, or None if there is no memory for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class PlacedEngine:
         return seconds
 
     def _measure_steps(self, batch: int) -> Curve:
-        """Bytes that a prefill of so many tokens takes at its peak."""
+        """Return the bytes that a prefill takes at its peak, by its tokens."""
         points: list[tuple[int, int]] = []
         largest = min(self.step_tokens, batch * self.workload.prompt_tokens)
         for step in [*(each for each in _STEPS if each < largest), largest]:

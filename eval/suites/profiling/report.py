@@ -11,7 +11,7 @@ from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.eval.suites.profiling.record import ProfileRecord
+from ragorder.eval.suites.profiling.experiment import ProfileRecord
 from ragorder.trie.profile import PrefillProfile
 
 __all__ = ["doubts", "make_part", "profile_table"]

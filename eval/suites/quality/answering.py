@@ -9,39 +9,82 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from ragorder.common.jsonl import JSONLines
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.engines.models import load_tokenizer, longest_prompt, random_model
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.engines.torch import TorchEngine, need_torch
+from ragorder.eval.engines.vllm import VLLMEngine
 from ragorder.eval.running.progress import Progress
-from ragorder.eval.suites.quality.base import GradedQuestion
-from ragorder.eval.suites.quality.fused import FusedReuse, answer_fused
 from ragorder.eval.suites.quality.metrics import extract_answer
-from ragorder.prompt import Prompt
+from ragorder.eval.suites.quality.orders import FusedReuse, GradedQuestion, QualityError, answer_fused
+from ragorder.eval.suites.quality.questions import QuestionSet
+from ragorder.eval.suites.quality.specs import RANDOM_WEIGHTS, AnswererSpec, ModelFacts, QualityBench, model_facts
+from ragorder.prompt import Prompt, PromptBuilder
 
-if TYPE_CHECKING:
-    from ragorder.eval.engines.torch import TorchEngine
-    from ragorder.eval.engines.vllm import VLLMEngine
+__all__ = [
+    "BATCH",
+    "CAPACITY",
+    "SYSTEM",
+    "Answerer",
+    "Builders",
+    "ModelAnswer",
+    "OnceAnswers",
+    "ServerAnswers",
+    "StubAnswers",
+    "corpus_tokens",
+    "serve_answers",
+]
 
-__all__ = ["BATCH", "Answerer", "ModelAnswer", "OnceAnswers", "ServerAnswers", "StubAnswers", "fused_answers"]
-
+SYSTEM = (
+    "Answer the question from the documents below. Give the answer itself and nothing else, as short as possible: "
+    "a name, a number, a date, yes or no."
+)
+"""The system prompt of every question."""
 BATCH = 16
 """Prompts that an engine in this process answers at the same time."""
 
 _TIMEOUT_S = 600.0
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_CAPACITY_TOKENS = 262_144
+CAPACITY = Capacity(tokens=100_000)
+# Of prompts that are answered together.
+_POOL_TOKENS = 32_768
+# Engines in this process, with their default block sizes.
+_ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
+
+
+class Builders:
+    """Prompt builders without and with a note of the ranking."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._make = cache(
+            lambda state_ranking: PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=state_ranking)
+        )
+
+    def __call__(self, *, state_ranking: bool) -> PromptBuilder:
+        builder: PromptBuilder = self._make(state_ranking)
+        return builder
+
+
+def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
+    builder = builders(state_ranking=False)
+    documents = {document.id: document for question in data.questions for document in question.documents}
+    return sum(builder.document_tokens(document) for document in documents.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """Of the prompt's tokens `cached_tokens` were an exact prefix, `fused_tokens` taken over, and `recomputed_tokens`
-    of these recomputed. None: not reported."""
+    """`cached_tokens` of the prompt were an exact prefix, `fused_tokens` reused, and `recomputed_tokens` of these
+    recomputed; None if not reported."""
 
     text: str
     cached_tokens: int | None
@@ -111,7 +154,7 @@ class _FusedAnswers:
 
 class OnceAnswers:
     """Answers of an engine in this process, each prompt's once, however many orders lead to it: no answer depends on
-    what is cached, which a simulated engine counts with these blocks, this capacity and as many tokens of answers.
+    what is cached, which a simulated engine counts with these blocks, this capacity and these tokens of answers.
 
     Ask everything once, then `answer_missing`, then ask again. Answers are appended to `file`, and read from there.
     `whole`: none ends early, at the end of the line that counts.
@@ -200,7 +243,7 @@ class OnceAnswers:
 
 @contextmanager
 def fused_answers(engine: TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """Answers of at most `output_tokens`, in orders of which some take documents over."""
+    """Yield answers of at most `output_tokens`, also in orders that reuse documents' KV."""
     with engine.answering(output_tokens):
         yield _FusedAnswers(engine)
 
@@ -305,3 +348,96 @@ class ServerAnswers:
         told = "cache_salt" in form and isinstance(cached_tokens, int)
         counted = prompt_tokens if isinstance(prompt_tokens, int) else None
         return ModelAnswer(text or "", cached_tokens if told else None, counted)
+
+
+@contextmanager
+def serve_answers(
+    bench: QualityBench, data: QuestionSet, progress: Progress
+) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+    """Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a
+    model that cannot be loaded, ImportError."""
+    spec = bench.engine
+    with _server(spec, data) if spec.engine == "openai" else _local(bench, data, progress) as ready:
+        yield ready
+
+
+@contextmanager
+def _server(spec: AnswererSpec, data: QuestionSet) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+    from ragorder.eval.engines.openai import find_model
+
+    assert spec.base_url is not None
+    served = find_model(spec.base_url, spec.served_model, api_key=spec.api_key)
+    builders = Builders(load_tokenizer(spec.model) if spec.model is not None else None)
+    capacity = spec.capacity_tokens
+    with ServerAnswers(
+        spec.base_url,
+        served.id,
+        output_tokens=spec.output_tokens,
+        block_size=spec.block_size,
+        capacity_tokens=capacity.resolve(corpus_tokens(data, builders)) if capacity else None,
+        unlimited=capacity == Capacity(),
+        api_key=spec.api_key,
+    ) as answers:
+        yield answers, builders, model_facts(served.id, spec.model or served.root)
+
+
+@contextmanager
+def _local(
+    bench: QualityBench, data: QuestionSet, progress: Progress
+) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+    spec, fuses = bench.engine, bench.fuses
+    if spec.engine == "torch":
+        need_torch()
+    start, block_size = _ENGINES[spec.engine]
+    model = spec.model or random_model()
+    builders = Builders(load_tokenizer(model))
+    builder, lengths = builders(state_ranking=True), []
+    advance = progress(f"{data.dataset.name}: counting tokens", len(data.questions))
+    for question in data.questions:
+        lengths.append(len(builder.build(question.text, list(question.documents)).token_ids or ()))
+        advance()
+    longest = max(lengths) + spec.output_tokens
+    size, room = spec.block_size or block_size, longest_prompt(model)
+    capacity_tokens = (spec.capacity_tokens or CAPACITY).resolve(corpus_tokens(data, builders))
+    for takes, whose in ((room, "the model takes"), (capacity_tokens, "the cache (--capacity-tokens) holds")):
+        if takes is not None and takes < longest:
+            raise QualityError(
+                f"the longest prompt has {longest:,} tokens, answer included, and {whose} {takes:,}: "
+                "lower --top-k or --document-words"
+            )
+    if fuses and capacity_tokens is not None and capacity_tokens < 2 * longest:
+        raise QualityError(
+            f"the longest prompt has {longest:,} tokens, and the cache holds {capacity_tokens:,}: give "
+            f"--capacity-tokens {2 * longest} for what fused requests copy"
+        )
+    options: dict[str, Any] = {
+        "block_size": size,
+        "max_model_len": min(room, longest + size),
+        "output_tokens": spec.output_tokens,
+    }
+    named = str(spec.model or RANDOM_WEIGHTS)
+    facts = model_facts(Path(named).name if Path(named).is_dir() else named, model)
+    if fuses:
+        unlimited = 2 * (sum(lengths) + len(lengths) * (spec.output_tokens + size))
+        options |= {"capacity_tokens": capacity_tokens, "unlimited_tokens": unlimited, "reuse": "fused"}
+    else:
+        held = max(2, min(BATCH, _POOL_TOKENS // (longest + size)))
+        options |= {"capacity_tokens": held * (longest + size)} | ({"at_once": BATCH} if spec.engine == "vllm" else {})
+    engine = start(model, **options)
+    try:
+        if not fuses:
+            thinks = "<think>" in builders(state_ranking=False).build("", []).text
+            once = OnceAnswers(
+                engine,
+                spec.output_tokens,
+                capacity_tokens=capacity_tokens,
+                model=named,
+                whole=thinks,
+                file=bench.answers,
+            )
+            yield once, builders, facts
+        else:
+            with fused_answers(engine, spec.output_tokens) as answers:
+                yield answers, builders, facts
+    finally:
+        engine.close()

@@ -4,23 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
 
 from ragorder.eval.data.corpora import CorpusError
-from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.cells import SuiteCell, SuiteError
 from ragorder.eval.running.record import RESULTS, Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.quality.base import QualityError
-from ragorder.eval.suites.quality.cells import QualityCell
-from ragorder.eval.suites.quality.record import QualityRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.suites.quality.specs import QualityBench
 
-__all__ = ["Quality"]
+__all__ = ["Quality", "QualityCell", "QualityRecord"]
 
 _NO_MODEL = "quality was not measured, there is no model that can answer: give --engine vllm --model, or --base-url"
-_NO_DATA = "quality was not measured, the questions are not here: give --questions, a folder with {name}.json or .jsonl"
+_NO_DATA = "quality was not measured, the questions are not here: give --questions, a folder with the folder {name}"
+
+
+class QualityCell(SuiteCell):
+    """The fields of `QuestionsSpec` and `AnswererSpec` that a suite may set."""
+
+    dataset: Literal["hotpotqa", "musique", "2wikimultihopqa"]
+    question_order: Literal["data", "random"] = "data"
+    top_k: int | None = Field(None, ge=1)
+    document_words: int | None = Field(None, ge=1)
+    retriever: Literal["bm25", "dense"] | None = None
+    output_tokens: int = Field(32, ge=1)
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return self.question_order == "random"
+
+
+class QualityRecord(Record):
+    """Scores of one order, question by question."""
+
+    called: ClassVar[str] = "a quality run"
+    identified_by: ClassVar[tuple[str, ...]] = ("suite", "cell", "seed", "policy", "dry_run")
+    is_run: ClassVar[bool] = False
+
+    type: Literal["quality"] = "quality"
+    rows: dict[str, Any] = Field(default_factory=dict)
+    model: Any = None
+    dry_run: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_columns(cls, line: Any) -> Any:
+        if isinstance(line, dict):
+            rows = dict(line.get("rows") or {})
+            return {**line, "rows": {name: values for name, values in rows.items() if isinstance(values, list)}}
+        return line
+
+    @property
+    def model_name(self) -> str:
+        return str((self.model or {}).get("name") or "")
 
 
 class Quality(Experiment):
@@ -49,8 +88,12 @@ class Quality(Experiment):
         self._failed: set[tuple[str, QualityCell]] = set()
 
     @classmethod
+    def lacks(cls, suite: Suite) -> str:
+        return super().lacks(suite) or "--model"
+
+    @classmethod
     def check(cls, suite: Suite, where: str) -> None:
-        from ragorder.eval.suites.quality.orders import Order
+        from ragorder.eval.suites.quality.orders import Order, QualityError
 
         for order in suite.policies:
             try:
@@ -78,8 +121,9 @@ class Quality(Experiment):
         return 0
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        from ragorder.eval.suites.quality.bench import done_in, serve_quality
+        from ragorder.eval.suites.quality.asking import done_in, serve_quality
         from ragorder.eval.suites.quality.compare import judge_previous
+        from ragorder.eval.suites.quality.orders import QualityError
 
         name = job.suite.name
         if (name, job.cell) in self._failed:
@@ -122,9 +166,8 @@ class Quality(Experiment):
         )
 
     def _data(self, cell: QualityCell) -> Path | None:
-        folder = self.options.questions
-        found = sorted(folder.glob(f"{cell.dataset}.json*")) if folder is not None else []
-        return found[0] if found else None
+        folder = self.options.questions and self.options.questions / cell.dataset
+        return folder if folder is not None and folder.is_dir() else None
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:

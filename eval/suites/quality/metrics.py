@@ -4,8 +4,7 @@
 |---|---|---|---|
 | HotpotQA, 2WikiMultiHopQA | lower case, ASCII punctuation gone, articles gone | F1 only if both are it | F1 0 |
 | MuSiQue | the same | words like others | F1 1 |
-| TriviaQA | the same, but punctuation, four more quotes and _ become spaces | words like others | F1 0 |
-| NQ-open, a corpus | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
+| NQ-Open, a corpus | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ __all__ = ["SCORERS", "Scorer", "extract_answer"]
 _LABEL = re.compile(r"(?:(?:final )?answer\s*(?::|is\b)|a:|the answer is\b:?)\s*", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _GONE = str.maketrans("", "", string.punctuation)
-_SPACED = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 _CLOSED = frozenset({"yes", "no", "noanswer"})
 
 
 def _without_punctuation(text: str) -> str:
     return _words(text.lower().translate(_GONE))
-
-
-def _with_spaces(text: str) -> str:
-    return _words(text.lower().translate(_SPACED))
 
 
 def _decomposed(text: str) -> str:
@@ -84,7 +78,6 @@ SCORERS = {
     "hotpotqa": Scorer(_without_punctuation, closed=_CLOSED),
     "2wikimultihopqa": Scorer(_without_punctuation, closed=_CLOSED),
     "musique": Scorer(_without_punctuation, empty_agrees=True),
-    "triviaqa": Scorer(_with_spaces),
     "nq": Scorer(_decomposed),
 }
 

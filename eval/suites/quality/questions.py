@@ -1,183 +1,219 @@
-"""Questions asked in an order of their documents."""
+"""Questions of a corpus with known answers, and data sets of the Hugging Face Hub as such a corpus."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
-from statistics import fmean
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from ragorder.common.extras import install_hint
+from ragorder.common.files import cache_folder
 from ragorder.document import Document
-from ragorder.eval.engines.base import EngineError, RequestError
-from ragorder.eval.engines.prompts import BuiltPrompts
-from ragorder.eval.running.progress import Progress
-from ragorder.eval.suites.quality.answering import Answerer, ModelAnswer
-from ragorder.eval.suites.quality.base import GradedQuestion
-from ragorder.eval.suites.quality.datasets import QuestionSet
-from ragorder.eval.suites.quality.metrics import Scorer, extract_answer
-from ragorder.eval.suites.quality.models import ModelFacts
-from ragorder.eval.suites.quality.orders import Order
-from ragorder.eval.suites.quality.specs import Line, QualityBench
-from ragorder.ordering import Ordering
-from ragorder.prompt import Prompt, PromptBuilder
+from ragorder.eval.data.corpora import CorpusError, load_folder
+from ragorder.eval.data.retrieval import make_retriever
+from ragorder.eval.data.trace import check_ranked, in_order
+from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.suites.quality.metrics import SCORERS, Scorer
+from ragorder.eval.suites.quality.orders import GradedQuestion
+from ragorder.eval.suites.quality.specs import TOP_K, DatasetName, QuestionsSpec
 
-__all__ = ["SYSTEM", "Builders", "ask_questions", "corpus_tokens"]
+__all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 
-SYSTEM = (
-    "Answer the question from the documents below. Give the answer itself and nothing else, as short as possible: "
-    "a name, a number, a date, yes or no."
-)
-"""The system prompt of every question."""
+SAMPLE = Path(__file__).with_name("sample")
+"""A corpus of 120 questions whose documents were retrieved."""
+_RETRIEVED = 10
+_PATIENCE_S = 10.0
+
+_Row = Mapping[str, Any]
+_Paragraph = tuple[str, str, bool]
+"""Title, text, and whether it supports the answer."""
 
 
-_TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """`hub`: its place on the Hub, whose rows `read` turns into answers and paragraphs; `most`: the paragraphs of a
+    question."""
 
-
-class Builders:
-    """Prompt builders without and with a note of the ranking."""
-
-    def __init__(self, tokenizer: Any = None) -> None:
-        self._make = cache(
-            lambda state_ranking: PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=state_ranking)
-        )
-
-    def __call__(self, *, state_ranking: bool) -> PromptBuilder:
-        builder: PromptBuilder = self._make(state_ranking)
-        return builder
-
-
-def ask_questions(
-    bench: QualityBench,
-    data: QuestionSet,
-    orders: Sequence[Order],
-    engine: Answerer,
-    builders: Builders,
-    model: ModelFacts | None,
-    progress: Progress,
-    cell: Line,
-) -> Iterator[Line]:
-    """One order after another, each with an empty cache. Raises EngineError for an order without any answer."""
-    advance = progress(f"{data.dataset.name}: asking", len(data.questions) * len(orders))
-    for order in orders:
-        scores = _ask(bench, data, order, engine, builders(state_ranking=order.state_ranking), advance)
-        em, f1 = scores.columns["em"], scores.columns["f1"]
-        if not em:
-            raise EngineError(f"not one of {len(data.questions)} questions was answered: {scores.failure}")
-        yield {
-            "type": "quality",
-            "session": bench.session,
-            "suite": bench.suite,
-            "cell": cell,
-            "seed": bench.questions.seed,
-            "policy": order.name,
-            "engine": {
-                "name": engine.name,
-                "model": model and model.name,
-                "block_size": engine.block_size,
-                "capacity_tokens": engine.capacity_tokens,
-            },
-            "model": model and model.as_json(),
-            "dry_run": bench.dry_run,
-            "failures": scores.failures,
-            "passed_over": dict(data.passed_over),
-            "em": round(100 * fmean(em), 4),
-            "f1": round(100 * fmean(f1), 4),
-            "contains": round(100 * fmean(scores.columns["contains"]), 4),
-            "rows": scores.rows,
-        }
-
-
-class _Scores:
-    def __init__(self, scorer: Scorer) -> None:
-        names = ("id", "answer", "em", "f1", "contains", *_TOKENS, "displacement", "moved_share", "gold_places")
-        self.columns: dict[str, list[Any]] = {name: [] for name in names}
-        self.failures = 0
-        self.failure = ""
-        self._scorer = scorer
+    name: DatasetName
+    hub: str = ""
+    config: str | None = None
+    read: Callable[[_Row], tuple[list[str], list[_Paragraph]]] = lambda row: ([], [])
+    most: int = TOP_K
 
     @property
-    def rows(self) -> dict[str, list[Any] | None]:
-        # A column with a gap is not kept.
-        return {name: None if None in column else column for name, column in self.columns.items()}
-
-    def finish(self, question: GradedQuestion, ordering: Ordering[Document], answered: Future[ModelAnswer]) -> None:
-        try:
-            answer = answered.result()
-        except RequestError as error:
-            ordering.discard()
-            self.failures += 1
-            self.failure = self.failure or str(error)
-            return
-        ordering.confirm(answer.cached_tokens)
-        text, permutation = extract_answer(answer.text), ordering.permutation
-        moved = sum(place != rank for place, rank in enumerate(permutation))
-        row = {
-            "id": question.id,
-            "answer": text,
-            "em": (same := self._scorer.exact_match(text, question.answers)),
-            "f1": round(self._scorer.f1(text, question.answers), 6),
-            "contains": int(same or self._scorer.occurs(question.answers, text)),
-            **{name: getattr(answer, name) for name in _TOKENS},
-            "displacement": round(ordering.moves.places, 4),
-            "moved_share": round(moved / max(1, len(permutation)), 4),
-            "gold_places": [place for place, each in enumerate(ordering.documents) if each.id in question.gold],
-        }
-        for name, value in row.items():
-            self.columns[name].append(value)
+    def scorer(self) -> Scorer:
+        return SCORERS.get(self.name, SCORERS["nq"])
 
 
-def _ask(
-    bench: QualityBench,
-    data: QuestionSet,
-    order: Order,
-    engine: Answerer,
-    builder: PromptBuilder,
-    advance: Callable[[], None],
-) -> _Scores:
-    engine.reset(reuse=order.reuses, fused=order.fused)
-    policy = order.make(engine, BuiltPrompts(builder), bench.questions.seed)
-    scores, concurrency = _Scores(data.dataset.scorer), bench.engine.concurrency
-    in_flight: deque[tuple[GradedQuestion, Ordering[Document], Future[ModelAnswer]]] = deque()
-
-    def finish_oldest() -> None:
-        scores.finish(*in_flight.popleft())
-        advance()
-
-    with _submitter(engine, concurrency) as submit:
-        for question in data.questions:
-            # The oldest, so that no order depends on the speed of the answers.
-            if len(in_flight) == concurrency:
-                finish_oldest()
-            suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
-            ordering = order.arrange(policy, question, suffix_tokens)
-            in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
-        while in_flight:
-            finish_oldest()
-    return scores
+def _multihop(row: _Row) -> tuple[list[str], list[_Paragraph]]:
+    supporting, context = set(row["supporting_facts"]["title"]), row["context"]
+    texts = (" ".join(map(str.strip, sentences)) for sentences in context["sentences"])
+    pairs = zip(context["title"], texts, strict=True)
+    return [row["answer"]], [(title, text, title in supporting) for title, text in pairs]
 
 
-@contextmanager
-def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[GradedQuestion, Prompt], Future[ModelAnswer]]]:
-    if concurrency > 1:
-        with ThreadPoolExecutor(concurrency) as pool:
-            yield lambda question, prompt: pool.submit(engine.answer, question, prompt)
-        return
-
-    def ask(question: GradedQuestion, prompt: Prompt) -> Future[ModelAnswer]:
-        answered: Future[ModelAnswer] = Future()
-        try:
-            answered.set_result(engine.answer(question, prompt))
-        except RequestError as error:
-            answered.set_exception(error)
-        return answered
-
-    yield ask
+def _musique(row: _Row) -> tuple[list[str], list[_Paragraph]]:
+    answers = [row["answer"], *row.get("answer_aliases", ())] if row.get("answerable", True) else []
+    return answers, [(each["title"], each["paragraph_text"], each["is_supporting"]) for each in row["paragraphs"]]
 
 
-def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
-    builder = builders(state_ranking=False)
-    documents = {document.id: document for question in data.questions for document in question.documents}
-    return sum(builder.document_tokens(document) for document in documents.values())
+DATASETS = {
+    dataset.name: dataset
+    for dataset in (
+        Dataset("corpus"),
+        Dataset("hotpotqa", "hotpotqa/hotpot_qa", "distractor", _multihop, 10),
+        Dataset("musique", "dgslibisey/MuSiQue", None, _musique, 20),
+        Dataset("2wikimultihopqa", "framolfese/2WikiMultihopQA", None, _multihop, 10),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """`passed_over` counts questions that cannot be asked, by reason."""
+
+    dataset: Dataset
+    questions: list[GradedQuestion]
+    passed_over: Mapping[str, int]
+
+    def with_gold(self) -> QuestionSet:
+        """Return the questions for which a gold document was retrieved. Raises CorpusError without any."""
+        questions = [question for question in self.questions if question.gold]
+        if not questions:
+            raise CorpusError(f"{self.dataset.name}: no question has a gold document among those retrieved")
+        left_out = {"questions without a gold document": len(self.questions) - len(questions)}
+        return replace(self, questions=questions, passed_over={**self.passed_over, **left_out})
+
+
+def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
+    """Return the stream of `trace_of_corpus`, graded.
+
+    Gold is what was retrieved of a supporting document, and has an answer if that is cut into parts; where none are
+    named, every document with an answer. Raises CorpusError naming file and line, ImportError naming what to install.
+    """
+    dataset = DATASETS[spec.dataset]
+    folder = spec.data or (_from_hub(dataset, progress) if dataset.hub else SAMPLE)
+    retriever = make_retriever(spec.retriever) if isinstance(spec.retriever, str) else spec.retriever
+    top_k = spec.top_k or (dataset.most if retriever is None else _RETRIEVED)
+    corpus = load_folder(folder, retriever=retriever, top_k=top_k)
+    if spec.top_k or not dataset.hub:
+        check_ranked(corpus, top_k)
+    parts = Counter(document.metadata["source"] for document in corpus.documents)
+    names, scorer, questions = _Names(spec.document_words), dataset.scorer, []
+    for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
+        documents: dict[str, Document] = {}
+        gold: dict[str, None] = {}
+        for each in (corpus.documents[position] for position in ranking):
+            document, source = names.document(each.metadata["title"] or each.id, each.text), each.metadata["source"]
+            documents[document.id] = document
+            supports = source in question.supporting if question.supporting else True
+            whole = bool(question.supporting) and parts[source] == 1
+            if supports and (whole or scorer.occurs(question.answers, document.text)):
+                gold[document.id] = None
+        answers = tuple(dict.fromkeys(question.answers))
+        questions.append(GradedQuestion(question.id, question.text, answers, tuple(documents.values()), tuple(gold)))
+    asked = in_order(questions, spec.question_order, spec.seed)[: spec.limit]
+    kept = [question for question in asked if question.answers and question.documents]
+    if not kept:
+        raise CorpusError(f"{folder}: no question has answers and documents: add answers to questions.jsonl")
+    left_out = len(asked) - len(kept)
+    return QuestionSet(dataset, kept, {"questions without an answer": left_out} if left_out else {})
+
+
+class _Names:
+    """Documents by title, one for each title and text: the second text of a title is "title (2)"."""
+
+    def __init__(self, words: int | None) -> None:
+        self._words = words
+        self._known: dict[tuple[str, str], Document] = {}
+        self._names: set[str] = set()
+        self._numbers: dict[str, int] = {}
+
+    def document(self, title: str, text: str) -> Document:
+        title, text = " ".join(title.split()) or "untitled", text.strip()
+        if self._words is not None and len(words := text.split()) > self._words:
+            text = " ".join(words[: self._words])
+        if (title, text) not in self._known:
+            metadata = {"title": title, "source": title}
+            self._known[title, text] = Document(self._name(title), text, metadata=metadata)
+        return self._known[title, text]
+
+    def _name(self, title: str) -> str:
+        name, number = title, self._numbers.get(title, 1)
+        while name in self._names:
+            number += 1
+            name = f"{title} ({number})"
+        self._numbers[title] = number
+        self._names.add(name)
+        return name
+
+
+def _from_hub(dataset: Dataset, progress: Progress) -> Path:
+    """Return the folder of the data set's validation split in the cache, converted first if it is not there."""
+    folder = cache_folder() / "questions" / dataset.name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    advance = progress(f"{dataset.name}: converting", 1)
+    with TemporaryDirectory(dir=folder.parent) as made:
+        _convert(dataset, Path(made) / "whole")
+        (Path(made) / "whole").rename(folder)
+    advance()
+    return folder
+
+
+def _convert(dataset: Dataset, folder: Path) -> None:
+    folder.mkdir()
+    known: dict[tuple[str, str], str] = {}
+    with (
+        (folder / "documents.jsonl").open("w", encoding="utf-8") as documents,
+        (folder / "questions.jsonl").open("w", encoding="utf-8") as questions,
+        (folder / "run_own.jsonl").open("w", encoding="utf-8") as run,
+    ):
+        for row in _rows(dataset):
+            answers, paragraphs = dataset.read(row)
+            chunks: dict[str, bool] = {}
+            for title, text, supports in paragraphs:
+                if (title, text) not in known:
+                    known[title, text] = str(len(known))
+                    documents.write(json.dumps({"id": known[title, text], "title": title, "text": text}) + "\n")
+                chunks[known[title, text]] = supports
+            supporting = [id for id, supports in chunks.items() if supports]
+            asked = {"id": row["id"], "question": row["question"], "answers": answers, "supporting": supporting}
+            questions.write(json.dumps(asked) + "\n")
+            run.write(json.dumps({"id": row["id"], "chunks": [*chunks]}) + "\n")
+
+
+def _rows(dataset: Dataset) -> Iterator[_Row]:
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f"loading {dataset.name} from the Hub needs datasets: {install_hint('eval,retrieval')}, or give --data",
+            name="datasets",
+        ) from error
+    try:
+        _reach(dataset)
+        yield from datasets.load_dataset(dataset.hub, dataset.config, split="validation")
+    except Exception as error:
+        # Errors of the many libraries below may quote addresses and tokens.
+        raise CorpusError(
+            f"{dataset.hub}: cannot be loaded ({type(error).__name__}): give --data (eval run: --questions), a folder "
+            "as in docs/corpora.md"
+        ) from error
+
+
+def _reach(dataset: Dataset) -> None:
+    # Without a network `datasets` retries for half a minute; this fails at once. With HF_HUB_OFFLINE=1 `datasets` only
+    # reads its cache.
+    hub: Any = import_module("huggingface_hub")
+    try:
+        hub.HfApi().dataset_info(dataset.hub, timeout=_PATIENCE_S)
+    except Exception as error:
+        if type(error).__name__ != "OfflineModeIsEnabled":
+            raise

@@ -16,8 +16,8 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Suite
 from ragorder.eval.suites.quality.compare import PLACE, SCORES, by_question, gold_places
-from ragorder.eval.suites.quality.fused import normalised_scores
-from ragorder.eval.suites.quality.record import QualityRecord
+from ragorder.eval.suites.quality.experiment import QualityRecord
+from ragorder.eval.suites.quality.orders import normalised_scores
 
 __all__ = ["make_part", "print_quality", "quality_not_measured"]
 

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 
+from ragorder.common.jsonl import decode
 from ragorder.eval.data.retrieval import Retriever
 from ragorder.eval.data.trace import QuestionOrder
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.suites.quality.base import DatasetName, QualityError
-from ragorder.eval.suites.quality.models import RANDOM_WEIGHTS
-from ragorder.eval.suites.quality.orders import DEFAULT_ORDERS, Order
+from ragorder.eval.suites.quality.orders import DEFAULT_ORDERS, Order, QualityError
 
-__all__ = ["ANSWERS", "TOP_K", "AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
+__all__ = [
+    "ANSWERS",
+    "RANDOM_WEIGHTS",
+    "TOP_K",
+    "AnswererSpec",
+    "DatasetName",
+    "Done",
+    "Line",
+    "ModelFacts",
+    "QualityBench",
+    "QuestionsSpec",
+    "model_facts",
+]
 
+DatasetName = Literal["corpus", "hotpotqa", "musique", "2wikimultihopqa"]
 TOP_K = 5
 """Documents a question of a corpus."""
 ANSWERS = "answers.jsonl"
@@ -26,6 +40,11 @@ ANSWERS = "answers.jsonl"
 Line = dict[str, Any]
 Done = Callable[[Mapping[str, Any], str], bool]
 
+RANDOM_WEIGHTS = "random weights"
+
+_FINGERPRINT = "fingerprint.json"
+_BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])")
+_LONGEST_HEADER = 100_000_000
 _STRICT = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
@@ -34,29 +53,15 @@ def _parsed(value: Any) -> Any:
 
 
 class QuestionsSpec(BaseModel):
-    """Questions of a data set: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`."""
+    """Questions with known answers: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`."""
 
     model_config = _STRICT
 
     dataset: DatasetName = "corpus"
     data: Path | None = Field(
         default=None,
-        description="The data set's official file, plain or .gz; corpus: a folder as in docs/corpora.md.",
-        json_schema_extra={"unset": "the Hub's; corpus: the sample that comes with ragorder"},
-    )
-    config: str | None = Field(default=None, description="Hub: another configuration, such as unfiltered (TriviaQA).")
-    split: str | None = Field(
-        default=None, description="Hub: another split.", json_schema_extra={"unset": "validation"}
-    )
-    evidence: Path | None = Field(
-        default=None,
-        description="triviaqa: the folder with web/ and wikipedia/.",
-        json_schema_extra={"unset": "evidence/ beside the data"},
-    )
-    aliases: Path | None = Field(
-        default=None,
-        description="2wikimultihopqa: id_aliases.json.",
-        json_schema_extra={"unset": "the one beside the data, if it exists"},
+        description="Folder of the questions and their documents, as in docs/corpora.md.",
+        json_schema_extra={"unset": "the Hub's, converted once; corpus: the sample that comes with ragorder"},
     )
     limit: int | None = Field(default=None, ge=1, description="Only the first N questions.")
     question_order: QuestionOrder = Field(
@@ -69,27 +74,19 @@ class QuestionsSpec(BaseModel):
         default=None,
         ge=1,
         description="Documents a question.",
-        json_schema_extra={"unset": "all; 10 with --retriever, 5 of a corpus"},
+        json_schema_extra={"unset": "5 of a corpus, 10 with --retriever, else all"},
     )
     document_words: int | None = Field(default=None, ge=1, description="Cut documents to N words.")
     retriever: Annotated[Retriever | str | None, SkipValidation] = Field(
         default=None,
         description="Retrieve each question's documents from those of all questions, so that questions share them.",
-        json_schema_extra={"unset": "each question has its own, in the order of the data; corpus: those of its run"},
+        json_schema_extra={"unset": "those of the folder's run; a data set has each question's own"},
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.dataset == "corpus" and self.data is not None and not self.data.is_dir():
-            raise ValueError("a corpus is a folder with documents.jsonl, questions.jsonl and a run: name it in --data")
-        if self.dataset != "corpus" and self.data is not None and self.data.is_dir():
-            raise ValueError(f"--data is a file of {self.dataset}, not a folder: name the file, or the data set corpus")
-        if self.data is not None and (self.config or self.split):
-            raise ValueError("--config and --split choose from the Hub's data: leave them out with --data")
-        if self.evidence is not None and self.dataset != "triviaqa":
-            raise ValueError("--evidence is the folder of TriviaQA's pages: leave it out")
-        if self.aliases is not None and self.dataset != "2wikimultihopqa":
-            raise ValueError("--aliases is 2WikiMultiHopQA's id_aliases.json: leave it out")
+        if self.data is not None and not self.data.is_dir():
+            raise ValueError("--data is a folder with documents.jsonl, questions.jsonl and a run (docs/corpora.md)")
         return self
 
 
@@ -182,8 +179,6 @@ class QualityBench:
         return {
             "dataset": asked.dataset,
             "data": str(asked.data) if asked.data else None,
-            "config": asked.config,
-            "split": asked.split,
             "limit": asked.limit,
             "question_order": asked.question_order,
             "top_k": asked.top_k,
@@ -197,3 +192,40 @@ class QualityBench:
             "output_tokens": engine.output_tokens,
             "concurrency": engine.concurrency,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`parameters` None: unknown; `from_name`: read from the model's name."""
+
+    name: str
+    parameters: int | None = None
+    random_weights: bool = False
+    from_name: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def model_facts(name: str, root: str | Path | None = None) -> ModelFacts:
+    """`root` is the folder or Hub name that the model was loaded from (None: `name`)."""
+    folder = Path(root or name)
+    if folder.is_dir():
+        counted = _count(folder)
+        if counted or (folder / _FINGERPRINT).is_file():
+            return ModelFacts(name, counted, (folder / _FINGERPRINT).is_file())
+    sizes = [float(size) for text in (name, str(root or "")) for size in _BILLIONS.findall(text.rpartition("/")[2])]
+    return ModelFacts(name, int(sizes[0] * 1e9), from_name=True) if sizes else ModelFacts(name)
+
+
+def _count(folder: Path) -> int | None:
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = decode(file.read(length)) if length < _LONGEST_HEADER else {}
+            total += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return total or None

@@ -12,7 +12,7 @@ from ragorder.eval.running.options import SIM_LIKE, Options
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, EngineSpec, EventsAddress
 from ragorder.eval.running.suite import Job
-from ragorder.eval.suites.serving.cells import ServingCell
+from ragorder.eval.suites.serving.experiment import ServingCell
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool

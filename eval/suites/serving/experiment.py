@@ -3,23 +3,112 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.sim import SimEngine
+from pydantic import BeforeValidator, Field, model_validator
+
+from ragorder.eval.data.arrivals import Arrivals
+from ragorder.eval.data.trace import QuestionOrder
+from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.peers import PEERS, PeerError, make_peer
-from ragorder.eval.running.policies import ORDERERS, POLICIES
+from ragorder.eval.running.cells import Display, SuiteCell
+from ragorder.eval.running.policies import ORDERERS, POLICIES, parse_guards
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.serving.cells import ServingCell
 
 if TYPE_CHECKING:
     from ragorder.eval.running.runner import Run
     from ragorder.eval.suites.serving.engines import Engines
 
-__all__ = ["Serving"]
+__all__ = ["Serving", "ServingCell"]
+
+
+def _capacity(value: Any) -> Any:
+    if value is None or value == "unlimited":
+        return None
+    if isinstance(value, str):
+        Capacity.parse(value)
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError('give tokens (100000), a share of the corpus ("5%") or "unlimited"')
+    return value
+
+
+def _guard_settings(guards: str) -> dict[str, Any]:
+    return {} if guards == "none" else parse_guards(guards.split("+"))
+
+
+def _guards(value: Any) -> Any:
+    if isinstance(value, str):
+        _guard_settings(value)
+    return value
+
+
+def _arrivals(value: Any) -> Any:
+    if value == "none":
+        return None
+    if isinstance(value, str):
+        if not value.startswith("poisson:"):
+            raise ValueError("give a rate in requests a second, such as poisson:2.5, or none")
+        Arrivals.parse(value)
+    return value
+
+
+class ServingCell(SuiteCell):
+    """`arrivals`: an open loop, "poisson:2.5" (requests a second), with at most `concurrency` in flight if it is given;
+    "none": one request at a time, to compare with. `capacity_tokens` None: unlimited. `residency`: evictions are
+    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events")."""
+
+    workload: str | None = None
+    corpus: str | None = None
+    order: QuestionOrder = "data"
+    top_k: int | None = Field(None, ge=1)
+    capacity_tokens: Annotated[int | str | None, BeforeValidator(_capacity)] = 100_000
+    block_size: int | None = Field(None, ge=1)
+    output_tokens: int | None = Field(None, ge=1)
+    concurrency: int | None = Field(None, ge=1)
+    arrivals: Annotated[str | None, BeforeValidator(_arrivals)] = None
+    waiting: int = Field(0, ge=0)
+    batch: bool = False
+    guards: Annotated[str, BeforeValidator(_guards)] = "none"
+    residency: Literal["none", "lru", "events"] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ServingCell:
+        if (self.workload is None) == (self.corpus is None):
+            raise ValueError("a cell has either a workload or a corpus")
+        if self.corpus is None and "order" in self.model_fields_set:
+            raise ValueError("order is that of a corpus' questions: a workload has none")
+        if self.batch and self.waiting:
+            raise ValueError("a batch has no waiting requests: leave out waiting")
+        if self.batch and self.arrivals:
+            raise ValueError("a batch is planned before its first request is served: leave out arrivals")
+        return self
+
+    @property
+    def capacity(self) -> Capacity:
+        tokens = self.capacity_tokens
+        if isinstance(tokens, str):
+            return Capacity.parse(tokens)
+        return Capacity(tokens=tokens)
+
+    @property
+    def in_flight(self) -> int | None:
+        unloaded = "arrivals" in self.model_fields_set and self.arrivals is None
+        return 1 if unloaded and self.concurrency is None else self.concurrency
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings = _guard_settings(self.guards)
+        if self.residency == "none":
+            settings |= {"residency": "none", "feedback": False}
+        elif self.residency == "lru":
+            settings["residency"] = "lru"
+        return settings
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return self.corpus is None or self.order != "data"
 
 
 class Serving(Experiment):
@@ -151,28 +240,15 @@ class Serving(Experiment):
         return self._peers[peer]
 
     def _figures(self, job: Job, run: Run) -> dict[str, Any]:
-        engine, options = run.engine, self.options
+        options = self.options
         model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
-        throughput = run.throughput(skip=self._warmup(job))
-        return {
-            "engine": {
-                "name": engine.name,
-                "model": None if model is None else str(model),
-                "block_size": engine.block_size,
-                "capacity_tokens": engine.capacity_tokens,
-                # How the simulated engine reuses blocks.
-                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
-            },
-            "warmup": self._warmup(job),
-            "failures": run.failures,
-            "fallbacks": run.fallbacks,
-            "fallback_reason": run.fallback_reason,
-            "rows": asdict(run.columns()),
-            "throughput": None if throughput is None else asdict(throughput),
-            "timeline": None if run.timeline is None else run.timeline.as_json(),
-            "load_average": load_average(),
-            "measurement": self.measurement(job),
-        }
+        fields = run.fields(None if model is None else str(model), self._warmup(job))
+        return fields | {"measurement": self.measurement(job)}
+
+    @classmethod
+    def own_suites(cls) -> Mapping[str, Suite]:
+        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves", metrics=("tenths",)))
+        return {bench.name: bench}
 
 
 def _skip(steps: int, advance: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Requests a second within an objective: so many times the time to the first token of an engine without load."""
+"""Requests a second within an objective: a multiple of the time to the first token without load."""
 
 from __future__ import annotations
 

@@ -20,7 +20,14 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import PairedDifference, StatisticsError, Summary, compare_seeds, summary
+from ragorder.eval.report.statistics import (
+    PairedDifference,
+    StatisticsError,
+    Summary,
+    compare_seeds,
+    known_mean,
+    summary,
+)
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import (
     THIN,
@@ -127,7 +134,8 @@ def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
             row += [Entry(format_number(group.value(policy, metric))) for metric in (TBT_P50, TBT_P99)]
         if predicted:
             row.append(Entry(format_number(_predicted(group, policy))))
-        row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]
+        counts = [sum(getattr(run, name) for run in group.runs(policy)) for name in lost]
+        row += [Entry(f"{count:,}", tone="bad" if count else "") for count in counts]
         row += [Entry(*beside) for beside in paper_beside(suite, group.cell, policy, baseline)]
         table.rows.append(row)
     table.note = _counted([group])
@@ -193,9 +201,45 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
         tables.append(moves_table(groups, baseline))
     if suite.about("position", "moved_share", "displacement"):
         tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
+    if suite.about("tenths"):
+        tables += [table for group in groups if (table := _tenths(group)) is not None]
     if suite.about("predicted_tokens", "staleness") and not few:
         tables.append(_by_cell("Predicted to within one block, % of requests", groups, _prediction_entry))
     return [table for table in tables if any(entry.text != "–" for row in table.rows for entry in row[table.labels :])]
+
+
+def _tenths(group: Group) -> Table | None:
+    """The runs under load, tenth by tenth; memory is of this process, all policies together."""
+    import numpy as np
+
+    headings = ["policy", "tenth", CACHED.heading, "order p50, µs", "in flight", "memory, MB", "tree nodes"]
+    table = Table(f"The run in tenths{f' ({group.label})' if group.label else ''}", headings, labels=2)
+    for policy in group.policies:
+        runs = [run for run in group.runs(policy) if "tenths" in run.facts]
+        if not runs:
+            continue
+        parts = {
+            name: [np.array_split(run.rows[name], 10) for run in runs]
+            for name in ("cached_tokens", "prompt_tokens", "order_us")
+        }
+        for tenth in range(len(runs[0].facts["tenths"]["in_flight"])):
+            cached, prompts, order = (
+                np.concatenate([each[tenth] for each in parts[name]]).astype(float)
+                for name in ("cached_tokens", "prompt_tokens", "order_us")
+            )
+            told = [
+                known_mean(run.facts["tenths"][name][tenth] for run in runs)
+                for name in ("in_flight", "rss_mb", "tree_nodes")
+            ]
+            shares = [100 * np.nansum(cached) / max(1.0, float(np.nansum(prompts))), np.nanmedian(order)]
+            numbers = zip([*shares, *told], (1, 0, 1, 0, 0), strict=True)
+            table.add(
+                "" if tenth else policy_words(policy),
+                str(tenth + 1),
+                *(format_number(value, decimals) for value, decimals in numbers),
+            )
+        table.divide()
+    return table if table.rows else None
 
 
 def _by_cell(title: str, groups: Sequence[Group], make: Callable[[Group, str], Entry]) -> Table:

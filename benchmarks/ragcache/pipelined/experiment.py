@@ -5,25 +5,104 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.specs import EngineSpec
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
-from ragorder.eval.suites.pipelining.record import PipeliningRecord
 
 if TYPE_CHECKING:
+    from ragorder.eval.running.record import Floats
     from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts
 
-__all__ = ["Pipelining"]
+__all__ = ["PIPELINE_POLICIES", "Pipelining", "PipeliningCell", "PipeliningRecord"]
 
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
 _Rows = dict[str, dict[str, list[Any]]]
+
+
+PIPELINE_POLICIES = ("none", "warmup", "speculative")
+"""The policies of a suite of pipelines; "none" is the sequential baseline."""
+
+
+class PipeliningCell(SuiteCell):
+    """`measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or "throughput" (a closed
+    loop of `clients`, or of enough for `overload`).
+
+    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times the system prompt's time. Otherwise
+    `search_ratio` of an `index` is searched in `stages`, stretched to `search_ms` (0: not at all).
+    """
+
+    measure: Literal["cold", "speculation", "throughput"]
+    corpus: str = "pydocs"
+    top_k: int = Field(5, ge=1)
+    system_tokens: int = Field(64, ge=1)
+    output_tokens: int = Field(1, ge=1)
+    retrieval_ms: float | None = Field(None, ge=0)
+    retrieval_of_system: float | None = Field(None, ge=0)
+    index: Literal["ivf", "hnsw"] = "ivf"
+    search_ratio: float = Field(1.0, gt=0, le=1)
+    search_ms: float = Field(0, ge=0)
+    stages: int = Field(4, ge=1)
+    growth: Literal["equal", "geometric"] = "equal"
+    max_prefill_bs: int | None = Field(None, ge=1)
+    cautious: bool = False
+    clients: int | None = Field(None, ge=1)
+    overload: float | None = Field(None, gt=0)
+    segments: int = Field(10, ge=1)
+    segment_requests: int = Field(40, ge=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> PipeliningCell:
+        if (self.measure == "cold") != (self.retrieval_ms is not None or self.retrieval_of_system is not None):
+            raise ValueError('retrieval_ms or retrieval_of_system go with measure = "cold", and it needs one of them')
+        if self.retrieval_ms is not None and self.retrieval_of_system is not None:
+            raise ValueError("give retrieval_ms or retrieval_of_system, not both")
+        if (self.measure == "throughput") != (self.clients is not None or self.overload is not None):
+            raise ValueError('clients or overload go with measure = "throughput", and it needs one of them')
+        if self.clients is not None and self.overload is not None:
+            raise ValueError("give clients or overload, not both")
+        return self
+
+
+class PipeliningRecord(Record):
+    """One cell with one seed: rows by mode and column."""
+
+    called: ClassVar[str] = "a measurement of a pipeline"
+
+    type: Literal["pipelining"] = "pipelining"
+    cell: dict[str, Any]
+    rows: dict[str, dict[str, list[Any]]]
+    system_tokens: int
+
+    @model_validator(mode="after")
+    def _even(self) -> Self:
+        if len({len(values) for columns in self.rows.values() for values in columns.values()}) != 1:
+            raise ValueError("columns of different lengths")
+        return self
+
+    @property
+    def requests(self) -> int:
+        throughput = self.figures("none", "requests")
+        if len(throughput):
+            return int(sum(self.figures(mode, "requests").sum() for mode in self.rows))
+        return sum(len(self.figures(mode, "ttft_ms")) for mode in self.rows)
+
+    def figures(self, mode: str, name: str) -> Floats:
+        """Numbers of a mode after the warm-up, NaN for None."""
+        return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
+
+    def entries(self, mode: str, name: str) -> Sequence[Any]:
+        """Entries of a mode after the warm-up."""
+        return self.rows.get(mode, {}).get(name, ())[self.warmup :]
 
 
 class Pipelining(Experiment):
@@ -33,6 +112,10 @@ class Pipelining(Experiment):
     policies: ClassVar[Any] = PIPELINE_POLICIES
 
     _facts: ServerFacts | None = None
+
+    @classmethod
+    def lacks(cls, suite: Suite) -> str:
+        return super().lacks(suite) or "--engine openai"
 
     def asked(self, suite: Suite) -> Sequence[str]:
         """Without the baseline, which each line has beside the other mode."""
@@ -61,12 +144,7 @@ class Pipelining(Experiment):
         model = options.served_model or options.model or ("random weights" if not options.base_url else facts.model)
         yield {
             "policy": job.policies[0],
-            "engine": {
-                "name": "openai",
-                "model": str(model),
-                "block_size": facts.block_size,
-                "capacity_tokens": facts.capacity_tokens,
-            },
+            "engine": facts.engine(str(model)),
             "warmup": min(job.suite.warmup, len(requests) // 2) if cell.measure != "throughput" else 0,
             "load_average": load_average(),
             **measured,
@@ -96,9 +174,8 @@ async def _measure(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.eval.suites.pipelining.cold import measure_cold, time_system
-    from ragorder.eval.suites.pipelining.modes import long_builder
-    from ragorder.eval.suites.pipelining.server import MeasuredServer
+    from ragorder.benchmarks.ragcache.pipelined.measuring import measure_cold, time_system
+    from ragorder.eval.suites.pipelining.server import MeasuredServer, long_builder
 
     builder = long_builder(SYSTEM_PROMPT, facts.tokenizer, cell.system_tokens)
     async with MeasuredServer(facts) as server:
@@ -121,8 +198,9 @@ async def _search(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.eval.suites.pipelining.search import embed, paced, plan_search, real_retrieval
-    from ragorder.eval.suites.pipelining.speculation import measure_speculation, measure_throughput
+    from ragorder.benchmarks.ragcache.pipelined.measuring import measure_speculation, measure_throughput
+    from ragorder.benchmarks.ragcache.pipelined.search import paced, plan_search, real_retrieval
+    from ragorder.eval.suites.pipelining.search import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())
     every = embed([question.text for question in corpus.questions], cache_folder())

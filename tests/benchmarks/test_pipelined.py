@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.commands import run_command
 from support.results import result_lines
 from support.suites import assert_refused, suite_of
@@ -19,31 +17,20 @@ from support.suites import assert_refused, suite_of
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
-from ragorder.eval.cli.bench import bench as bench_command
-from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.engines.base import EngineError
-from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.specs import Bench
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites
-from ragorder.eval.suites.pipelining import (
+from ragorder.benchmarks.ragcache.pipelined.measuring import (
     ALONE,
-    MeasuredServer,
-    PipelineError,
-    embed,
-    find_server,
-    long_builder,
+    _rate,
     measure_cold,
     measure_speculation,
     measure_throughput,
-    paced,
-    plan_search,
-    played,
-    real_retrieval,
-    run_pipelines,
 )
-from ragorder.eval.suites.pipelining.modes import ask
-from ragorder.eval.suites.pipelining.speculation import _rate
+from ragorder.benchmarks.ragcache.pipelined.search import paced, plan_search, real_retrieval
+from ragorder.eval.cli.eval import eval as eval_command
+from ragorder.eval.data.trace import TraceRequest
+from ragorder.eval.report import make_report, read_results, render_markdown
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.suites.pipelining.search import embed, played
+from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import Provisional, Retrieval
 
@@ -71,34 +58,6 @@ def silent() -> None:
 
 async def shown(retrieval: Retrieval[Any, Document], number: int = 0) -> list[Provisional[Document]]:
     return [stage async for stage in retrieval(ask(number, "q", "salt"))]
-
-
-class TestAPlayedSearch:
-    @given(stages=st.integers(1, 6), top_k=st.integers(0, 6), seed=st.integers(0, 9), number=st.integers(0, 5))
-    def test_ends_with_the_documents_of_the_trace(self, stages: int, top_k: int, seed: int, number: int) -> None:
-        rankings = [request.documents for request in requests(6, top_k)]
-        found = asyncio.run(shown(played(rankings, 0.0, stages=stages, seed=seed), number))
-        assert [stage.final for stage in found] == [False] * (stages - 1) + [True]
-        final = rankings[number]
-        assert list(found[-1].documents) == final
-        wrong = [sum(document not in final for document in stage.documents) for stage in found]
-        for stage, missing in zip(found, wrong, strict=True):
-            assert len({document.key for document in stage.documents}) == len(stage.documents) == top_k
-            assert list(stage.documents)[: top_k - missing] == final[: top_k - missing]
-        assert wrong == sorted(wrong, reverse=True)
-        again = asyncio.run(shown(played(rankings, 0.0, stages=stages, seed=seed), number))
-        assert [list(stage.documents) for stage in again] == [list(stage.documents) for stage in found]
-
-    def test_is_final_after_each_stage_alike(self) -> None:
-        rankings = [request.documents for request in requests(24)] * 20
-        retrieval = played(rankings, 0.0, stages=4)
-
-        async def settled() -> list[int]:
-            every = [await shown(retrieval, number) for number in range(len(rankings))]
-            return [sum(list(stage.documents) != list(found[-1].documents) for stage in found) for found in every]
-
-        stages = asyncio.run(settled())
-        assert all(0.15 < stages.count(stage) / len(stages) < 0.35 for stage in range(4))
 
 
 class TestASearchOfAnIndex:
@@ -217,50 +176,6 @@ def builder(facts: Any) -> PromptBuilder:
 @pytest.fixture
 def empty(vllm_server: Any) -> None:
     vllm_server.reset()
-
-
-@pytest.mark.vllm
-@pytest.mark.usefixtures("empty")
-class TestAServer:
-    async def test_says_what_it_computed_once_it_is_quiet(self, facts: Any, builder: PromptBuilder) -> None:
-        async with MeasuredServer(facts) as server:
-            before = await server.quiet()
-            prompt = list(builder.prefix_ids)[:96]
-            for cached in (0, 64):  # the last block is always computed
-                answer = await server._client.completions.create(
-                    model=facts.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
-                )
-                assert (answer.usage.prompt_tokens_details.cached_tokens or 0) == cached
-            after = await server.quiet()
-            assert after.at_work == 0
-            assert after.computed - before.computed == 96 + 32
-            assert await server.quiet() == after
-
-    async def test_counts_what_was_aborted_too(self, facts: Any, builder: PromptBuilder) -> None:
-        async with MeasuredServer(facts) as server:
-            before = await server.quiet()
-            options = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
-            request = type(prefix_request(builder))(None, builder.prefix_ids, "aborted", options)
-            stream = server.streams.stream(request)
-            await anext(stream)
-            await stream.aclose()
-            after = await server.quiet()
-            assert after.at_work == 0
-            assert after.computed - before.computed == len(builder.prefix_ids)
-
-    def test_that_is_not_there_is_said(self, vllm_model: Path) -> None:
-        with pytest.raises(EngineError, match="cannot be reached"):
-            find_server("http://127.0.0.1:9", model=vllm_model)
-
-    def test_whose_sizes_are_given_is_not_asked_for_them(self, facts: Any, vllm_model: Path) -> None:
-        given = find_server(facts.base_url, model=vllm_model, block_size=64, capacity_tokens=640)
-        assert (given.block_size, given.capacity_tokens) == (64, 640)
-
-
-def prefix_request(builder: PromptBuilder) -> Any:
-    from ragorder.eval.suites.pipelining.cold import _system
-
-    return _system(builder, "salt")
 
 
 @pytest.mark.slow
@@ -646,47 +561,3 @@ class TestTheReport:
         assert "1 runs, 20 requests after warm-up" in found.measured
         assert any("missing fields" in note for note in found.notes)
         assert any("is there already" in note for note in found.notes)
-
-
-@pytest.mark.slow
-class TestTheBenchmark:
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({}, "the simulated engine has no clock"),
-            ({"engine": "vllm"}, "use --engine openai, which starts a vLLM server"),
-            ({"engine": "openai", "batch": True}, "one request at a time, or with --concurrency"),
-            ({"engine": "openai", "policies": ("retrieval", "sorted")}, "policy 'sorted' cannot preview"),
-            ({"engine": "openai", "base_urls": ("http://a", "http://b")}, "give one --base-url"),
-        ],
-    )
-    def test_says_what_a_pipeline_cannot_do(self, options: JSON, said: str) -> None:
-        with pytest.raises(PipelineError, match=said):
-            run_pipelines(Bench(workloads=("paper-shuf",), **options), "speculative", 50.0)
-
-    def test_a_delay_is_a_pipelines(self) -> None:
-        done = run_command(bench_command, "--retrieval-delay", 20)
-        assert done.exit_code == 2 and "give --pipeline" in done.output
-
-    @pytest.mark.vllm
-    @pytest.mark.parametrize("load", [(), ("--concurrency", 3)], ids=["in turn", "at once"])
-    def test_has_a_row_with_and_one_without(
-        self, vllm_server: Any, vllm_model: Path, tmp_path: Path, load: tuple[Any, ...]
-    ) -> None:
-        server = ("--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model)
-        trace = ("--workload", "paper-shuf", "--policy", "free", "--top-k", 2, "--limit", 5, "--json", tmp_path / "o")
-        pipeline = ("--pipeline", "speculative", "--retrieval-delay", 60)
-        done = run_command(bench_command, *server, *trace, *pipeline, *load)
-        assert done.exit_code == 0, done.output
-        assert "+ speculative" in done.output and "retrieval takes 60 ms" in done.output
-        plain, ours = json.loads((tmp_path / "o").read_text("utf-8"))["runs"]
-        assert (plain["pipeline"], ours["pipeline"]) == ("none", "speculative")
-        for run in (plain, ours):
-            assert (run["requests"], run["failures"], run["policy"]) == (5, 0, "free")
-            assert run["ttft_ms"]["p50"] >= 60
-        assert plain["prompt_tokens"] == ours["prompt_tokens"]
-        assert plain["speculations"] == plain["warmups"] == plain["wasted_prompt_tokens"] == 0
-        assert plain["exposed_ms"] >= 60
-        assert plain["tbt_ms"] is ours["tbt_ms"] is None, "answers have one token"
-        assert 0 <= ours["right"] <= min(5, ours["speculations"])
-        assert ours["warmups"] <= (1 if not load else 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ragorder.benchmarks.ragcache.pipelined.experiment import PipeliningRecord
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.metrics import TBT_P50, TTFT_P50, Metric
 from ragorder.eval.report.paper import number
@@ -25,7 +26,6 @@ from ragorder.eval.running.cells import PaperRow
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
-from ragorder.eval.suites.pipelining.record import PipeliningRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
