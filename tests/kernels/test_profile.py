@@ -19,6 +19,7 @@ from support.far_server import BLOCK, FarServer
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
+from ragorder.eval.suites.profiling.experiment import ProfileRecord
 from ragorder.eval.suites.profiling.measuring import (
     Grid,
     ProfiledServer,
@@ -27,7 +28,6 @@ from ragorder.eval.suites.profiling.measuring import (
     own_server,
     plan_grid,
 )
-from ragorder.eval.suites.profiling.experiment import ProfileRecord
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
 HUGE = 10**400

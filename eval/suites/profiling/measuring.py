@@ -18,7 +18,7 @@ from statistics import median
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
-from ragorder.adapters.vllm.load_times import Answered, TierLoads
+from ragorder.adapters.vllm.server_profile import Answered, TierLoads
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.models import longest_prompt, random_model
