@@ -1678,6 +1678,7 @@ class TestWithVLLM:
             assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
             assert finished.total_tokens == finished.prompt_tokens + 4
 
+    @pytest.mark.slow
     def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
         openai = pytest.importorskip("openai")
         orderer = Recorder(strict=True)
@@ -1685,6 +1686,7 @@ class TestWithVLLM:
             self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
         assert orderer.finished == [DISCARDED]
 
+    @pytest.mark.slow
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:
         done = python(ROOT / "examples" / "langchain_rag.py", f"{vllm_server.base_url}/v1", path=(ROOT,))
         assert done.returncode == 0, done.stderr

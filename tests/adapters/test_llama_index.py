@@ -834,6 +834,7 @@ class TestD8WithVLLM:
 
 @pytest.mark.vllm
 class TestTheExample:
+    @pytest.mark.slow
     def test_it_answers_its_questions_and_shows_that_the_cache_is_used(self, vllm_server: Any, python: Any) -> None:
         done = python(EXAMPLE, f"{vllm_server.base_url}/v1")
         assert done.returncode == 0, done.stderr

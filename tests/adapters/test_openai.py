@@ -1237,6 +1237,7 @@ class TestVLLM:
             assert token_ids is not None
             assert again.prompt_tokens == len(token_ids)
 
+    @pytest.mark.slow
     def test_the_answer_of_a_stream_is_its_pieces(self, connect: Connect, live: WatchedOrderer) -> None:
         stream, pieces = connect(timeout=60).stream(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
         assert pieces
@@ -1245,6 +1246,7 @@ class TestVLLM:
         assert stream.answer.ttft_s is not None
         assert live.finished == [[("confirmed", 0, stream.answer.prompt_tokens + 8)]]
 
+    @pytest.mark.slow
     def test_a_stream_that_is_closed_leaves_its_prompt_in_the_cache(
         self, connect: Connect, live: WatchedOrderer
     ) -> None:
@@ -1257,6 +1259,7 @@ class TestVLLM:
         assert again.cached_tokens >= again.ordering.cached_tokens
         assert live.finished[0] == CONFIRMED
 
+    @pytest.mark.slow
     def test_a_request_that_the_server_refuses_is_forgotten(self, connect: Connect, live: WatchedOrderer) -> None:
         with pytest.raises(openai.NotFoundError):
             connect(model="no-such-model").generate(QUERY, self.DOCUMENTS)
@@ -1274,6 +1277,7 @@ class TestVLLM:
             predicted.append(bool(answer.ordering.cached_tokens))
         assert reported == predicted == [False, False, True, False]
 
+    @pytest.mark.slow
     def test_exactly_the_scopes_that_the_server_refuses_are_not_sent(
         self, connect: Connect, live: WatchedOrderer, vllm_server: Any
     ) -> None:
@@ -1288,6 +1292,7 @@ class TestVLLM:
         for scope in SALTS:
             client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
 
+    @pytest.mark.slow
     def test_the_room_for_answers_is_learnt_from_the_server(self, connect: Connect, live: WatchedOrderer) -> None:
         client = connect(timeout=60)
         for _ in range(2):
@@ -1295,6 +1300,7 @@ class TestVLLM:
         client.generate(QUERY, self.DOCUMENTS, max_tokens=20)
         assert live.asked[2]["lengths"].suffix == connect.builder.suffix_tokens(QUERY) + 7
 
+    @pytest.mark.slow
     def test_sixteen_tasks_get_answers_on_their_own_documents(
         self, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer
     ) -> None:

@@ -2289,6 +2289,7 @@ class TestOnVLLM:
         assert [outcome.cached_tokens for outcome in orderer.finished] == expected
         assert any(list(ordering.permutation) != sorted(ordering.permutation) for ordering in orderer.orderings)
 
+    @pytest.mark.slow
     def test_the_example_with_curl(self, vllm_server: Any, tmp_path: Path) -> None:
         empty(vllm_server)
         script = Path(__file__).parents[2] / "examples" / "proxy_curl.sh"

@@ -112,6 +112,7 @@ def drawn(rng: random.Random) -> list[str]:
     return [f"d{number}" for number in rng.sample(range(first, first + OF_SUBJECT), 3)]
 
 
+@pytest.mark.slow
 def test_two_engines_cache_together_what_one_with_the_capacity_of_both_would(
     launch: Callable[..., ServeProcess], front: Callable[..., str], body: Callable[..., dict[str, Any]], tokenizer: Any
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_killed_engine_loses_no_request_that_had_not_begun_to_answer(
     assert [each["in_flight"] for each in replicas(url)] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
 def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
     launch: Callable[..., ServeProcess],

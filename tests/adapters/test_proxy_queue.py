@@ -388,6 +388,7 @@ class TestTheOptions:
         assert admission is None
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestARealServer:
     async def test_answers_all_that_wait_for_it(self, vllm_server: Any) -> None:

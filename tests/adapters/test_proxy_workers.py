@@ -155,6 +155,7 @@ class TestWorkers:
         assert process.stop() == ""
         assert process.popen.returncode == 0
 
+    @pytest.mark.slow
     def test_one_that_is_killed_is_replaced_and_its_counts_stay(self, launch: Callable[..., Workers]) -> None:
         process = launch(*ROUTE)
         for _ in range(12):
@@ -172,6 +173,7 @@ class TestWorkers:
         assert "a worker has died by SIGKILL: another one takes its place" in said
         assert said.count("\n") == 1
 
+    @pytest.mark.slow
     def test_that_die_again_and_again_end_all_with_an_error(self, launch: Callable[..., Workers]) -> None:
         process = launch(*ROUTE)
 
@@ -225,6 +227,7 @@ class TestWorkers:
         assert result.exit_code == 1
         assert "Address already in use" in result.output
 
+    @pytest.mark.slow
     @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
     def test_know_each_others_orders_by_the_log(self, launch_serve: Callable[..., Workers], tmp_path: Path) -> None:
         pytest.importorskip("redis")

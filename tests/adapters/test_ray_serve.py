@@ -28,7 +28,7 @@ from ragorder.adapters.ray import EmbeddedEngine, make_application
 from ragorder.adapters.ray.lifespan import Lifespan
 from ragorder.kernels.engine_settings import EngineSettings
 
-pytestmark = pytest.mark.merge
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}

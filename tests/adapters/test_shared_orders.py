@@ -226,6 +226,7 @@ class TestSharing:
         assert (seen[0].ordered_tokens, seen[0].retrieval_tokens) == (288, 288)
 
 
+@pytest.mark.slow
 class TestTheGoal:
     @pytest.mark.parametrize("processes", [4, 16])
     def test_many_processes_have_nine_tenths_of_the_hits_of_one(

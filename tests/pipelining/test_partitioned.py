@@ -524,6 +524,7 @@ print(resident_mb() - before, search.held_bytes / 2**20, max(sizes) / 2**20, sum
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("measure", ["VmHWM", "VmRSS"])
 def test_memory_holds_the_residents_and_two_partitions(measure: str, python: Any, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class TestTables:
             assert [rounds(*each) for each in zip(found, *zip(*said, strict=True), strict=True)] == [True] * 4, trace
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "suite"),
     [pytest.param(data, suite, marks=pytest.mark.slow if slow else ()) for data, suite, slow in READ],

@@ -74,7 +74,7 @@ class TestWhatIsKept:
         assert "pip install '.[" in "".join(first["source"])
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 class TestTheQuickstart:
     def test_runs_and_shows_four_of_five_documents_reused(self, execute: Any) -> None:
         shown = execute("01_quickstart.ipynb")

