@@ -654,7 +654,7 @@ class TestKVEvents:
             ("fe80::7", 1, "tcp://*:5557", "tcp://[fe80::7]:5557"),
         ],
     )
-    def test_d10_are_advised_as_the_documentation_has_them(
+    def test_are_advised_as_the_documentation_has_them(
         self, host: str, engines: int, published: str, there: str
     ) -> None:
         """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
@@ -665,7 +665,7 @@ class TestKVEvents:
 
     @pytest.mark.parametrize("replay", [True, False])
     @pytest.mark.parametrize("silent", [True, False])
-    def test_d10_are_advised_once(
+    def test_are_advised_once(
         self, fake: FakeServer, publish: Callable[..., Publisher], replay: bool, silent: bool
     ) -> None:
         endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
@@ -773,7 +773,7 @@ SYSTEM = "You answer questions from the documents that follow, and from nothing 
 class TestWhatAnswers:
     """Advice is for what answers: vLLM's options help vLLM alone."""
 
-    def test_d9_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
+    def test_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
         fake.raw["/ragorder/health"] = b'{"status":"ok"}'
         fake.metrics = "ragorder_requests_total 1.0\n"
         found = findings(fake)
@@ -784,14 +784,14 @@ class TestWhatAnswers:
             assert "check the server that it forwards to" in (found[check].advice or "")
         assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
 
-    def test_d9_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+    def test_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "ragorder"
         fake.metrics = "other 1.0\n"
         found = findings(fake)
         assert {found[check].verdict for check in ("capacity", "KV events")} == {"good"}
         assert "vLLM" not in str(list(found.values()))
 
-    def test_d9_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+    def test_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "llamacpp"
         fake.metrics, fake.reporting = None, False
         found = findings(fake)
@@ -809,7 +809,7 @@ class TestWhatAnswers:
         fake.raw["/ragorder/health"] = b"<html>"
         assert "ragorder serve" not in findings(fake)["server"].found
 
-    def test_d9_an_advice_is_printed_once(self, fake: FakeServer) -> None:
+    def test_an_advice_is_printed_once(self, fake: FakeServer) -> None:
         options = ("--events-endpoint", f"tcp://127.0.0.1:{free_port()}", "--timeout", "1")
         said = doctor(fake.base_url, *options).output
         assert "event replay" in said

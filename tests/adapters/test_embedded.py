@@ -975,7 +975,7 @@ class TestWorker:
         async with worker.submit([SHORT] * 3) as updates:
             assert len([update async for _, update in updates if update.completion]) == 3
 
-    async def test_l11_more_prompts_in_a_body_than_there_can_ever_be_get_a_400(
+    async def test_more_prompts_in_a_body_than_there_can_ever_be_get_a_400(
         self, load: Callable[..., EngineWorker]
     ) -> None:
         worker = load(max_unfinished=3)

@@ -625,7 +625,7 @@ class TestUsage:
         assert orderer.finished == [[("confirmed", cached_tokens, answer.total_tokens)]]
 
     @pytest.mark.parametrize("reports", ["never", "now and then"])
-    def test_d4_a_server_that_never_reports_what_was_expected_is_warned_of_once(
+    def test_a_server_that_never_reports_what_was_expected_is_warned_of_once(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, reports: str
     ) -> None:
         """A server may leave out a zero; and where nothing was expected, nothing is missed."""

@@ -2045,7 +2045,7 @@ class TestServeOptions:
         assert served.options["template"].find(r"<d>\n1</d><d>\n2</d>") is not None
         assert serving("--template", r"<d>\n{text}</d>").options["template"].find("<d>\n1</d><d>\n2</d>") is not None
 
-    def test_d7_numbers_by_place(self, serving: Callable[..., Served]) -> None:
+    def test_numbers_by_place(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
         assert serving("--number-by-place").options["number_by_place"] is True
         assert serving().options["number_by_place"] is False

@@ -867,7 +867,7 @@ class TestBench:
         assert (alone["batch"], batch["batch"]) == (False, True)
         assert batch["cached_tokens"] > alone["cached_tokens"]
 
-    def test_d3_a_bounded_wait(self) -> None:
+    def test_a_bounded_wait(self) -> None:
         options = ("--workload", "mix8", "--policy", "free", "--limit", "60")
         alone, *batches = (
             bench(*options, *more)[0] for more in ([], *(["--batch", "--max-wait", str(wait)] for wait in (0, 5, 20)))

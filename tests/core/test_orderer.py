@@ -1124,7 +1124,7 @@ class TestBatch:
 
     @settings(deadline=None)
     @given(OPTIONS, STREAMS, STREAMS, st.none() | st.integers(0, 12))
-    def test_d3_never_finds_less_than_one_by_one(
+    def test_never_finds_less_than_one_by_one(
         self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]], max_wait: int | None
     ) -> None:
         found = []
@@ -1143,7 +1143,7 @@ class TestBatch:
 
     @settings(deadline=None)
     @given(OPTIONS, STREAMS, STREAMS)
-    def test_d3_no_wait_is_one_by_one(
+    def test_no_wait_is_one_by_one(
         self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]]
     ) -> None:
         one, other = strict(**options), strict(**options)
@@ -1162,14 +1162,14 @@ class TestBatch:
             taken.confirm()
             ordered.confirm()
 
-    def test_d3_a_window_is_planned_on_the_cache_left_by_the_one_before(self) -> None:
+    def test_a_window_is_planned_on_the_cache_left_by_the_one_before(self) -> None:
         """Each set comes twice, in different windows."""
         requests = ["abcd", "efgh", "dcba", "hgfe", "badc", "ghef"]
         for max_wait in (None, *range(6)):
             orderings = list(strict(capacity_tokens=None).order_batch(map(documents, requests), max_wait=max_wait))
             assert sum(ordering.prefix_documents for ordering in orderings) == 4 * 4, max_wait
 
-    def test_d3_a_warm_tree_is_used_by_every_request(self) -> None:
+    def test_a_warm_tree_is_used_by_every_request(self) -> None:
         orderer = strict()
         serve(orderer, "abcd")
         assert [ids(ordering) for ordering in orderer.order_batch(map(documents, ["cdba", "badc"]))] == ["abcd"] * 2
@@ -1177,7 +1177,7 @@ class TestBatch:
     @pytest.mark.parametrize(
         ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
     )
-    def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
+    def test_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
         """On the engine itself, and by more than the property requires: waiting gains something."""
         workload = make_workload(name, 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings[:200]]
@@ -1189,7 +1189,7 @@ class TestBatch:
             totals.append(simulated(engine, prompts, orderings))
         assert totals[0] > (1.1 if max_wait in (None, 100, 50, 20) else 1) * totals[1]
 
-    def test_d3_planning_leaves_the_orderer_as_it_is(self) -> None:
+    def test_planning_leaves_the_orderer_as_it_is(self) -> None:
         planned, other = strict(capacity_tokens=400), strict(capacity_tokens=400)
         serve(planned, "abcd", "bcde", "abce")
         serve(other, "abcd", "bcde", "abce")

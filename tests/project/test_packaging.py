@@ -357,7 +357,7 @@ class TestSdist:
         )
         assert Path(shown.stdout.strip()) == folder / "ragorder" / "trie" / "tree.py"
 
-    def test_audit_9_nothing_is_said_to_be_ignored(self, built: dict[str, Path]) -> None:
+    def test_nothing_is_said_to_be_ignored(self, built: dict[str, Path]) -> None:
         log = built["log"].read_text("utf-8")
         assert "would be ignored" not in log and "Deprecat" not in log
         names = zipfile.ZipFile(built["wheel"]).namelist()

@@ -811,7 +811,7 @@ class TestTenants:
         assert watched == {id(orderer._scopes[scope].mirror) for scope in "ef"}
 
 
-def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
+def test_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
     """Events correct the served order alone: the other one's mirror would keep evicted content."""
     told: list[Observation] = []
 
