@@ -32,15 +32,6 @@ L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
 PARTITIONS, CLUSTERS = 5, 10
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def index() -> Any:
     """Each search needs all clusters."""
