@@ -18,7 +18,7 @@ import sys
 import threading
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.requests import CERTIFICATES, CHAT, TEMPLATE, TEXTS, RecordingOrderer, names_in, written
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -47,13 +48,8 @@ from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
 
-# Made once: it takes longer than most of these tests.
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 SYSTEM = {"role": "system", "content": "Answer from the documents."}
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
 JSON = {"content-type": "application/json"}
 USAGE = {"prompt_tokens": 600, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 512}}
 WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": USAGE}).encode()
@@ -154,30 +150,6 @@ async def _pause(pause: float | threading.Event) -> None:
             await asyncio.sleep(0.005)
     else:
         await asyncio.sleep(pause)
-
-
-class RecordingOrderer(Orderer):
-    """An orderer that keeps its orderings, and how they were finished."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"block_size": 16, "strict": True} | options)
-        self.orderings: list[Ordering[Any]] = []
-        self.finished: list[RequestOutcome] = []
-        self.calls: list[dict[str, Any]] = []
-
-    def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
-        documents = list(documents)
-        ordering = super().order(documents, **options)
-        ordering.add_done_callback(self.finished.append)
-        self.orderings.append(ordering)
-        self.calls.append({"documents": documents, **options})
-        return ordering
-
-    def outcome(self) -> RequestOutcome:
-        """How the only request was finished, once it is."""
-        assert eventually(lambda: self.finished), "never finished"
-        assert len(self.finished) == 1
-        return self.finished[0]
 
 
 class Stage:
@@ -289,19 +261,10 @@ def tagged(names: str, query: str = "Which?", **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [SYSTEM], "ragorder": tag, **fields}
 
 
-def written(names: Iterable[str]) -> str:
-    """Documents as an application writes them into a message."""
-    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names)
-
-
 def chat(names: str, **fields: Any) -> dict[str, Any]:
     """The body of a chat whose documents stand in a message."""
     content = f"Here they are:\n{written(names)}\n\nQuestion: which?"
     return {"model": "m", "messages": [SYSTEM, {"role": "user", "content": content}], **fields}
-
-
-def names_in(text: str) -> str:
-    return "".join(dict.fromkeys(re.findall(r"(\w) is a document about", text)))
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:

@@ -18,35 +18,13 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
+from support.requests import TEMPLATE, TEXTS, assistant, part, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.body import BOUNDARY
 from ragorder.adapters.proxy.parsing import ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
-
-
-def document(name: str, id: object = None) -> str:
-    return TEMPLATE.format(id=name if id is None else id, text=TEXTS[name])
-
-
-def written(names: str, ids: Sequence[object] | None = None) -> str:
-    """Documents as an application writes them into a message; ids are their names, or else these."""
-    return "\n".join(map(document, names, ids or names))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
-def part(text: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "text", "text": text, **fields}
 
 
 def tagged(names: str, ids: Sequence[object] | None = None) -> dict[str, Any]:
@@ -140,7 +118,7 @@ class TestDocumentsInParts:
     """One content part for each document."""
 
     def parts(self, names: str, *, image: int | None = None) -> dict[str, Any]:
-        made = [part("See:"), *(part(document(name), number=1.50) for name in names), part("Which?")]
+        made = [part("See:"), *(part(written(name), number=1.50) for name in names), part("Which?")]
         if image is not None:
             made.insert(image, {"type": "image_url", "image_url": {"url": "data:,"}})
         return {"messages": [{"role": "system", "content": "s"}, user(made)], "seed": 1}
@@ -164,7 +142,7 @@ class TestDocumentsInParts:
         went_on = bodies.order(read).take_body()
         assert went_on.count(b"1.5") == 3
         # Documents that stay where they are stay as they were written.
-        assert json.dumps(part(document("a"), number=1.50)).encode() in went_on
+        assert json.dumps(part(written("a"), number=1.50)).encode() in went_on
 
     @pytest.mark.parametrize("image", [0, 1, 4, 5])
     def test_an_image_around_them_does_not_matter(self, image: int) -> None:
@@ -183,9 +161,7 @@ class TestDocumentsInParts:
         def body(names: str) -> dict[str, Any]:
             first, second, third = names
             return {
-                "messages": [
-                    user([part(f"See: {document(first)}"), part(f"{document(second)}\n{document(third)} Hm?")])
-                ]
+                "messages": [user([part(f"See: {written(first)}"), part(f"{written(second)}\n{written(third)} Hm?")])]
             }
 
         bodies = WatchedBodies()
@@ -193,22 +169,20 @@ class TestDocumentsInParts:
         assert bodies.served(body("bca")) == body("abc")
 
     def test_text_between_them_separates(self) -> None:
-        parts = [part(document("a") + "and"), part(document("b"))]
+        parts = [part(written("a") + "and"), part(written("b"))]
         assert WatchedBodies().parse("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
 
     def test_a_document_over_two_parts_is_not_recognised(self) -> None:
-        one = document("a")
-        parts = [part(one[:30]), part(one[30:]), part(document("b")), part(document("c"))]
+        one = written("a")
+        parts = [part(one[:30]), part(one[30:]), part(written("b")), part(written("c"))]
         read = WatchedBodies().found({"messages": [user(parts)]})
-        assert [each.text for each in read.documents] == [document("b"), document("c")]
+        assert [each.text for each in read.documents] == [written("b"), written("c")]
 
     def test_what_stands_in_front_of_them_separates(self) -> None:
         bodies = WatchedBodies()
 
         def scope(front: Iterable[str]) -> bytes:
-            return bodies.found(
-                {"messages": [user([*map(part, front), part(document("a")), part(document("b"))])]}
-            ).scope
+            return bodies.found({"messages": [user([*map(part, front), part(written("a")), part(written("b"))])]}).scope
 
         assert len({scope(front) for front in (["x"], ["x", "y"], ["xy"], [])}) == 4
 
@@ -216,7 +190,7 @@ class TestDocumentsInParts:
         tokenizer = tokenizers["chatml"]
         read = WatchedBodies(tokenizer=tokenizer, send_facts=True).found(self.parts("abc"))
         for name, each in zip("abc", read.documents, strict=True):
-            assert each.tokens == len(tokenizer.encode(document(name), add_special_tokens=False))
+            assert each.tokens == len(tokenizer.encode(written(name), add_special_tokens=False))
         assert len(read.gaps) == 2
 
     @given(
@@ -241,8 +215,8 @@ class TestWithoutDocuments:
         [
             ({"messages": [user("Hello")]}, "no_documents"),
             ({"messages": []}, "no_documents"),
-            ({"messages": [user(document("a"))]}, "one_document"),
-            ({"messages": [user(document("a")), user(document("b"))]}, "one_document"),
+            ({"messages": [user(written("a"))]}, "one_document"),
+            ({"messages": [user(written("a")), user(written("b"))]}, "one_document"),
             ({"messages": [user(written("ab"))], "cache_salt": 7}, "unreadable"),
             ({"messages": [user("".join(['<document id="1">\n\n</document>'] * 1025))]}, "unreadable"),
             ([], "unreadable"),

@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 import httpx2
 from click.testing import CliRunner
 from support.http_server import PageServer
+from support.requests import CERTIFICATES
 from support.serve_process import ServeProcess, launching
 
 from ragorder import Document
@@ -33,7 +34,6 @@ from ragorder.cli.serve import serve as serve_command
 
 COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
 SIZES = ("--capacity-tokens", "4096", "--block-size", "16")
-CERTIFICATES = httpx2.create_ssl_context()
 
 
 class Served:

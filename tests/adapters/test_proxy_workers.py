@@ -23,6 +23,7 @@ import httpx2
 from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
+from support.requests import get, post
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -30,8 +31,6 @@ from ragorder.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--workers requires Linux")
 
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
 COMMAND = (*SERVE, "--port", "0")
 ROUTE_COMMAND = (*SERVE[:-1], "route", "--port", "0")
 SIZES = ("--capacity-tokens", "16384", "--block-size", "16")
@@ -86,12 +85,10 @@ class Workers(ServeProcess):
 
     def post(self, body: Any) -> httpx2.Response:
         """On a connection of its own, so to any of the workers."""
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.post(self.url + CHAT, json=body)
+        return post(self.url, body)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.get(self.url + path)
+        return get(self.url + path)
 
     def metric(self, name: str) -> float:
         """The sum over its labels."""
