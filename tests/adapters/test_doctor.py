@@ -253,6 +253,7 @@ def refusal(*arguments: str | Path, status: int) -> str:
 
 
 class TestWhatAServerSaysOfItsCache:
+    @pytest.mark.slow
     @pytest.mark.vllm
     def test_is_what_a_real_server_was_started_with(self, vllm_server: Any) -> None:
         config = read_cache_config(vllm_server.base_url, timeout_s=30)

@@ -1450,6 +1450,7 @@ def ask(client: Any, served: Served, names: str, **fields: Any) -> Any:
 
 
 class TestServer:
+    @pytest.mark.slow
     @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads a process's memory from /proc")
     @pytest.mark.parametrize(
         ("path", "frame", "item"),

@@ -29,6 +29,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.requests import CERTIFICATES, CHAT, TEMPLATE, TEXTS, RecordingOrderer, names_in, written
+from support.rings import grid
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -1725,11 +1726,6 @@ class TestFailures:
             make_app(orderer, upstream=address)
         assert "secret" not in str(caught.value)
 
-    @pytest.mark.parametrize("module", ["starlette", "httpx2", "msgspec"])
-    def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
-        done = python("-c", "import ragorder.adapters.proxy", blocked=(module,))
-        assert f"the proxy needs {module}: in a clone of ragorder, pip install '.[proxy]'" in done.stderr
-
 
 class TestOpenAIClient:
     @pytest.fixture
@@ -1794,12 +1790,13 @@ class TestServe:
         assert process.stop() == ""
         assert process.popen.returncode == 128 + signal.SIGTERM
 
+    @pytest.mark.slow
     def test_an_interrupt_stops_it_too(self, launch: Callable[..., ServeProcess]) -> None:
         process = launch()
         assert process.stop(signal.SIGINT) == ""
         assert process.popen.returncode == 0
 
-    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize("signum", grid([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 1))
     def test_streams_in_flight_may_end(
         self, signum: signal.Signals, launch: Callable[..., ServeProcess], far_end: FarEnd
     ) -> None:
@@ -1822,6 +1819,7 @@ class TestServe:
             return True
         return False
 
+    @pytest.mark.slow
     def test_a_closed_terminal_is_ignored_under_nohup(self, upstream: str) -> None:
         code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from ragorder.cli.main import main; main()"
         options = ("--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16")
@@ -1859,6 +1857,7 @@ class TestServe:
         for text in ("secret", "a is a document", "Which?", "ragorder/", CHAT):
             assert text not in said
 
+    @pytest.mark.slow
     def test_headers_of_the_answer_are_the_servers(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
         far_end.headers = [("server", "far"), ("date", "today"), ("content-length", str(len(WHOLE)))]
         response = httpx2.get(f"{launch().url}/x", verify=CERTIFICATES)
@@ -1874,6 +1873,7 @@ class TestServe:
             assert connection.recv(12) == b"HTTP/1.1 400"
         assert process.stop() == ""
 
+    @pytest.mark.slow
     def test_websockets_are_refused(self, launch: Callable[..., ServeProcess]) -> None:
         headers = {
             "connection": "Upgrade",
@@ -2167,7 +2167,7 @@ class TestServeOptions:
         assert "Address already in use" in refusal
         assert "give another --host or --port" in refusal
 
-    @pytest.mark.parametrize("module", ["uvicorn", "httpx2", "starlette", "msgspec"])
+    @pytest.mark.parametrize("module", grid(["uvicorn", "httpx2", "starlette", "msgspec"], 1))
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python(*SERVE[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
         assert done.returncode == 1

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
 from support.requests import get, post
+from support.rings import grid
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -188,6 +189,7 @@ class TestWorkers:
         assert process.popen.returncode == 1
         assert process.refuses()
 
+    @pytest.mark.slow
     def test_that_cannot_start_end_all_with_an_error(self, engine: Engine) -> None:
         """The URL of the log is read in the workers."""
         options = ("--upstream", engine.base_url, *SIZES, "--workers", "2", "--shared-orders", "nowhere")
@@ -197,7 +199,7 @@ class TestWorkers:
         assert said.count("--shared-orders: not a URL") == 1
         assert "Error: --workers: a worker ended before it served" in said
 
-    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize("signum", grid([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 1))
     def test_end_their_streams_before_they_stop(
         self, signum: signal.Signals, launch: Callable[..., Workers], engine: Engine
     ) -> None:
@@ -217,6 +219,7 @@ class TestWorkers:
         process.popen.kill()
         assert eventually(process.refuses)
 
+    @pytest.mark.slow
     def test_do_not_share_a_port_with_others(self, launch: Callable[..., Workers], engine: Engine) -> None:
         process = launch(*ROUTE)
         port = process.url.rpartition(":")[2]

@@ -459,7 +459,7 @@ class Invariants(RuleBasedStateMachine):
 
     @rule(prefix_tokens=st.integers(0, 80), ratio=st.sampled_from([0.3, 0.9, 1.0, 1.1, 2.0]))
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """D2: lengths turn out to be others, while requests are in flight."""
+        """Lengths turn out to be others, while requests are in flight."""
 
         def nodes() -> list[tuple[int, int, int]]:
             return [(node.end, node.blocks, node.missing) for node in self.tree.walk()]
@@ -473,7 +473,7 @@ class Invariants(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(0, 60))
     def keep(self, blocks: int) -> None:
-        """D2: a report of the other order's requests says how much room is left."""
+        """A report of the other order's requests says how much room is left."""
         used_blocks = self.residency.pool.used_blocks
         self.residency.pool.shrink_to(blocks, self.residency)
         if not self.residency.pool.unlimited:
@@ -501,7 +501,7 @@ class InvariantsWithoutCapacity(Invariants):
 
 
 class TestResize:
-    """D2: lengths turn out to be others than was told."""
+    """Lengths turn out to be others than was told."""
 
     @pytest.mark.parametrize(("prefix_tokens", "ratio"), [(100, 1.0), (7, 1.0), (PREFIX, 2.0), (200, 0.5)])
     def test_what_was_held_is_where_it_really_is(self, prefix_tokens: int, ratio: float) -> None:
