@@ -1659,6 +1659,7 @@ class TestWithVLLM:
         )
         return rag(orderer, model)
 
+    @pytest.mark.slow
     async def test_the_servers_own_count_arrives_plain_and_streamed(
         self, vllm_server: Any, handler: FeedbackHandler
     ) -> None:

@@ -805,6 +805,7 @@ class TestConcurrency:
         assert orderer.fallbacks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestWithVLLM:
     def test_the_servers_own_count_arrives_at_the_end_of_a_stream(

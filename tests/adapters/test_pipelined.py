@@ -379,6 +379,7 @@ class TestWarmUp:
         assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
 
+    @pytest.mark.slow
     async def test_knows_from_the_events_that_the_engine_was_emptied(
         self, client: Client, vllm_server: Any, builder: PromptBuilder
     ) -> None:

@@ -2233,6 +2233,7 @@ class TestOnVLLM:
                 cached.append(usage.prompt_tokens_details.cached_tokens)
         return cached
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("exact", [True, False], ids=["tokenizer", "estimated"])
     def test_as_many_tokens_are_cached_as_on_the_plain_python_path(
         self, exact: bool, vllm_server: Any, vllm_model: Path, start: Start
