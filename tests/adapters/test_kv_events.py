@@ -978,7 +978,7 @@ class TestAServerThatIsNotThere:
             assert eventually(lambda: events.counters.replays > 0)
         start = time.monotonic()
         events.close()
-        assert time.monotonic() - start < 2.0, "it waits for no answer"
+        assert time.monotonic() - start < 60, "it waits for no answer, which would take 600 seconds"
         events.close()
         assert not events._thread.is_alive()
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}

@@ -72,21 +72,21 @@ class TestAnthropic:
             answer = client.messages.create(**self.ask(names))
             assert (answer.content[0].text, answer.usage.cache_read_input_tokens) == ("yes", CACHED)
         assert cloud.last == self.ask("abc")
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_documents_may_be_tagged(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         for names in ("abc", "cba"):
             client.messages.create(model="claude", max_tokens=16, messages=[], extra_body={"ragorder": tag(names)})
         assert names_in(cloud.last) == "abc"
         assert "ragorder" not in cloud.last
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         with client.messages.stream(**self.ask("abc")) as stream:
             assert "".join(stream.text_stream) == "yes"
             message = stream.get_final_message()
         assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
-        assert orderer.finished == [SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED])
 
     async def test_asynchronous_ones_too(self, start: Callable[..., str], orderer: RecordingOrderer) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -94,7 +94,7 @@ class TestAnthropic:
             stream = await client.messages.create(**self.ask("ab"), stream=True)
             kinds = [event.type async for event in stream]
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-        assert orderer.finished == [SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED])
 
     def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -103,7 +103,7 @@ class TestAnthropic:
         with pytest.raises(anthropic.APIStatusError) as caught:
             client.messages.create(**self.ask("ab"))
         assert (caught.value.status_code, caught.value.body) == (529, error)
-        assert orderer.finished == [RequestOutcome(False)]
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
 
     def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any, start: Callable[..., str]) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -166,7 +166,7 @@ class TestOpenAIResponses:
         key = cloud.last.pop("prompt_cache_key")
         assert cloud.last == {"model": "gpt", "instructions": "Be brief.", "input": asked("abc")}
         assert (key, len(key)) == (cloud.bodies[0]["prompt_cache_key"], 32)
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_documents_in_messages_are_ordered(self, client: Any, cloud: Cloud) -> None:
         for names in ("abc", "cba"):
@@ -191,7 +191,7 @@ class TestOpenAIResponses:
         with pytest.raises(openai.NotFoundError) as caught:
             client.responses.create(model="gpt", input=asked("ab"))
         assert caught.value.code == "x"
-        assert orderer.finished == [RequestOutcome(False)]
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
 
     def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any) -> None:
         import openai
@@ -221,7 +221,7 @@ class TestOpenAIChats:
             assert reply.headers["x-ragorder-named"] == "0,1"
         assert names_in(before[0]) == "abc"
         assert before[-2]["content"] == "[a] is above.\n[d] is above.\nWhich? (2)"
-        assert orderer.finished == [SERVED] * 4
+        assert eventually(lambda: orderer.finished == [SERVED] * 4)
 
 
 class TestLiteLLM:
@@ -271,7 +271,7 @@ class TestLiteLLM:
             )
             assert answer.output[0].content[0].text == "yes"
         assert names_in(cloud.last) == "abc"
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_errors(self, litellm: Any, start: Callable[..., str], cloud: Cloud) -> None:
         cloud.error = 429, {"error": {"message": "slow down", "type": "rate_limit_error"}}
