@@ -235,8 +235,8 @@ _INTRO = """# Claims
 
 Each number of the README and the headline numbers of these pages, with the raw results that they are read from, the
 command that measures them again, and the interval. `PYTHONPATH=tests python -m support.claims` computes all {count}
-again from the committed results and names those that differ; `make test` does the same, and holds every number of the
-README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
+again from the committed results and names those that differ; `make test-all` does the same, and holds every number of
+the README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
 
 Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds, or over seeds where the page
 says so: they speak of traces like these on this machine. *Not decided*, or *no difference*: the interval has zero in
