@@ -957,19 +957,6 @@ class TestARealServer:
         assert "64 of 96 tokens" in found["prefix caching"].found
 
     @pytest.mark.slow
-    def test_says_where_a_date_at_the_top_parts_two_prompts(self, vllm_server: Any) -> None:
-        samples = (chat(f"2026-11-20\n{SYSTEM}", "[d1]\n…"), chat(f"2026-11-21\n{SYSTEM}", "[d1]\n…"))
-        found = {finding.check: finding for finding in examine(vllm_server.base_url, samples=samples)}
-        assert found["shared prefix"].verdict == found["volatile text"].verdict == "bad"
-        assert "0 whole blocks of 32" in found["shared prefix"].found
-
-    @pytest.mark.slow
-    def test_is_listened_to_under_the_wrong_topic(self, vllm_server: Any) -> None:
-        events = Events(vllm_server.events_endpoint, topic="other")
-        found = {finding.check: finding for finding in examine(vllm_server.base_url, events=events)}
-        assert vllm_server.events_topic in str(found["KV events"].advice)
-
-    @pytest.mark.slow
     def test_is_examined_from_the_command_line(self, vllm_server: Any) -> None:
         options = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
         options += ["--events-topic", vllm_server.events_topic, "--model", vllm_server.model_name]
