@@ -436,15 +436,6 @@ class TestAServerThatDoesNotSay:
 
         read()
 
-    @pytest.mark.parametrize("package", ["httpx2", "prometheus_client"])
-    def test_because_the_extra_is_missing(self, python: Callable[..., Any], package: str) -> None:
-        code = (
-            "from ragorder.adapters.vllm.cache_config import read_cache_config\n"
-            "try: read_cache_config('http://127.0.0.1:1')\n"
-            "except ImportError as error: print(error)"
-        )
-        assert "pip install '.[live]'" in python("-c", code, blocked=(package,)).stdout
-
 
 class TestTheServer:
     def test_is_asked_for_its_model(self, fake: FakeServer) -> None:

@@ -25,7 +25,8 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.inside import runner_of
+from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
 from support.waiting import eventually
 
@@ -1104,7 +1105,7 @@ class TestWorker:
             raise RuntimeError(WORD)
 
         for name in ("compute", "recover"):
-            monkeypatch.setattr(worker.engine._runner, name, gone)
+            monkeypatch.setattr(runner_of(worker.engine), name, gone)
         async with reaching(make_engine_app(worker)) as client:
             error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=503)
             assert error["code"] == "engine_stopped"
@@ -1978,7 +1979,7 @@ class TestOptions:
         assert "Address already in use" in command.result.stderr
         assert command.settings is None
 
-    @pytest.mark.parametrize("module", ["torch", "transformers"])
+    @pytest.mark.parametrize("module", grid(["torch", "transformers"], 1))
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python(*COMMAND[1:], "engine", "--model", "x", "--port", "0", blocked=(module,))
         assert done.returncode == 1

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import scopes_of
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -1492,7 +1493,7 @@ class TestConversation:
                 server.requests.clear()
                 if len(conversation.messages) > 40:
                     conversation.messages = [conversation.messages[0], *conversation.messages[21:]]
-                sizes.append((orderer.tree_size, len(conversation._sent), len(orderer._scopes.segments)))
+                sizes.append((orderer.tree_size, len(conversation._sent), len(scopes_of(orderer).segments)))
         assert [max(column) for column in zip(*sizes[500:], strict=True)][:2] <= [
             max(column) for column in zip(*sizes[:500], strict=True)
         ][:2]

@@ -16,6 +16,7 @@ from ragorder import Orderer
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
+from support.inside import scopes_of
 from support.requests import TEMPLATE, assistant, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, parsing
@@ -300,7 +301,7 @@ class TestEarlierTurns:
             assert sent[: len(before)] == before
             before = [*sent, assistant(str(number))]
             history.append(assistant(str(number)))
-            sizes.append((proxy.orderer.tree_size, len(proxy.orderer._scopes)))
+            sizes.append((proxy.orderer.tree_size, len(scopes_of(proxy.orderer))))
         assert max(sizes[500:])[0] <= max(sizes[:500])[0]
         assert max(scopes for _, scopes in sizes) <= 1024
         assert len(proxy.parser._turns._orders) <= 2000

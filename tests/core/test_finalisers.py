@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.inside import scopes_of
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -84,7 +85,7 @@ class TestTheOrderer:
     def test_a_finaliser_that_finishes_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
-        tree = orderer._scopes[None].tree
+        tree = scopes_of(orderer)[None].tree
         found = collect_within(monkeypatch, tree, "insert")
         dropped = orderer.order(DOCUMENTS[3:6])
         lease: Any = dropped._lease
@@ -123,10 +124,10 @@ class TestTheOrderer:
         holder.start()
         entered.wait()
         ends(ordering.discard)
-        assert orderer._scopes[None].tree.size == 3, "its turn has not come"
+        assert scopes_of(orderer)[None].tree.size == 3, "its turn has not come"
         leave.set()
         holder.join()
-        assert orderer._scopes[None].tree.size == 0, "the thread that held the lock has seen to it"
+        assert scopes_of(orderer)[None].tree.size == 0, "the thread that held the lock has seen to it"
 
     def test_the_effect_is_there_for_the_next_call_of_any_thread(self) -> None:
         orderer = Orderer(strict=True, capacity_tokens=100_000)
@@ -264,7 +265,7 @@ class TestStreams:
         next(session.kept)
         ordering = session.kept.ordering
         del session
-        found = collect_within(monkeypatch, orderer._scopes[None].tree, "insert")
+        found = collect_within(monkeypatch, scopes_of(orderer)[None].tree, "insert")
         ends(lambda: orderer.order(DOCUMENTS[:3]))
         assert sum(found) and not ordering._lease.open
 
@@ -294,7 +295,7 @@ class TestStreams:
         session = Request(self.client(orderer).generate_many(questions, concurrency=4))
         next(iter(session.kept))
         del session
-        found = collect_within(monkeypatch, orderer._scopes[None].tree, "insert")
+        found = collect_within(monkeypatch, scopes_of(orderer)[None].tree, "insert")
         ends(lambda: orderer.order(DOCUMENTS[:3]))
         assert sum(found)
 

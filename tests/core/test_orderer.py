@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import scopes_of
 from support.rings import examples, grid
 
 from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
@@ -89,7 +90,7 @@ def check_permutation(ordering: Ordering[Any], retrieved: Sequence[Any]) -> None
 
 
 def check_tree(orderer: Orderer, scope: object = None, *, idle: bool = True) -> None:
-    residency = orderer._scopes[scope].mirror
+    residency = scopes_of(orderer)[scope].mirror
     tree = residency.tree
     nodes = list(tree.walk())
     assert tree.size == len(nodes) - 1
@@ -295,7 +296,7 @@ class TestOrdering:
         """`abc` is cached and rank order is `dcba`."""
         orderer = strict(moves="prefix", **options)
         orderer.order([])
-        scope = orderer._scopes[None]
+        scope = scopes_of(orderer)[None]
         path = scope.tree.insert([document.key for document in documents("abc")], [32] * 3, range(3))
         scope.mirror.lease(path, 20)
         ordering = orderer.order(documents("dcba"))
@@ -528,7 +529,7 @@ class TestPreview:
     def test_a_scope_that_is_looked_at_is_not_made(self) -> None:
         orderer = strict(prefix_tokens=16)
         orderer.preview(documents("ab"), scope="new")
-        assert not orderer.holds_prefix(scope="new") and not orderer._scopes
+        assert not orderer.holds_prefix(scope="new") and not scopes_of(orderer)
         orderer.order(documents("ab"), scope="new", lengths=Lengths(prefix=160)).confirm()
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
@@ -706,7 +707,7 @@ class TestNeverRaises:
     def test_an_error_inside_starts_the_scope_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer()
         serve(orderer, "abc")
-        monkeypatch.setattr(type(orderer._scopes[None].residency), "lease", raising)
+        monkeypatch.setattr(type(scopes_of(orderer)[None].residency), "lease", raising)
         assert orderer.order(documents("cba")).fallback
         monkeypatch.undo()
         assert orderer.order(documents("cba")).cached_tokens == 0
@@ -810,7 +811,7 @@ class TestScopes:
         orderer = strict()
         for scope in [1, 2, 3, 1, 4]:
             serve(orderer, "ab", scope=scope)
-        assert list(orderer._scopes) == [3, 1, 4]
+        assert list(scopes_of(orderer)) == [3, 1, 4]
         assert orderer.order(documents("ba"), scope=1).cached_tokens == 64
         assert orderer.order(documents("ba"), scope=2).cached_tokens == 0
 
@@ -901,7 +902,7 @@ def test_threads_share_an_orderer() -> None:
     assert not errors
     assert orderer.fallbacks == 0
     # A scope that has lost all its room to the other is forgotten.
-    for scope in list(orderer._scopes):
+    for scope in list(scopes_of(orderer)):
         check_tree(orderer, scope, idle=scope is not None)
 
 
@@ -919,7 +920,7 @@ class TestMemory:
         orderer = strict(capacity_tokens=100_000, moves="prefix", suffix_tokens=16)
         for retrieved in self.requests(200, 50_000, seed=1):
             orderer.order(retrieved).confirm()
-        orderer._scopes.clear()
+        scopes_of(orderer).clear()
         gc.collect()
         tracemalloc.start()
         try:
@@ -931,7 +932,7 @@ class TestMemory:
             after, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        size = orderer._scopes[None].tree.size
+        size = scopes_of(orderer)[None].tree.size
         assert size > 2_000
         assert (after - before) / size <= 400
 
@@ -944,7 +945,7 @@ class TestMemory:
             if end != "forget":
                 getattr(ordering, end)()
             if number % 5_000 == 0:
-                scope = orderer._scopes[None]
+                scope = scopes_of(orderer)[None]
                 sizes.append(
                     {
                         "nodes": scope.tree.size,
@@ -965,8 +966,8 @@ class TestMemory:
         orderer = strict(max_nodes=500, **options)
         for retrieved in self.requests(5_000, 40_000):
             orderer.order(retrieved).confirm()
-            assert orderer._scopes[None].tree.size <= 500
-        assert len(orderer._scopes.pool.log) <= 4_096
+            assert scopes_of(orderer)[None].tree.size <= 500
+        assert len(scopes_of(orderer).pool.log) <= 4_096
 
     def test_holds_on_to_no_documents(self) -> None:
         class Heavy:
@@ -1234,7 +1235,7 @@ class TestBatch:
         assert batch[-1] is once[2] and batch[1] is once[1]
         assert batch[:2] == once[:2] and batch[::-1] == once[::-1] and batch[5:] == []
         assert once[0] in batch
-        assert len(orderer._scopes.pool.in_flight) == 3
+        assert len(scopes_of(orderer).pool.in_flight) == 3
         for place in (3, -4):
             with pytest.raises(IndexError):
                 batch[place]
@@ -1279,7 +1280,7 @@ class TestBatch:
         orderer = Orderer()
         batch = orderer.order_batch([documents("abc"), documents("cbx")])
         first = batch[0]
-        monkeypatch.setattr(type(orderer._scopes[None].residency), "lease", raising)
+        monkeypatch.setattr(type(scopes_of(orderer)[None].residency), "lease", raising)
         second = batch[1]
         assert (second.fallback, second.index) == (True, batch.indices[1])
         assert list(second.permutation) == [0, 1, 2]

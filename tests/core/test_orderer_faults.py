@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support.inside import scopes_of
 
 from ragorder import DegradedWarning, Document, Orderer
 from ragorder.clouds import CacheRules
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ragorder.DegradedWarning")
 
 def check(orderer: Orderer) -> None:
     """Trees, counts and leases of all scopes add up, and the lock is free."""
-    scopes, pool = orderer._scopes, orderer._scopes.pool
+    scopes, pool = scopes_of(orderer), scopes_of(orderer).pool
     whole = [scope for scope in scopes.values() if scope.whole]
     for scope in whole:
         mirror, nodes = scope.mirror, list(scope.tree.walk())
@@ -138,7 +139,7 @@ class TestInterrupts:
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
         pending = orderer.order(DOCUMENTS[3:6])
-        scope = orderer._scopes[None]
+        scope = scopes_of(orderer)[None]
 
         def lease(*_: object) -> None:
             raise KeyboardInterrupt
@@ -148,13 +149,13 @@ class TestInterrupts:
             orderer.order(DOCUMENTS[:9])
         pending.confirm(0)
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 0
-        assert orderer._scopes[None] is not scope and orderer.tree_size == 3
+        assert scopes_of(orderer)[None] is not scope and orderer.tree_size == 3
         check(orderer)
 
     def test_an_error_while_a_request_is_finished_starts_the_scope_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer()
         ordering = orderer.order(DOCUMENTS[:3])
-        monkeypatch.setattr(orderer._scopes[None].mirror, "release", lambda *_: 1 / 0)
+        monkeypatch.setattr(scopes_of(orderer)[None].mirror, "release", lambda *_: 1 / 0)
         ordering.confirm()
         assert orderer.fallbacks == 1
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 0
@@ -300,7 +301,7 @@ class TestWhatIsNoNumberOfTokens:
             assert ordering.cost == other.cost
             check(told)
         assert told.fallbacks == 0 and not told.degraded
-        root = told._scopes[None].tree.root
+        root = scopes_of(told)[None].tree.root
         assert root.leases == 0, "each request has ended"
 
     def test_spoils_nothing_that_is_reported_with_it(self, kind: str) -> None:
@@ -452,15 +453,15 @@ class TestBounds:
             documents = [Document(f"{number} {place}", "", 16) for place in range(10)]
             orderer.order(documents, scope=str(number % 20)).confirm()
             assert orderer.tree_size <= 100
-        assert orderer._scopes, "the one in use stays"
+        assert scopes_of(orderer), "the one in use stays"
 
     def test_names_that_are_never_used_again_leave_nothing_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 4)
         orderer = Orderer(strict=True)
         for number in range(2_000):
             orderer.order(DOCUMENTS[:2], scope=number).confirm()
-        assert len(orderer._scopes.pool.holders) == 4
-        assert len(orderer._scopes.pool.log) <= 2_048
+        assert len(scopes_of(orderer).pool.holders) == 4
+        assert len(scopes_of(orderer).pool.log) <= 2_048
 
     @pytest.mark.parametrize("finished", [True, False])
     def test_blocks_are_bounded_over_all_scopes_by_the_one_cache_that_they_share(self, finished: bool) -> None:
@@ -470,7 +471,7 @@ class TestBounds:
             ordering = orderer.order(rng.sample(DOCUMENTS, 8), scope=rng.randrange(40))
             if finished or rng.random() < 0.2:
                 ordering.confirm(None, rng.choice([None, 100, 3_000])) if rng.random() < 0.8 else ordering.discard()
-            assert orderer._scopes.pool.used_blocks <= 1_000
+            assert scopes_of(orderer).pool.used_blocks <= 1_000
         check(orderer)
 
     @pytest.mark.parametrize("capacity_tokens", [4_000, 12_000, 40_000])

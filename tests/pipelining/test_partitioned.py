@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import file_of
 from support.rings import examples, grid
 
 faiss = pytest.importorskip("faiss")
@@ -199,7 +200,7 @@ class TestPartitions:
         cluster = int(index.quantizer.search(query, 1)[1][0, 0])
         with PartitionedSearch(path, 8, resident=1) as search:
             last(search.search(clustered(50, 1), 3))
-            home = int(search._file.home[cluster])
+            home = int(file_of(search).home[cluster])
             search._nprobe = 1
             for _ in range(400):
                 last(search.search(query, 3))
@@ -241,8 +242,8 @@ class FailingReads:
 
     def __init__(self, search: PartitionedSearch, numbers: set[int], error: Callable[[], Exception]) -> None:
         self.count = 0
-        self._read, self._numbers, self._error = search._file.read, numbers, error
-        search._file.read = self  # type: ignore[method-assign, assignment]
+        self._read, self._numbers, self._error = file_of(search).read, numbers, error
+        file_of(search).read = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, partition: int) -> Any:
         self.count += 1
@@ -275,14 +276,14 @@ class TestFailures:
         self, path: Path, index: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with PartitionedSearch(path, 6, resident=2, cores=1) as search:
-            scan, calls = search._file.index.scan, itertools.count(1)
+            scan, calls = file_of(search).index.scan, itertools.count(1)
 
             def scarce(*arguments: Any, **options: Any) -> Any:
                 if next(calls) % 3 == 0:
                     raise MemoryError
                 return scan(*arguments, **options)
 
-            monkeypatch.setattr(search._file.index, "scan", scarce)
+            monkeypatch.setattr(file_of(search).index, "scan", scarce)
             for batch in (queries, tied(20, 1)):
                 passing, stage, failures = search.search(batch, 5), None, 0
                 while stage is None or not stage.final:
