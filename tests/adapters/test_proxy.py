@@ -981,7 +981,7 @@ class TestCompressedBodies:
     def test_the_limit_is_that_of_what_they_unpack_to(self, kind: str, start: Start, far_end: FarEnd) -> None:
         proxy = start(body_limit=1 << 20)
         encoding, packed = PACKED[kind]
-        for length, status in ((1 << 20, 200), ((1 << 20) + 1, 413), (1 << 28, 413)):
+        for length, status in ((1 << 20, 200), ((1 << 20) + 1, 413), (1 << 26, 413)):
             body = b"{" + b" " * (length - 2) + b"}"
             assert self.post(proxy, packed(body), encoding).status_code == status
         assert len(far_end.requests) == 1

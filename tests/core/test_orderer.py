@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import scopes_of
-from support.rings import examples, grid
+from support.rings import examples, grid, length
 
 from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
 from ragorder.common.degraded import DegradedWarning
@@ -32,6 +32,7 @@ from ragorder.trie.histories import Segment
 BLOCK = 16
 SEARCHES = ["best", "greedy"]
 MOVES = ["earned", "free", "prefix", "cohort", "queue"]
+GUARDS = [{"keep_first": 3}, {"keep_last": 3}, {"max_displacement": 5}, {"max_displacement": 20_000}]
 CORPUS = {id: Document(id, f"text of {id}", tokens=32) for id in "abcdefghijklmnopqrstuvwxyz"}
 
 REQUESTS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6)
@@ -842,12 +843,7 @@ class TestTenThousandDocuments:
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
-    @pytest.mark.parametrize(
-        "guards",
-        [{"keep_first": 3}, {"keep_last": 3}, {"max_displacement": 5}, {"max_displacement": 20_000}],
-        ids=str,
-    )
-    @pytest.mark.parametrize("search", SEARCHES)
+    @pytest.mark.parametrize(("search", "guards"), grid(list(product(SEARCHES, GUARDS)), 3))
     def test_under_guards(self, search: str, guards: dict[str, int]) -> None:
         orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
         for retrieved in (LARGE, LARGE, LARGE[::-1]):
@@ -875,7 +871,7 @@ def test_threads_share_an_orderer() -> None:
         pending: list[Ordering[Document]] = []
         try:
             barrier.wait()
-            for number in range(500):
+            for number in range(length(500, 120)):
                 retrieved = documents(rng.sample("abcdefghijkl", rng.randint(0, 6)))
                 waiting = [documents("abc")] if number % 2 else []
                 check_permutation(orderer.order(retrieved, waiting=waiting), retrieved)
@@ -940,11 +936,12 @@ class TestMemory:
     def test_does_not_grow(self, end: str) -> None:
         orderer = strict(capacity_tokens=20_000, prefix_tokens=64)
         sizes: list[dict[str, int]] = []
-        for number, retrieved in enumerate(self.requests(20_000, 40_000), 1):
+        count = length(20_000, 6_000)
+        for number, retrieved in enumerate(self.requests(count, 40_000), 1):
             ordering = orderer.order(retrieved)
             if end != "forget":
                 getattr(ordering, end)()
-            if number % 5_000 == 0:
+            if number % (count // 4) == 0:
                 scope = scopes_of(orderer)[None]
                 sizes.append(
                     {
@@ -1069,7 +1066,7 @@ class TestNeverWorseThanRetrievalOrder:
 
     @pytest.mark.parametrize(
         ("search", "name", "capacity_tokens"),
-        grid(list(product(SEARCHES, ["paper", "paper-shuf", "zipf10"], [5_000, 30_000, None])), 7),
+        grid(list(product(SEARCHES, ["paper", "paper-shuf", "zipf10"], [5_000, 30_000, None])), 4),
     )
     def test_on_workloads(self, search: str, name: str, capacity_tokens: int | None) -> None:
         workload = make_workload(name, 0, requests=150)
