@@ -256,7 +256,7 @@ def handler(caplog: pytest.LogCaptureFixture) -> Iterator[FeedbackHandler]:
     assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
     said = [record.getMessage() for record in caplog.get_records("call") if record.name == "ragorder"]
     # Of a wrong report the log tells once a process, whichever test comes first.
-    assert [text for text in said if "an engine reported what is no number" not in text] == []
+    assert [text for text in said if "an engine reported an invalid token count" not in text] == []
 
 
 def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
