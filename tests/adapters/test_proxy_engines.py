@@ -30,7 +30,7 @@ from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
 from ragorder.kernels.random_model import make_model
 
-pytestmark = pytest.mark.merge
+pytestmark = pytest.mark.slow
 
 SYSTEM = {"role": "system", "content": "Answer from the documents."}
 SUBJECTS, OF_SUBJECT = 8, 5
@@ -106,7 +106,6 @@ def drawn(rng: random.Random) -> list[str]:
     return [f"d{number}" for number in rng.sample(range(first, first + OF_SUBJECT), 3)]
 
 
-@pytest.mark.slow
 def test_two_engines_cache_together_what_one_with_the_capacity_of_both_would(
     launch: Callable[..., ServeProcess], front: Callable[..., str], body: Callable[..., dict[str, Any]], tokenizer: Any
 ) -> None:
@@ -162,7 +161,6 @@ def test_a_killed_engine_loses_no_request_that_had_not_begun_to_answer(
     assert [each["in_flight"] for each in replicas(url)] == [0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
 def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
     launch: Callable[..., ServeProcess],
