@@ -37,7 +37,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-says check test test-all test-benchmarks static lint types imports fast merge all test-lowest test-newest docs dist mutants vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo demo-says check test test-all test-benchmarks static lint types imports fast merge all test-lowest test-newest docs dist mutants notebooks claims vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,12 @@ mutants: $(VENV)/.dev ## Change MUTANTS random places of the code and see which 
 	PYTHONPATH=tests $(BIN)/python -m support.mutants --seed $(SEED) --count $(MUTANTS) --minutes $(MINUTES) --results mutants.jsonl
 
 vllm: $(VENV)/.vllm ## Install vLLM, without a GPU its CPU build (3 GB)
+
+notebooks: $(VENV)/.dev ## Run the notebooks, and keep their outputs
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m support.notebooks
+
+claims: $(VENV)/.dev ## Compute the headline numbers of README and docs/ again from the committed results
+	@PYTHONPATH=tests $(BIN)/python -m support.claims
 
 bench: $(VENV)/.sim ## Measure the summary of docs/results.md on the simulated engine (with real corpora if CORPORA exists)
 	@mkdir -p $(RESULTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from ragorder.clouds import CacheRules, Prices, Provider, cache_rules
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.settings import Settings
 
-__all__ = ["CloudOrderers", "ModelOrderer"]
+__all__ = ["CloudOrderers", "ModelOrderer", "find_rules"]
 
 # Used if only the model is known. Models of other providers have the same names on self-hosted engines.
 _PROVIDERS: tuple[Provider, ...] = ("anthropic", "openai")
@@ -24,13 +24,12 @@ class ModelOrderer(NamedTuple):
 
 
 class CloudOrderers:
-    """An `Orderer.for_cloud` for each model that a table of rules has.
+    """An `Orderer.for_cloud` for each model with known cache rules. Thread-safe.
 
         CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
 
-    Without `provider` the model's name determines it; a `ttl` that its provider lacks becomes its default. `settings`
-    apply to all orderers, `wrap` is called with each. Thread-safe. Raises OSError and ValueError for an unreadable file
-    of `prices`, and for settings of other engines.
+    Without `provider` the model's name determines it; a `ttl` that it lacks becomes its default. Raises OSError and
+    ValueError for an unreadable `prices` file, and for settings of other engines.
     """
 
     def __init__(
@@ -54,9 +53,10 @@ class CloudOrderers:
         self._lock = Lock()
 
     def of(self, model: str) -> ModelOrderer | None:
-        rules, provider = self._rules(model)
-        if rules is None or provider is None:
+        known = find_rules(model, self._providers, self._ttl)
+        if known is None:
             return None
+        rules, provider = known
         key = rules.name, self._prices.of(model)
         with self._lock:
             found = self._orderers.get(key)
@@ -65,9 +65,12 @@ class CloudOrderers:
                 found = self._orderers[key] = ModelOrderer(self._wrap(orderer), provider, rules)
         return found
 
-    def _rules(self, model: str) -> tuple[CacheRules, Provider] | tuple[None, None]:
-        for provider in self._providers:
-            for ttl in dict.fromkeys((self._ttl, None)):
-                with suppress(ValueError):
-                    return cache_rules(provider, model, ttl), provider
-        return None, None
+
+def find_rules(
+    model: str, providers: Sequence[Provider] = _PROVIDERS, ttl: str | None = None
+) -> tuple[CacheRules, Provider] | None:
+    for provider in providers:
+        for each in dict.fromkeys((ttl, None)):
+            with suppress(ValueError):
+                return cache_rules(provider, model, each), provider
+    return None

@@ -7,12 +7,10 @@ from copy import copy
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("dspy", "ragorder.adapters.dspy"):
     import dspy  # type: ignore[import-untyped, unused-ignore]
-except ImportError as error:
-    raise ImportError(f"ragorder.adapters.dspy needs dspy: {install_hint('dspy')}") from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike
@@ -25,16 +23,15 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
 
         retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
-    `retriever` is a module or function; its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
-    with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a
-    `long_text`.
+    `retriever` is a module or function that returns a Prediction or mapping with `passages` (fields of the same length
+    are ordered alike), a list of strings, or a list of rows with a `long_text`.
 
     - `key`: a passage's identity besides its text.
     - `tokens`: its length in the prompt.
-    - `scope`: the tenant, or a function of the retriever's arguments. Scopes share no cache.
+    - `scope`: the tenant, or a function of the retriever's arguments.
 
-    Errors in these functions, and results without passages, leave the result unchanged and are counted by the orderer.
-    Orderings count as served at once. Copies share the orderer; a saved program loads with a new one.
+    After errors in these functions, and without passages, the result is unchanged, and the orderer counts it. Orderings
+    count as served at once. Copies share the orderer; a saved program loads with a new one.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
 
     async def aforward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a synchronous retriever in a thread."""
         retriever: Any = self.retriever
         if hasattr(retriever, "aforward"):
             retriever = retriever.acall

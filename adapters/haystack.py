@@ -1,24 +1,30 @@
-"""Haystack: ranker in cache order."""
+"""Haystack: ranker in cache order, and chats with documents after the history."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("haystack", "ragorder.adapters.haystack"):
     from haystack import Document, component, default_from_dict, default_to_dict
+    from haystack.dataclasses import ChatMessage
     from haystack.utils import deserialize_callable, serialize_callable
-except ImportError as error:
-    raise ImportError(f"ragorder.adapters.haystack needs haystack-ai: {install_hint('haystack')}") from error
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
+from ragorder.adapters.turns import FrameworkTurns, Label, off_loop, plain_message
+from ragorder.adapters.usage import ReportedUsage, read_usage
+from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import Orderer, OrdererLike
+from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 
-__all__ = ["CacheOrderRanker"]
+__all__ = ["CacheOrderChatPromptBuilder", "CacheOrderFeedback", "CacheOrderRanker", "ChatTurn"]
 
 _FUNCTIONS = ("key", "tokens")
+_PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
 
 @component
@@ -29,13 +35,13 @@ class CacheOrderRanker:
 
     - `orderer`, or `settings` for a new one (default: from the environment).
     - `top_k`: the most documents. Duplicates are kept.
-    - `scope`: the tenant. Scopes share no cache.
+    - `scope`: the tenant.
     - `key`: a document's identity besides its content (default: its id).
     - `tokens`: its length in the prompt.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once.
-    `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module. Raises
-    ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
+    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once.
+    `from_dict` makes a new orderer; `key` and `tokens` must be functions of a module. Raises ValueError for wrong
+    options, pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -48,10 +54,8 @@ class CacheOrderRanker:
         key: Key | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        if orderer is not None and settings is not None:
-            raise ValueError("give either an orderer or settings, not both")
         _check(top_k)
-        orderer = orderer if orderer is not None else Orderer(Settings(**settings or {}))
+        orderer = _either(orderer, settings)
         self.top_k = top_k
         self.scope = scope
         self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
@@ -61,7 +65,6 @@ class CacheOrderRanker:
         return self._reorder.orderer
 
     def to_dict(self) -> dict[str, Any]:
-        """Raises haystack's SerializationError for functions without a name."""
         functions = {name: getattr(self._reorder, name) for name in _FUNCTIONS}
         return default_to_dict(
             self,
@@ -97,9 +100,186 @@ class CacheOrderRanker:
         return self.run(documents, top_k, scope)
 
 
+class ChatTurn:
+    """A turn in a pipeline, from the prompt builder to the feedback. Loaded from a snapshot, it reports nothing."""
+
+    def __init__(
+        self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
+    ) -> None:
+        self.prompt = prompt
+        self._confirm = confirm
+
+    def confirm(self, reply: ChatMessage | None = None) -> None:
+        if self._confirm is not None:
+            self._confirm(reply, None if reply is None else read_usage(reply.meta.get("usage")))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": [message.to_dict() for message in self.prompt]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls([ChatMessage.from_dict(message) for message in data["prompt"]], None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Pipelines copy values between components.
+        return self
+
+
+@component
+class CacheOrderChatPromptBuilder:
+    """Builder of a chat's next turn, instead of a ChatPromptBuilder: the unchanged history, then the documents with the
+    question. Thread-safe.
+
+        pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
+        pipeline.connect("retriever.documents", "prompt.documents")
+        pipeline.connect("prompt.prompt", "llm.messages")
+
+    - `orderer`, or `settings` for a new one (default: from the environment).
+    - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
+    - `repeat`, `reference`: as for `PromptBuilder.turn`.
+    - `label`: returns the label that cites and names a Document (default: `number_label` of its content).
+    - `scope`: the tenant.
+    - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
+
+    Errors in `label` leave retrieval order, and the orderer counts them. `from_dict` makes a new orderer, and a builder
+    without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong options,
+    pydantic.ValidationError for settings.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike | None = None,
+        *,
+        settings: dict[str, Any] | None = None,
+        builder: PromptBuilder | None = None,
+        prompt: dict[str, Any] | None = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+        label: Label | None = None,
+        scope: str | None = None,
+        feedback: bool = False,
+    ) -> None:
+        if builder is not None and prompt is not None:
+            raise ValueError("give either a builder or prompt, not both")
+        self.orderer = _either(orderer, settings)
+        self.scope = scope
+        self.feedback = feedback
+        self._naming: dict[str, Any] = {"repeat": repeat, "reference": reference}
+        self._label = label
+        self._turns: FrameworkTurns[ChatMessage, Document] = FrameworkTurns(
+            self.orderer,
+            builder if builder is not None else PromptBuilder(**{"system": ""} | (prompt or {})),
+            read=_read,
+            text=_text,
+            metadata=_meta,
+            label=label,
+            scope=_given,
+            **self._naming,
+        )
+
+    def label(self, document: Document) -> str:
+        """For `cited(reply.text, documents, builder.label)`."""
+        return self._turns.label(document)
+
+    def to_dict(self) -> dict[str, Any]:
+        arguments = self._turns.builder.__getstate__()
+        return default_to_dict(
+            self,
+            settings=self.orderer.settings.model_dump(),
+            prompt={name: arguments[name] for name in _PROMPT},
+            label=self._label and serialize_callable(self._label),
+            scope=self.scope,
+            feedback=self.feedback,
+            **self._naming,
+        )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        parameters = dict(data.get("init_parameters", {}))
+        if parameters.get("label"):
+            parameters["label"] = deserialize_callable(parameters["label"])
+        return default_from_dict(cls, data | {"init_parameters": parameters})
+
+    @component.output_types(prompt=list[ChatMessage], documents=list[Document], turn=ChatTurn)
+    def run(
+        self,
+        question: str,
+        documents: list[Document] | None = None,
+        history: list[ChatMessage] | None = None,
+        scope: str | None = None,
+    ) -> dict[str, Any]:
+        """Return `prompt`, the messages to send, which with the answer are the next history; and `documents`: the sent
+        ones in prompt order, then the named ones. `scope` overrides the builder's own."""
+        form = self._turns.builder.message_format
+        before = list(history or ())
+        if form.system and form.system_role and not (before and before[0].role == "system"):
+            before.insert(0, ChatMessage.from_system(form.system))
+        turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
+        prompt = [*before, ChatMessage.from_user(turn.text)]
+        made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))
+        if not self.feedback:
+            made.confirm()
+        return {"prompt": prompt, "documents": turn.sources, "turn": made}
+
+    @component.output_types(prompt=list[ChatMessage], documents=list[Document], turn=ChatTurn)
+    async def run_async(
+        self,
+        question: str,
+        documents: list[Document] | None = None,
+        history: list[ChatMessage] | None = None,
+        scope: str | None = None,
+    ) -> dict[str, Any]:
+        shown = (getattr(each, "content", None) for each in documents or ())
+        texts = [question, *shown, *(text for each in history or () for text in each.texts)]
+        return await off_loop(partial(self.run, question, documents, history, scope), texts)
+
+
+@component
+class CacheOrderFeedback:
+    """Component that reports a reply to the orderer, and returns the next turn's history.
+
+        pipeline.connect("llm.replies", "feedback.replies")
+        pipeline.connect("prompt.turn", "feedback.turn")
+
+    Of several replies the first one counts.
+    """
+
+    @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
+    def run(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
+        if replies:
+            turn.confirm(replies[0])
+        return {"history": [*turn.prompt, *replies[:1]], "replies": replies}
+
+    @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
+    async def run_async(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
+        return self.run(replies, turn)
+
+
+def _read(message: ChatMessage) -> dict[str, Any]:
+    content: Any = "\n".join(message.texts)
+    results = message.tool_call_results
+    call = None
+    if results:
+        content, call = results[0].result, results[0].origin.id
+    others = [*results[1:], *message.images, *message.files]
+    if others:
+        content = [{"type": "text", "text": content}, *others]
+    return plain_message(message.role.value, content, tool_calls=message.tool_calls, tool_call_id=call)
+
+
+def _given(scope: str | None) -> str | None:
+    return scope
+
+
 def _check(top_k: int | None) -> None:
     if top_k is not None and top_k <= 0:
         raise ValueError(f"top_k is {top_k}: give 1 or more")
+
+
+def _either(orderer: OrdererLike | None, settings: dict[str, Any] | None) -> OrdererLike:
+    if orderer is not None and settings is not None:
+        raise ValueError("give either an orderer or settings, not both")
+    return Orderer(Settings(**settings or {})) if orderer is None else orderer
 
 
 def _text(document: Document) -> str:

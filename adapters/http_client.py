@@ -23,8 +23,7 @@ _LONGEST = 64 << 20
 
 
 class ServerError(RagorderError, RuntimeError):
-    """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
-    the HTTP status, if any."""
+    """No usable answer from a server. The message names its URL, without credentials, and what to change."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,8 +41,8 @@ class Server:
             models = server.get_json("/v1/models")
 
     `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
-    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for a malformed
-    `base_url` or `api_key`; ImportError without httpx2.
+    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError; ImportError without
+    httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -87,6 +86,13 @@ class Server:
 
     def post_json(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         return self._json(path, self._call("POST", path, body, headers))
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models that have an id."""
+        answer = self.get_json("/v1/models")
+        listed = answer.get("data") if isinstance(answer, dict) else None
+        entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        return [each for each in entries if isinstance(each.get("id"), str)]
 
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None

@@ -32,15 +32,12 @@ def plan_dataset(
         planned = plan_dataset(ray.data.read_json("requests.jsonl"), shards=64)
         answers = processor(planned)  # ray.data.llm, or map_batches with an engine
 
-    `documents` is the column with the documents of each row, best first: lists of ids, or of objects with "id" and
-    "text" or "tokens"; ids alone count as `document_tokens` long. `scope` is a column with the tenant, if there is one.
-    The result has each row's documents in the order of the prompt, their ranks, from 0, as "permutation", and the
-    number of the shard as "shard". Other columns are unchanged: join results by an id among them.
+    Columns as for `RequestColumns`. The result has each row's documents in the order of the prompt, their ranks, from
+    0, as "permutation", and the number of the shard as "shard". Join results by an id among the other columns.
 
-    The dataset is read twice, once for popular documents, which a `sample` of this many rows shows; `materialize` it if
-    reading is expensive. One task plans a whole shard, whose rows are adjacent, in one block or, above Ray's
-    `target_max_block_size`, in several. Engines take blocks and batches, not shards, and each costs a repeated prefix:
-    give an engine batches of at least 512 rows.
+    The dataset is read twice, once for popular documents in a `sample` of rows; `materialize` it if reading is
+    expensive. One task plans a whole shard, whose rows are adjacent. Each batch costs a repeated prefix: give an engine
+    at least 512 rows at a time.
 
     Raises ImportError naming the extra, ValueError for less than one shard; an unreadable column is a ValueError of the
     task that reads it.

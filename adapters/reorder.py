@@ -22,8 +22,8 @@ ScopeOf = str | Callable[..., Hashable] | None
 def order_items(
     orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
 ) -> tuple[list[T], Ordering[Document]]:
-    """Return the items themselves, each as often as given, ordered by the documents that `read` returns, and the
-    ordering. Never raises: unreadable items stay in retrieval order."""
+    """Return the items ordered by the documents that `read` returns, and the ordering. Never raises: unreadable items
+    stay in retrieval order."""
     items = list(items)
     try:
         documents = [read(item) for item in items]
@@ -49,7 +49,7 @@ class Reorder(Generic[T]):
     """Ordering of requests' documents; errors leave retrieval order. Thread-safe.
 
     `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
-    share the orderer; a pickle loads with a new orderer of the same settings.
+    share the orderer; a pickle loads with a new one.
     """
 
     def __init__(

@@ -36,14 +36,10 @@ K = TypeVar("K", bound=Hashable)
 FIELD = "kv_transfer_params"
 """Field of a request's body, and key in the extra_args of vLLM's SamplingParams."""
 FACTS = "ragorder"
-"""Key of the facts in that field."""
 PREFIX = "prefix"
-"""Key, in the facts, of the tokens before the first document: for the embedded engine."""
 EXACT = "exact"
-"""Key, in the facts, of the leading documents that are computed exactly instead of reused."""
 QUESTION = "question"
-"""Key, in the facts: true for a warm-up, whose prompt is a system prompt, as its only document, and a question
-to keep."""
+"""True for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
 
 # Nobody can test names against a digest: the key exists in this process only.
 _KEY = secrets.token_bytes(32)
@@ -58,9 +54,8 @@ _MAX_EXPECTED = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
-    if the client knows better than the profile; `expected`: for each document, the number of later requests with it and
-    the documents before it, or empty."""
+    """`documents`: prompt positions, in tokens, where documents end; `cost`: seconds per new token, if the client knows
+    better than the profile; `expected`: number of later requests with each document and those before it."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
@@ -80,8 +75,7 @@ class RequestFacts:
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
-    """Return the facts in a request's `kv_transfer_params`, or None without any. Raises ValueError for
-    malformed facts."""
+    """Return the facts in a request's `kv_transfer_params`, or None. Raises ValueError for malformed facts."""
     if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
         return None
     facts = kv_transfer_params[FACTS]
@@ -111,7 +105,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
 
 
 def tenant_digest(scope: Hashable) -> str | None:
-    """Return a digest that identifies a tenant in this process only, or None for no tenant."""
+    """Return a digest that identifies a tenant in this process only."""
     if scope is None:
         return None
     name = scope if isinstance(scope, bytes) else str(scope).encode("utf-8", "surrogatepass")
@@ -123,7 +117,6 @@ def request_facts(
     scope: Hashable,
     prefix_tokens: int = 0,
     expected_uses: Sequence[float] = (),
-    *,
     exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
@@ -148,10 +141,7 @@ def with_facts(
     document_ends: Sequence[int],
     scope: Hashable,
     expected_uses: Sequence[float] = (),
-    *,
-    prefix_tokens: int = 0,
-    exact_documents: int = 0,
-    keep_question: bool = False,
+    **others: Any,
 ) -> dict[str, Any]:
     """Return a request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's
     own values have priority."""
@@ -160,28 +150,13 @@ def with_facts(
     params = {} if params is None else params
     own = params.get(FACTS, {}) if isinstance(params, Mapping) else None
     if isinstance(params, Mapping) and isinstance(own, Mapping):
-        known = request_facts(
-            document_ends,
-            scope,
-            prefix_tokens,
-            expected_uses,
-            exact_documents=exact_documents,
-            keep_question=keep_question,
-        )
-        facts = _merged(own, known)
+        facts = _merged(own, request_facts(document_ends, scope, expected_uses=expected_uses, **others))
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent
 
 
-def add_facts(
-    fields: dict[str, Any],
-    document_ends: Sequence[int],
-    scope: Hashable,
-    prefix_tokens: int = 0,
-    expected_uses: Sequence[float] = (),
-    exact_documents: int = 0,
-) -> None:
+def add_facts(fields: dict[str, Any], *known: Any) -> None:
     """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
     server to refuse."""
     import msgspec
@@ -192,9 +167,7 @@ def add_facts(
         own = msgspec.json.decode(params[FACTS], type=raw_fields) if FACTS in params else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    known = request_facts(document_ends, scope, prefix_tokens, expected_uses, exact_documents=exact_documents)
-    facts = _merged(own, known)
-    if facts:
+    if facts := _merged(own, request_facts(*known)):
         fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))
 
 

@@ -31,9 +31,9 @@ class RequestColumns:
         dealt = columns.deal(table, paths)  # then, of all tables, the rows of each shard:
         planned = columns.plan(rows_of_a_shard)
 
-    `documents` is the column with the documents of a row, best first: lists of ids, or of objects with "id" and "text"
-    or "tokens"; ids alone count as `document_tokens` long. `scope` is a column with the tenant, if there is one. Each
-    method raises ValueError for a missing or unreadable column.
+    `documents` is the column with a row's documents, best first: lists of ids, which count as `document_tokens` long,
+    or of objects with "id" and "text" or "tokens". `scope` is a column with the tenant. Each method raises ValueError
+    for a missing or unreadable column.
     """
 
     documents: str = "documents"
@@ -61,7 +61,7 @@ class RequestColumns:
 
     def plan(self, table: Table) -> Table:
         """Return the rows of a shard in serving order, one tenant after another, with documents in the order of the
-        prompt and their ranks, from 0, as "permutation"."""
+        prompt and their ranks as "permutation"."""
         planned = list(plan_requests(self.requests(table)))
         rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)

@@ -12,10 +12,7 @@ T = TypeVar("T")
 
 
 def readable_by_threads(kind: type[T]) -> type[T]:
-    """Return the struct with its fields resolved.
-
-    msgspec (0.22) resolves the fields of a struct when it first reads one, and two threads that do so at once crash or
-    hang the process.
-    """
+    """Return the struct with its fields resolved. msgspec (0.22) resolves them when it first reads one, and two threads
+    that do so at once crash or hang the process."""
     msgspec.json.Decoder(kind)
     return kind

@@ -41,8 +41,7 @@ _SHORT = 1 << 14
 
 
 async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
-    """Return the result of `work`, in a thread if the texts that it tokenises are long, so that the event loop is not
-    blocked."""
+    """Return the result of `work`, in a thread if the texts that it tokenises are long."""
     length = sum(len(text) for text in texts if isinstance(text, str))
     return work() if length <= _SHORT else await asyncio.to_thread(work)
 
@@ -58,18 +57,13 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is the content of its message, in parts for a cloud with breakpoints, `text` the same as one text. `new`
-    are its documents, in prompt order, `repeated` the documents only named there, best first. Finish it with `confirm`
-    or `discard`; dropped, it counts as discarded.
+    `content` is its message's, in parts for a cloud with breakpoints. `new` are its documents, in prompt order,
+    `repeated` those only named there, best first. Finish it with `confirm` or `discard`; dropped, it counts as
+    discarded.
     """
 
     def __init__(
-        self,
-        content: Any,
-        new: list[D],
-        repeated: list[D],
-        ordering: Ordering[Document],
-        closing_tokens: int = 0,
+        self, content: Any, new: list[D], repeated: list[D], ordering: Ordering[Document], closing_tokens: int = 0
     ) -> None:
         self.content = content
         self.new = new
@@ -93,13 +87,11 @@ class NextTurn(Generic[D]):
             self.ordering.readable()
 
     def set_history_keys(self, message: Message, answer: Message | None = None) -> None:
-        """Set the keys of the message and its answer in later histories, from their plain form. Call it before
-        `confirm`. Raises TypeError."""
+        """Set the keys of the message and its answer in later histories, before `confirm`. Raises TypeError."""
         keys = message_key(message), "" if answer is None else message_key(answer)
         self.ordering.set_history_keys(*keys, closing_tokens=self._closing_tokens)
 
     def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
-        """Count the request as served."""
         reported = ReportedUsage() if usage is None else usage
         self.ordering.confirm(
             reported.cached_tokens,
@@ -109,7 +101,6 @@ class NextTurn(Generic[D]):
         )
 
     def discard(self) -> None:
-        """Count the request as failed or never sent."""
         self.ordering.discard()
 
     @contextmanager
@@ -137,10 +128,9 @@ class NextTurn(Generic[D]):
 class FrameworkTurns(Generic[M, D]):
     """Maker of next turns by `PromptBuilder.turn`. Thread-safe.
 
-    Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
-    `text` and `metadata` read a document. Its id in the prompt is its `label`, which cites and names it. After an error
-    all documents are sent in retrieval order, and the orderer counts it. `no_marks` is the warning, given once, if the
-    orderer's cache resumes only at breakpoints; empty if they are sent.
+    History is only read (`read`, to a plain message), and sent as the framework's own objects. `text` and `metadata`
+    read a document; its `label` cites and names it. After an error all documents are sent in retrieval order, and the
+    orderer counts it. `no_marks` is the warning if the orderer's cache resumes only at breakpoints.
     """
 
     def __init__(
@@ -171,7 +161,6 @@ class FrameworkTurns(Generic[M, D]):
         self.builder.turn("", [], orderer=_AsRanked(), repeat=repeat, reference=reference)
 
     def label(self, item: D) -> str:
-        """Return the label by which answers cite a document: `cited(answer, turn.sources, turns.label)`."""
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
 
     def question_in(self, content: str) -> str:
@@ -240,7 +229,6 @@ class FrameworkTurns(Generic[M, D]):
         usage: ReportedUsage | None = None,
         written_tokens: int | None = None,
     ) -> None:
-        """Count a turn's message as sent and answered."""
         # An unreadable message is not found again, but it was served.
         with suppress(Exception):
             turn.set_history_keys(self.read(message), None if answer is None else self.read(answer))

@@ -23,8 +23,8 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """Return the counts in the `usage` of an answer: mappings or objects, in OpenAI's names, Anthropic's or
-    LangChain's. A later report completes an earlier one."""
+    """Return the counts of reports: mappings or objects, in OpenAI's names, Anthropic's or LangChain's. A later report
+    completes an earlier one."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
@@ -41,8 +41,7 @@ def read_usage(*reports: Any) -> ReportedUsage:
 
 
 def answers_something(choice: Any) -> bool:
-    """Return whether a streamed choice shows that its prompt was computed. The first event of a chat names the role:
-    some servers send it before they have computed anything."""
+    """Return whether a streamed choice shows that its prompt was computed. Some servers send the role before that."""
     delta = member(choice, "delta")
     return bool(
         member(choice, "finish_reason")
@@ -56,8 +55,8 @@ def member(value: Any, name: str) -> Any:
 
 
 class AnswerLength:
-    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: reserving the longest
-    allowed answer would evict documents. Threads may lose each other's reports."""
+    """Mean answer length, in tokens. Engines allocate blocks as they generate: reserving the longest allowed answer
+    would evict documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
         self._mean = RunningMean()
@@ -67,8 +66,7 @@ class AnswerLength:
             self._mean.add(count)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
-        """Return the cached tokens of a question and its answer of at most `limit` tokens; before the first report
-        `default` for both."""
+        """Return the cached tokens of a question and its answer; before the first report `default` for both."""
         mean = self._mean.value
         expected = default - question_tokens if mean is None else round(mean)
         # Nothing is computed after the last token of an answer: its keys and values are not cached.
@@ -89,5 +87,4 @@ def _first(value: Any, *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return None for a float: 64.0 is no count."""
     return None if isinstance(value, float) else reported_count(value)

@@ -4,6 +4,7 @@ import re
 from importlib import import_module
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import click
@@ -35,8 +36,12 @@ author = "The ragorder authors"
 project_copyright = "The ragorder authors, Apache-2.0"
 release = version = installed_version("ragorder")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
-exclude_patterns = ["_build"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_click"]
+
+# With the outputs that they are committed with. A page can only be below the folder of the site's sources.
+nb_execution_mode = "off"
+copytree(Path(__file__).parents[1] / "notebooks", Path(__file__).with_name("notebooks"), dirs_exist_ok=True)
+exclude_patterns = ["_build", "notebooks/README.md"]
 # Examples in the pages have an ellipsis where your code stands, which is no Python. Links out of docs/ are checked by
 # tests/project/test_docs.py.
 suppress_warnings = ["misc.highlighting_failure", "myst.xref_missing"]

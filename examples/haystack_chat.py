@@ -19,7 +19,7 @@ from haystack.utils import Secret
 from openai import OpenAI
 
 from ragorder import Orderer, PromptBuilder
-from ragorder.adapters.haystack_chat import CacheOrderChatPromptBuilder, CacheOrderFeedback
+from ragorder.adapters.haystack import CacheOrderChatPromptBuilder, CacheOrderFeedback
 
 TEXTS = {
     "loom": "On a loom the warp threads are stretched, and the weft thread is passed over and under them. ",

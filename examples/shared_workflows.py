@@ -24,8 +24,7 @@ from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.workflows import SharedWorkflows, ordered_workflows
 from ragorder.adapters.workflows.haystack import WorkflowComponent
-from ragorder.adapters.workflows.langchain import WorkflowRetriever
-from ragorder.adapters.workflows.langgraph import workflow_node
+from ragorder.adapters.workflows.langchain import WorkflowRetriever, workflow_node
 from ragorder.kernels.engine import EngineSettings, TieredEngine
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import ContinuousIVF

@@ -13,7 +13,6 @@ ROWS = 64
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
-    """Return a configuration's first of these numbers. Raises ValueError if it is missing or not a positive integer."""
     value = next((config[each] for each in names if config.get(each) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
@@ -24,7 +23,7 @@ def read_width(config: Mapping[str, Any], where: str, *names: str, default: int 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """`inner` counts the numbers that a token's MLP computes between its matrices, over all experts of the token."""
+    """`inner` counts the numbers that a token's MLP computes between its matrices, over all its experts."""
 
     layers: int
     hidden: int
@@ -36,7 +35,6 @@ class DecoderShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Read a configuration as in its config.json; `where` begins the error's message. Raises ValueError."""
         layers = read_width(config, where, "num_hidden_layers", "n_layer", "num_layers")
         hidden = read_width(config, where, "hidden_size", "n_embd", "d_model")
         heads = read_width(config, where, "num_attention_heads", "n_head", "num_heads")
@@ -59,10 +57,10 @@ class DecoderShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Maximum bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
+        """Return the most bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
 
-        A step holds its hidden states twice, and the larger of attention's queries, keys, values and output, and of the
-        MLP's three inner products. Norms and logits are in fp32.
+        A step holds its hidden states twice, and the larger of attention's and of the MLP's vectors. Norms and logits
+        are in fp32.
         """
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)

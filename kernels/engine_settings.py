@@ -21,7 +21,7 @@ class EngineSettings(KVTierSettings):
         EngineSettings(device_tokens=100_000, host_bytes="8GiB", policy="lru")
         EngineSettings(device_bytes="6GiB", host_bytes="24GiB")  # streams weights that do not fit
 
-    Raises pydantic.ValidationError for an unknown name or a value out of range.
+    Raises pydantic.ValidationError.
     """
 
     device_bytes: int | None = Field(
@@ -128,7 +128,6 @@ class EngineSettings(KVTierSettings):
 
     @property
     def fusion(self) -> Fusion | None:
-        """Default for requests without their own; None if the engine cannot fuse."""
         return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")

@@ -20,20 +20,15 @@ _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2
 _STORED |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 _STEPS = (64, 256, 1024, 4096, 8192)
-# A safetensors file begins with the length of its header, which the format limits.
+# A safetensors file begins with the length of its header.
 _HEADER_BYTES = 8
 _LARGEST_HEADER = 100_000_000
 _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Return the sizes of a folder with config.json and safetensors, from their headers, or of a config.json, from its
-    shapes.
-
-    `dtype` of weights and KV replaces the stored one (float32, bfloat16, float16). The workspace is estimated: each
-    token's hidden states twice, the widest of attention and MLP, and logits. Raises OSError, and ValueError for folders
-    without configuration or weights, unreadable files, and configurations of other models than decoders.
-    """
+    """Return the sizes of a folder from its safetensors' headers, or of a config.json from its shapes. `dtype` of
+    weights and KV replaces the stored one. Raises OSError, and ValueError for other models than decoders."""
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_ITEMSIZES)}")
@@ -65,8 +60,6 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
 
 
 class _Parameters:
-    """Numbers of parameters of a decoder by its configuration, per `layer` and `outside` the layers."""
-
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.shape = shape = DecoderShape.read(config, where)
         hidden, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
@@ -104,7 +97,6 @@ class _Parameters:
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
-    """Bytes of each layer in a buffer, of all other weights, and of one number of most weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no weights (*.safetensors): give only its config.json for an estimate")
@@ -119,7 +111,7 @@ def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], in
     for name, (size, itemsize) in tensors.items():
         by_itemsize[itemsize] += size
         if found := _LAYER.match(name):
-            # Alignment of each tensor in a layer's buffer.
+            # Alignment in a layer's buffer.
             lists[found[1]][int(found[2])] += -(-size // _ALIGNMENT) * _ALIGNMENT
     decoders = [name for name, sizes in lists.items() if sorted(sizes) == list(range(layers))]
     if not decoders:
@@ -130,7 +122,6 @@ def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], in
 
 
 def _header(file: Path) -> dict[str, tuple[int, int]]:
-    """Bytes of each tensor, and of one of its numbers."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_BYTES), "little")
         try:

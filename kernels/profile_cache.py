@@ -34,10 +34,7 @@ def profile_key(identity: Mapping[str, Any]) -> str:
 
 
 class ProfileCache:
-    """Profiles in `folder`, one file per `profile_key`.
-
-    A damaged file is ignored with a warning. Reading and writing never raise.
-    """
+    """Profiles in `folder`, one file per `profile_key`. Reading and writing never raise; a damaged file is ignored."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = _default_folder() if folder is None else folder
@@ -46,7 +43,6 @@ class ProfileCache:
         return self.folder / f"{key}.json"
 
     def file_of(self, profile: PrefillProfile) -> Path | None:
-        """Return the file of this profile, or None if it is not stored."""
         key = profile.facts.get("key")
         return self.path(key) if isinstance(key, str) and self.find(key) == profile else None
 
@@ -66,10 +62,7 @@ class ProfileCache:
     def find_or_measure(
         self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
     ) -> PrefillProfile:
-        """Return the cached profile, or measure and cache one. Raises as `measure` does.
-
-        Processes that start together measure once: the others wait up to `patience_s`.
-        """
+        """Return the cached profile, or measure and cache one. Processes that start together measure once."""
         found = self.find(key)
         if found is not None:
             return found
@@ -77,7 +70,6 @@ class ProfileCache:
             return self.find(key) or self.keep(key, measure())
 
     def keep(self, key: str, profile: PrefillProfile) -> PrefillProfile:
-        """Store the profile and return it with its key among the facts."""
         profile = replace(profile, facts={**profile.facts, "key": key})
         path = self.path(key)
         try:

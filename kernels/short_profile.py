@@ -10,7 +10,7 @@ from typing import Any
 
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["LONGEST_TOKENS", "LoadTimes", "PrefillTimes", "measure_short_loads", "measure_short_profile"]
+__all__ = ["LONGEST_TOKENS", "LoadTimes", "measure_short_loads", "measure_short_profile"]
 
 LONGEST_TOKENS = 8_192
 """Longest measured prompt; beyond it a profile is extrapolated linearly."""
@@ -24,8 +24,7 @@ LoadTimes = Mapping[str, Callable[[], float]]
 _FIRST_NEW = 16
 _FACTOR = 4
 _ROUNDS = 5
-# Cost of a row after cached tokens, including the computation of the prefix, relative to the row without: mostly
-# attention.
+# Cost of a row after cached tokens, with the prefix, relative to the row without: mostly attention.
 _ROW = 4
 # A longer prefill may take one of these parts of the time left, because it recurs in every row and round.
 _PARTS = 8
@@ -40,12 +39,8 @@ def measure_short_profile(
     facts: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks.
-
-    What exceeds `budget_s` is left out: long prompts, cached prefixes, repeats. A prefill of 16 tokens is always
-    measured, twice. Times are medians of up to five rounds; the first round only counts if there was no time for
-    another. Raises as `prefill_s` does.
-    """
+    """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks. What exceeds
+    `budget_s` is left out: long prompts, cached prefixes, repeats. Times are medians of up to five rounds."""
     start = clock()
 
     def left_s() -> float:
@@ -101,11 +96,8 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """Return the profile with load times: medians of up to five loads of `tokens` tokens per tier, after one warm-up
-    load.
-
-    A tier is left out if it raises OSError, or if its second load would exceed `budget_s`.
-    """
+    """Return the profile with load times of `tokens` tokens per tier: medians of up to five, after a warm-up. A tier is
+    left out if it raises OSError, or if its second load would exceed `budget_s`."""
     samples: dict[str, list[float]] = {}
     end_s = clock() + budget_s
     for tier, load in load_s.items():

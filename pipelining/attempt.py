@@ -23,8 +23,7 @@ _logger = logging.getLogger("ragorder")
 class Attempt(Generic[Q, D, R]):
     """One generation: speculations on provisional documents, and the answer with the final ones.
 
-    A speculation is used only if its request equals the final one. `trace` gets times in seconds by `elapsed_s`.
-    `abort` ends all requests that have begun.
+    A speculation is used only if its request equals the final one. `abort` ends all requests that have begun.
     """
 
     def __init__(
@@ -52,11 +51,10 @@ class Attempt(Generic[Q, D, R]):
         admit: Callable[[], Admission | None] | None = None,
         off_engine: Callable[[], object] | None = None,
     ) -> bool:
-        """Begin a speculation unless it is not worthwhile (Algorithm 2, lines 6-10). Return False to try again after
-        the next stage.
+        """Begin a speculation if it is worthwhile (Algorithm 2, lines 6-10). Return False to try again later.
 
-        `admit` returns an admission made before (default: a new one of `load`); the caller ends an unused one.
-        `off_engine` is called when the speculation is no longer on the engine.
+        `admit` returns an earlier admission (default: a new one of `load`). `off_engine` is called when the speculation
+        has left the engine.
         """
         trace = self._trace
         try:
@@ -84,7 +82,6 @@ class Attempt(Generic[Q, D, R]):
         return True
 
     def speculates_on(self, question: Q, documents: Sequence[D]) -> bool:
-        """Return whether a speculation has exactly this request."""
         speculation = self._speculation
         if speculation is None or speculation.failed:
             return False
@@ -95,7 +92,6 @@ class Attempt(Generic[Q, D, R]):
             return False
 
     async def abort(self) -> None:
-        """End all unused speculations; return when the engine is done with them."""
         self._drop()
         while self._aborted:
             # A caller that is cancelled here aborts again: it must not return before the engine is done.

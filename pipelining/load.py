@@ -12,8 +12,10 @@ __all__ = ["Admission", "EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """Return `max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of `token_budget`
-    tokens (vLLM: --max-num-batched-tokens)."""
+    """Return `max_prefill_bs` of RAGCache section 5.3: prompts in one iteration of `token_budget` tokens.
+
+    In vLLM the budget is --max-num-batched-tokens.
+    """
     return max(1, token_budget // max(1, prompt_tokens))
 
 
@@ -23,8 +25,7 @@ class EngineLoad:
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
     A speculation is admitted while fewer than `max_prefill_bs` requests are pending. `reported` may return the engine's
-    own count including other clients (None: unknown). The larger count is used, plus admitted requests that have not
-    been sent. Raises ValueError for `max_prefill_bs` < 1.
+    own count including other clients; the larger count is used.
     """
 
     def __init__(
@@ -56,12 +57,11 @@ class EngineLoad:
         return self.pending < self.max_prefill_bs
 
     def admit(self) -> Admission | None:
-        """Return an admission for a request that is sent soon, or None if there is no room."""
         return Admission(self) if self.has_room else None
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
-        """Count a request as pending until the yielded function is called, at its first token, or the block ends."""
+        """Count a request as pending until the yielded function is called at its first token."""
         waits = True
         self._pending += 1
         sent_s = self._clock()

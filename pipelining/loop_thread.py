@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers of any thread. Thread-safe. Raises RuntimeError once it is closed."""
+    """Runs coroutines for callers of any thread. Thread-safe. Raises RuntimeError once closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,11 +35,9 @@ class LoopThread:
             raise
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run for another event loop, without blocking it."""
         return await asyncio.wrap_future(self._submit(work))
 
     def close(self, end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Await `end`, cancel all other work, and end the thread."""
         if self._closed:
             return
         self._closed = True

@@ -39,10 +39,8 @@ class Pipeline(Generic[Q, D, R]):
         async with pipeline.stream(question) as stream:
             async for text in stream: ...
 
-    - `warm_up`: prefills the system prompt during retrieval if it is not cached (RAGCache++ section 3.6)
-    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2). When the provisional documents change, the
-      running generation is aborted and, if the load permits, another begins. It is used only if its request equals the
-      final one, so answers do not change.
+    - `warm_up`: prefills a system prompt that is not cached, during retrieval (RAGCache++ section 3.6)
+    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2); answers do not change
     - `gain`: restricts speculation to stages where it saved time in recent searches
     """
 
@@ -68,7 +66,6 @@ class Pipeline(Generic[Q, D, R]):
         self._clock = clock
 
     def stream(self, question: Q) -> PipelinedStream:
-        """Stream the answer as it arrives; lazy. Raises only the errors of retrieval and engine."""
         trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
@@ -84,7 +81,7 @@ class Pipeline(Generic[Q, D, R]):
 
 
 class PipelinedStream(AnswerStream[AnswerChunk]):
-    """Text of an answer, see `AnswerStream`. `usage`: the engine's report, at the end."""
+    """Text of an answer; `usage` is the engine's report, at the end."""
 
     def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
         super().__init__(chunks)
@@ -93,7 +90,7 @@ class PipelinedStream(AnswerStream[AnswerChunk]):
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean seconds between the answer's tokens (RAGCache 5.4), or None for fewer than two or an unknown number."""
+        """Mean seconds between the answer's tokens (RAGCache 5.4), or None if unknown or fewer than two."""
         first_s, last_s = self.trace.first_token_s, self.trace.last_token_s
         tokens = (self.usage and self.usage.completion_tokens) or 0
         return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)

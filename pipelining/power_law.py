@@ -18,13 +18,13 @@ _STEEPEST = 16.0
 
 
 class PowerLaw:
-    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 if it is fitted.
+    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 if fitted.
 
         law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
         law(16)                    # seconds
         law.learn(16, 7.9)         # a batch that has run
 
-    Least squares in logarithms. Raises ValueError for an `a` or `c` out of range.
+    Least squares in logarithms.
     """
 
     def __init__(self, a: float, c: float = 1.0) -> None:
@@ -37,8 +37,7 @@ class PowerLaw:
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[int, float]]) -> Self:
-        """Fit (size, seconds) of equal weight. Raises ValueError for values that are not positive and finite, and for
-        fewer than two different sizes."""
+        """Fit (size, seconds) of equal weight. Raises ValueError for fewer than two sizes."""
         samples = list(samples)
         if len({size for size, _ in samples}) < 2:
             raise ValueError("a power law takes at least two batch sizes: measure one more")
@@ -55,11 +54,9 @@ class PowerLaw:
         return f"PowerLaw(a={self.a:.4g}, c={self.c:.4g})"
 
     def learn(self, size: int, seconds: float) -> None:
-        """Learn from a batch that has run. Each takes 1/128 off the weight of earlier ones; `c` stays until there are
-        two sizes.
+        """Learn from a batch; each takes 1/128 off the weight of earlier ones.
 
-        After 16 batches, an interrupted one counts at most four times the expected time or the mean. Raises ValueError
-        for a size or time that is not positive and finite.
+        After 16 batches, one counts at most four times the expected time or the mean.
         """
         expected = math.inf
         if self.samples >= _WARM and size > 0:

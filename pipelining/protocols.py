@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The text since the previous chunk, possibly empty; `tokens` of it if it is not. The last chunk has the usage."""
+    """The text since the previous chunk, possibly empty. The last chunk has the usage."""
 
     text: str
     usage: Usage | None = None
@@ -57,8 +57,7 @@ D_contra = TypeVar("D_contra", contravariant=True)
 
 class StreamingEngine(Protocol[R_contra]):
     def stream(self, request: R_contra, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Send the request at the first `__anext__`; the first chunk is the first token. Closing the generator early
-        aborts the request."""
+        """Send the request at the first `__anext__`; closing the generator early aborts it."""
 
 
 class CommittedRequest(Protocol[R_co]):
@@ -73,11 +72,12 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
-    """May also have `lengths(question, documents)`, which returns a function that predicts the `CachedLengths` of the
-    request at each call, or None if they are unknown. A `WorkflowServer` with `max_generations` uses it."""
+    """Builds requests; may also have `lengths(question, documents)` for a `WorkflowServer`.
 
-    def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
-        """Return the request that `commit` would make now, without recording it."""
+    `lengths` returns a function that predicts the request's `CachedLengths` at each call, or None.
+    """
+
+    def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co: ...
 
     def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> CommittedRequest[R_co]: ...
 
@@ -86,14 +86,10 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
 class PipelineTrace:
     """Times of one question, in seconds from its start (None: has not happened).
 
-    - `retrieval_s`: end of the search, after `stages`
     - `speculations` started, `refused` for lack of room, `declined` without a gain; `right`: the last one was used
-    - `exposed_search_s`: search time without a generation on its result (T1 of RAGCache Table 3; T2 if no speculation
-      was used)
+    - `exposed_search_s`: search time without a generation on its result (T1 of RAGCache Table 3, else T2)
     - `speculated_stage`: the stage, from 1, after which the used speculation started
     - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound
-    - `warmed_up`: a warm-up ran during retrieval
-    - `last_token_s`: of the latest token until the answer ends
     """
 
     warmed_up: bool = False

@@ -33,8 +33,7 @@ class CachedLengths(NamedTuple):
         return self.cached_tokens / max(1.0, self.computed_tokens)
 
 
-class QueueFullError(RagorderError):
-    """The queue has its maximum of waiting requests."""
+class QueueFullError(RagorderError): ...
 
 
 class Ticket(Generic[T]):
@@ -49,15 +48,14 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Returns the item with the largest cached / computed length next, the oldest among equals. Not thread-safe.
+    """Returns the item with the largest cached / computed length next, the oldest among equals.
 
         queue = CacheAwareQueue(window=32)
         queue.enter("question", lambda: CachedLengths(96, 40))
         queue.take().item
 
-    An item that `window` later ones have overtaken goes next, which bounds waiting for every tenant. `take` reads the
-    lengths of the oldest `window` + 1 items only. Items without lengths, or whose lengths raise, count as not cached.
-    Raises ValueError for a negative window.
+    An item that `window` later ones have overtaken goes next. Items whose lengths are missing or raise count as not
+    cached. Not thread-safe.
     """
 
     def __init__(self, window: int = 32) -> None:
@@ -84,7 +82,6 @@ class CacheAwareQueue(Generic[T]):
         self._waiting.pop(ticket._number, None)
 
     def peek(self) -> Ticket[T]:
-        """Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         candidates = self._candidates()
@@ -96,7 +93,6 @@ class CacheAwareQueue(Generic[T]):
         return max(candidates, key=attrgetter("_priority"))
 
     def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
-        """Take the next item. `chosen`: the result of `peek` just before. Raises IndexError if the queue is empty."""
         chosen = self.peek() if chosen is None else chosen
         candidates = self._candidates()
         for ticket in candidates:
@@ -108,14 +104,12 @@ class CacheAwareQueue(Generic[T]):
         return chosen
 
     def put_back(self, ticket: Ticket[T]) -> None:
-        """Put a taken item back in its old position."""
         later = [number for number in self._waiting if number > ticket._number]
         self._waiting[ticket._number] = ticket
         for number in later:
             self._waiting.move_to_end(number)
 
     def upcoming(self, count: int) -> list[T]:
-        """Return at most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
 
@@ -145,13 +139,12 @@ class _Arrival(Generic[T]):
 
 
 class ConcurrencyLimiter(Generic[T]):
-    """Admits at most `limit` requests at a time; at most `max_waiting` others (None: any number) wait in `queue`. For
-    one event loop.
+    """Admits at most `limit` requests at a time; at most `max_waiting` others wait in `queue`.
 
         async with limiter.slot(request, lengths):
             ...  # order the documents, send the request, read the answer to its end
 
-    Raises ValueError for a `limit` below one, or a negative `max_waiting`.
+    For one event loop.
     """
 
     def __init__(self, limit: int, queue: CacheAwareQueue[T], *, max_waiting: int | None = None) -> None:
@@ -171,9 +164,11 @@ class ConcurrencyLimiter(Generic[T]):
     async def slot(
         self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
     ) -> AsyncIterator[None]:
-        """Hold a slot until the block ends. Code before the block's first `await` runs before the next request is
-        chosen. Raises QueueFullError, unless `patient`: then the request waits until the queue has room, in order of
-        arrival."""
+        """Hold a slot until the block ends. Raises QueueFullError, unless `patient`.
+
+        Code before the block's first `await` runs before the next request is chosen. Patient requests wait for room in
+        the queue, in order of arrival.
+        """
         if self.has_room:
             self.in_flight += 1
         else:
@@ -197,7 +192,7 @@ class ConcurrencyLimiter(Generic[T]):
         try:
             await arrival.admitted
         except BaseException:
-            self._give_up(arrival)
+            self._withdraw(arrival)
             raise
 
     @property
@@ -208,7 +203,7 @@ class ConcurrencyLimiter(Generic[T]):
         arrival.ticket = self.queue.enter(arrival.item, arrival.lengths)
         self._admitted[arrival.ticket] = arrival.admitted
 
-    def _give_up(self, arrival: _Arrival[T]) -> None:
+    def _withdraw(self, arrival: _Arrival[T]) -> None:
         if arrival.ticket is None:
             self._patient.remove(arrival)
         elif self._admitted.pop(arrival.ticket, None) is None:
@@ -228,7 +223,7 @@ class ConcurrencyLimiter(Generic[T]):
             self._admit()
 
     def _admit(self) -> None:
-        """Admit one request, and others only after it has resumed: the next choice must see its effect on the cache."""
+        """Admit one request; the next is chosen after it has resumed, to see its effect on the cache."""
         self._waking = False
         while self.in_flight < self.limit and (self.queue or self._patient):
             if not self.queue:

@@ -31,8 +31,8 @@ class BestReplica(Generic[K]):
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
     The load is `busy` for each request in flight above the least busy replica, plus `worked` times the share by which
-    recently computed tokens exceed the mean, both with some prompts added. So idle replicas fill their caches, too. The
-    weight of a request halves after `half_life` further ones per replica. Not thread-safe.
+    recently computed tokens exceed the mean. The weight of a request halves after `half_life` further ones. Not
+    thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
@@ -42,7 +42,6 @@ class BestReplica(Generic[K]):
         self._computed: dict[K, float] = {}
 
     def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
-        """Return the replica that computes the request. Replicas that are left out may be given later."""
         decay = 0.5 ** (1 / (self._half_life * len(replicas)))
         decayed = {known: decay * tokens for known, tokens in self._computed.items()}
         computed = self._computed = {known: tokens for known, tokens in decayed.items() if tokens >= _NOTHING}

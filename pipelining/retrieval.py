@@ -21,19 +21,17 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Provisional(Generic[D]):
-    """The best documents after a stage, in rank order. `final`: the search has ended."""
+    """The best documents after a stage, in rank order."""
 
     documents: Sequence[D]
     final: bool = False
 
 
 Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
-"""Yields the documents found for a question after each stage. The last stage is final."""
+"""Yields the documents found for a question after each stage; the last stage is final."""
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
-    """Return a retrieval with one stage; a function that is not a coroutine runs in a thread."""
-
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
         yield Provisional(await call(retrieve, question), final=True)
 
@@ -45,9 +43,8 @@ def staged_retrieval(
 ) -> Retrieval[Q, D]:
     """Return a vector search in stages (`StagedIVF`, `StagedHNSW`).
 
-    `embed` returns a question's vector (or one row of them), `document` the document of an index id. Both and each
-    stage run in a thread, except for the stages of a shared search (`ContinuousIVF`). An abandoned search ends after
-    its current stage.
+    `embed` returns a question's vector (or one row), `document` the document of an index id. They and each stage run in
+    a thread, except stages of a shared search.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["AnswerStream", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
+__all__ = ["AnswerStream", "FirstFailures", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -20,7 +20,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
-    """Text of an answer as it is generated. Closing it early, or leaving `async with`, ends its request."""
+    """Text of an answer as it is generated. Closing it early ends its request."""
 
     def __init__(self, parts: AsyncGenerator[P, None]) -> None:
         self._parts = parts
@@ -31,8 +31,7 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
         return "".join(self._texts)
 
     @abstractmethod
-    def _read(self, part: P) -> str:
-        """Return the text of a part, or "" if it has none."""
+    def _read(self, part: P) -> str: ...
 
     async def __anext__(self) -> str:
         async for part in self._parts:
@@ -83,7 +82,6 @@ async def run_batch(
 
 
 def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
-    """Return the result or error of a task that has ended. Raises errors such as KeyboardInterrupt."""
     if task.cancelled():
         return RuntimeError(f"the {name} was cancelled")
     error = task.exception()
@@ -95,7 +93,7 @@ def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function: a coroutine function runs on the event loop, any other in a thread."""
+    """Return a function's result: coroutine functions run on the event loop, others in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(*args)
     result = await asyncio.to_thread(function, *args)
@@ -110,10 +108,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> None:
-    """Wait until all `tasks()` have ended, including tasks that are added meanwhile.
-
-    A caller that is cancelled meanwhile waits, too; then its CancelledError is raised.
-    """
+    """Wait until all `tasks()` have ended, including later ones; raise CancelledError only then."""
     cancelled: asyncio.CancelledError | None = None
     while left := [task for task in tasks() if not task.done()]:
         try:
@@ -124,8 +119,20 @@ async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> No
         raise cancelled
 
 
+class FirstFailures:
+    """Logs the first failure of each part that must not end the work."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def __call__(self, name: str, error: Exception) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
+
+
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:
-    """Return one observer that calls all; an observer that fails is logged once and no longer called."""
+    """Return one observer that calls all; one that fails is logged once and no longer called."""
     left = list(observers)
 
     def observe(observed: T) -> None:

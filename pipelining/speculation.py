@@ -30,7 +30,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request. `off_engine` is called when it is no longer on the engine."""
+    """A speculative request. `off_engine` is called when it has left the engine."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class Speculation(Generic[R]):
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield all chunks, those so far first. Closing early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -99,8 +98,7 @@ class SpeculationGain:
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
 
-    With the right documents it saves the rest of the search, at most a prefill. With wrong ones it may keep the engine
-    busy after the search, since an iteration is not aborted.
+    A right one saves the rest of the search, at most a prefill. A wrong one may keep the engine busy after the search.
     """
 
     def __init__(self) -> None:
@@ -108,8 +106,6 @@ class SpeculationGain:
         self._stages: dict[int, tuple[RunningMean, RunningMean]] = {}
 
     def learn(self, stages: Sequence[tuple[bool, float]], numbers: Iterable[int] | None = None) -> None:
-        """Learn whether each stage was right, and the seconds left after it. `numbers`: of the stages (default: from
-        1)."""
         for number, seen in zip(count(1) if numbers is None else numbers, stages, strict=False):
             if number not in self._stages:
                 self._stages[number] = RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)
@@ -117,18 +113,18 @@ class SpeculationGain:
                 mean.add(value)
 
     def right(self, stage: int) -> float | None:
-        """Return the share of searches in which this stage was right, or None before the first."""
         return self._stages[stage][0].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds that a speculation after this stage saves, at most `saved_s`, less the time by which
-        a wrong one, of `wasted_s`, exceeds the search; None before the first search."""
+        """Return the mean seconds saved, or None before the first search.
+
+        A right speculation saves at most `saved_s`; a wrong one costs the part of `wasted_s` that exceeds the search.
+        """
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None
         return right * min(left_s, saved_s) - (1 - right) * max(0.0, wasted_s - left_s)
 
     def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
-        """Return whether a speculation after this stage (from 1) saves time on average; True without data."""
         gain_s = None if prefill_s is None else self.gain_s(stage, prefill_s, prefill_s)
         return gain_s is None or gain_s >= 0

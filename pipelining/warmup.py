@@ -21,7 +21,7 @@ class Prefix(Protocol[Q_contra]):
     def scope(self, question: Q_contra, /) -> Hashable: ...
 
     def is_cached(self, question: Q_contra, /) -> bool:
-        """Return whether the engine has it in its cache, is computing it, or cannot keep a block of it."""
+        """Return whether it is cached, being computed, or too short for a block."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
         """Prefill it. Cancelling aborts the request."""
@@ -43,7 +43,7 @@ class Warming:
 
 
 class WarmUp(Generic[Q]):
-    """Prefills a system prompt that is not cached: after a cold start, an eviction, or a restart of the engine.
+    """Prefills a system prompt that is not cached: after a cold start, an eviction, or an engine's restart.
 
         pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
 
@@ -57,8 +57,7 @@ class WarmUp(Generic[Q]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, question: Q) -> Warming | None:
-        """Start or join the warm-up for a question; return None if it is not needed. The caller must call its `leave`
-        when retrieval has ended."""
+        """Start or join a warm-up, or return None if not needed. The caller must call `leave` after retrieval."""
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)

@@ -48,8 +48,6 @@ _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_cal
 
 
 class OrdersTurns(Protocol):
-    """The methods of an orderer that a turn needs."""
-
     def order(
         self,
         documents: Iterable[Document],
@@ -61,11 +59,7 @@ class OrdersTurns(Protocol):
     ) -> Ordering[Document]: ...
 
     def predict_cached_tokens(
-        self,
-        documents: Iterable[Document],
-        *,
-        scope: Hashable = None,
-        history: History | None = None,
+        self, documents: Iterable[Document], *, scope: Hashable = None, history: History | None = None
     ) -> tuple[int, int]: ...
 
     def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
@@ -77,7 +71,7 @@ class MessageFormat:
 
     `header` returns a document's beginning up to its text, which identifies later versions. A document is followed by
     one of `openings` (empty: by any text). Templates add `turn_tokens` after a user's message and `closing_tokens`
-    after an answer. `estimated`: tokens are estimated from characters.
+    after an answer.
     """
 
     system: str
@@ -92,7 +86,6 @@ class MessageFormat:
     closing_tokens: int
     estimated: bool
     message_tokens: Callable[[str, Callable[[], int]], int]
-    """Return the length stored under a message's key, else that of the callable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,12 +96,11 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: the messages to send, the history's unchanged; for a cloud that resumes at breakpoints the new one has
-      one part per document
+    - `messages`: the messages to send, the history's unchanged
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
-    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, before the first
-      question, and this turn's are `repeated`
+    - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, and this turn's are
+    `repeated`
     """
 
     messages: list[dict[str, Any]]
@@ -125,7 +117,6 @@ class Turn:
 
     @property
     def bearer(self) -> dict[str, Any]:
-        """Message that contains the documents `new`."""
         return self.messages[self._bearer]
 
     @property
@@ -135,7 +126,7 @@ class Turn:
     def anthropic(self) -> dict[str, Any]:
         """Return arguments for `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`.
 
-        Raises ValueError for messages of tools, which need another format.
+        Raises ValueError for messages of tools.
         """
         return self._parts().anthropic()
 
@@ -148,8 +139,7 @@ class Turn:
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer, a text or an assistant's message, so that later turns find it in the
-        cache.
+        """Return the messages with their answer, so that later turns find it in the cache.
 
         Call it before `ordering.confirm`.
         """
@@ -167,8 +157,7 @@ class Turn:
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Record the engine's answer and return the next turn's history. Token counts are those of
-        `Ordering.confirm`."""
+        """Record the engine's answer and return the next turn's history. Counts are those of `Ordering.confirm`."""
         messages = self.answered(answer)
         counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)
@@ -190,10 +179,7 @@ class Turn:
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages after the system prompt, and the message of the system prompt.
-
-    Raises TypeError for objects that are not messages, ValueError for a system prompt other than the builder's.
-    """
+    """Return the messages after the system prompt, and the message of the system prompt."""
     messages = []
     for message in history:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -222,8 +208,6 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 
 
 def message_key(message: Message) -> str:
-    """Return a digest of the fields that a chat template can show. Raise TypeError for a message that is not valid
-    JSON."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
     return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 
@@ -231,10 +215,7 @@ def message_key(message: Message) -> str:
 def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
     calls = message.get("tool_calls") or message.get("function_call")
     texts = [*texts_of(message), *([json.dumps(calls)] if calls else [])]
-    return _length(form, sum(map(form.count, texts)) + closing_tokens)
-
-
-def _length(form: MessageFormat, tokens: int) -> int:
+    tokens = sum(map(form.count, texts)) + closing_tokens
     return Estimate(tokens) if form.estimated else tokens
 
 
@@ -269,7 +250,6 @@ class ShownDocuments(Protocol):
 def appears_in(
     form: ShownDocuments, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
 ) -> bool:
-    """Return whether the texts contain the document, and its last version there is this one, complete."""
     text, name = form.escape(form.document_text(document)), form.escape(name_in(reference, document))
     header = form.escape(form.header(document))
     # Without a header the text may be a part of another document.
@@ -299,7 +279,6 @@ def name_in(reference: str, document: Document) -> str:
 
 @lru_cache(maxsize=64)
 def check_reference(reference: str) -> None:
-    """Raise ValueError for an invalid reference template."""
     try:
         fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
         reference.format(id="", title="")

@@ -34,8 +34,8 @@ class Document:
 
         Document("faq-7", "Orders are shipped on the next working day.", metadata={"source": "faq"})
 
-    `tokens` is its length in the prompt, including its header (default: estimated at four characters per token). `key`
-    identifies id *and* text. Raises TypeError if id or text is not a string, ValueError for negative `tokens`.
+    `tokens` is its length in the prompt, with its header (default: estimated at four characters per token). `key`
+    identifies id *and* text.
     """
 
     id: str
@@ -63,7 +63,7 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError if no object has one of the `wanted` attributes. The message says what to give instead.
+    """Raise TypeError if no object has one of the `wanted` attributes, with advice.
 
     `wanted` maps attributes to the `Orderer` arguments that replace them.
     """

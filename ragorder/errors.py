@@ -7,18 +7,18 @@ RagorderError
   HTTPError                       ragorder.adapters.http_server.errors
     UpstreamError                 ragorder.adapters.proxy.upstream
       RefusedError                ragorder.adapters.proxy.fleet
-      ReplicaLostError            ragorder.adapters.ray.answer
+      ReplicaLostError            ragorder.adapters.ray.transport
   MalformedDocumentsError         ragorder.adapters.ray.ordered_calls
-  RenderError                     ragorder.adapters.doctor.chat_template
+  RenderError                     ragorder.adapters.doctor.case
   ServerError                     ragorder.adapters.http_client
     AddressError                  ragorder.adapters.http_client
   TemplateError                   ragorder.adapters.proxy.template
   TooManyAtOnceError              ragorder.adapters.embedded.worker
   TooManyValuesError              ragorder.adapters.http_server.untrusted_json
   TooManyWaitingError             ragorder.adapters.embedded.worker
-  UnknownWeightsError             ragorder.adapters.vllm_tiers.weights
-  UnreadableError                 ragorder.adapters.shared_orders.entry
-  UnsupportedRayError             ragorder.adapters.ray.versions
+  UnknownWeightsError             ragorder.adapters.vllm_tiers.disk_identity
+  UnreadableError                 ragorder.adapters.shared_orders.orderer
+  UnsupportedRayError             ragorder.adapters.ray.application
   UnsupportedVLLMError            ragorder.adapters.vllm_tiers.versions
   WorkerError                     ragorder.adapters.http_server.processes
   BadHeaderError                  ragorder.kernels.store.format
@@ -29,12 +29,12 @@ RagorderError
   CheckpointError                 ragorder.kernels.offload.checkpoint
   DeviceLostError                 ragorder.kernels.engine.request
   LayerReadError                  ragorder.kernels.offload.checkpoint
-  ModelLoadError                  ragorder.kernels.engine.loading
+  ModelLoadError                  ragorder.kernels.models.loading
   OutOfBlocksError                ragorder.kernels.paging.pool
   RequestRefusedError             ragorder.kernels.engine.request
     ShortOfMemoryError            ragorder.kernels.engine.request
   StoreRefusedError               ragorder.kernels.store.folder
-  UnsupportedModelError           ragorder.kernels.unsupported
+  UnsupportedModelError           ragorder.kernels.models.support
   WriteFailedError                ragorder.kernels.preprocessing.copies
   AnswerChangedError              ragorder.pipelining.batching.requests
   PlacementError                  ragorder.pipelining.placement.plan

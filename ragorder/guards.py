@@ -101,17 +101,9 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Return the discount of a place, numbered from the middle's first rank.
-
-        Documents kept last are among these ranks, but do not come before the middle.
-        """
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
-        """Return the discounted cumulative gain lost if a rank comes now, followed by the better remaining ranks.
-
-        Only ranks that lose at most `most` are included.
-        """
         losses: dict[int, float] = {}
         now, moved, next_place = self._discount(place), 0.0, place
         for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):
@@ -128,7 +120,6 @@ class RequestGuards:
         return losses
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """Return the allowed order that begins with `prefix` and is closest to the preferred one."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

@@ -108,17 +108,17 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`. Give `capacity_tokens`, the size of the engine's KV cache. Documents are
-    `Document`s, or any objects with the callables `key` (content identity, hashable), `tokens` (length in the prompt)
-    and `group` (for `keep_groups`; default: the metadata's "source").
+    The options are the fields of `Settings`, above all `capacity_tokens`, the size of the engine's KV cache. Documents
+    are `Document`s, or any objects with the callables `key` (content identity), `tokens` (length in the prompt) and
+    `group` (for `keep_groups`).
 
     `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
-    tokens before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a
-    scope is then the requests' `cache_salt`, or None.
+    tokens before the documents) locate documents among the engine's `blocks`; a scope is then the requests'
+    `cache_salt`.
 
-    Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are not
-    documents. After an internal error the documents stay in retrieval order and `fallbacks` counts it; `strict=True`
-    raises it. A copy (copy, pickle, process pool) starts empty, without events.
+    Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
+    retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
+    empty.
     """
 
     def __init__(
@@ -174,13 +174,10 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics` unless
-        given.
+        """Return an orderer for the vLLM server at `base_url`, with block size and capacity from its `/metrics`.
 
-        With `events_endpoint`, better also `replay_endpoint`, KV events (`events` is the subscriber) keep the residency
-        exact, across processes; this needs `builder` with the model's tokenizer. A hybrid model (Mamba, GDN) uses
-        `hybrid_rules`. Each missing feature of the server is a `DegradedWarning`. Close the orderer, or use a `with`
-        block.
+        With `events_endpoint`, better also `replay_endpoint`, KV events keep the residency exact, across processes;
+        this needs `builder` with the model's tokenizer. Each missing feature of the server is a `DegradedWarning`.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -211,9 +208,7 @@ class Orderer:
         """Return an orderer for a cloud whose cache resumes a prompt only at breakpoints of earlier prompts.
 
         `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
-        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt. `prices` may be
-        the path of a file. Raises ValueError for an unknown table and settings of other engines, OSError for an
-        unreadable file of prices.
+        table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt.
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -260,7 +255,6 @@ class Orderer:
 
     @property
     def tree_size(self) -> int:
-        """Number of nodes of all scopes."""
         return self._lock.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
@@ -331,7 +325,7 @@ class Orderer:
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            permutation = self._look(scope, None, Scope.preview, request, backlog, history)
+            permutation = self._lock.run(self._look_at, scope, None, Scope.preview, request, backlog, history)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error).documents
@@ -345,45 +339,35 @@ class Orderer:
         lengths: Lengths = USUAL,
         history: History | None = None,
     ) -> tuple[int, int]:
-        """Return the cached tokens that `order` would predict, without recording anything, and the tokens up to the end
-        of the question of `history`, or else of the documents."""
+        """Return the cached tokens that `order` would predict, and the tokens to the end of question or documents."""
         given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
             prefix, _ = _read_lengths(lengths)
-            return self._look(scope, prefix, Scope.predict_cached_tokens, request, history)
+            return self._lock.run(self._look_at, scope, prefix, Scope.predict_cached_tokens, request, history)
         except Exception as error:
             self._reader.refuse(given, error)
             self._report(error)
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Return whether no warm-up is needed: the engine should hold or be computing the tokens before the documents,
-        or they fill no block."""
         try:
-            return self._look(scope, None, Scope.holds_prefix)
+            return self._lock.run(self._look_at, scope, None, Scope.holds_prefix)
         except Exception as error:
             self._report(error)
             return True
 
     def has_lost(self, history: History, *, scope: Hashable = None) -> bool:
-        """Return whether the engine should have evicted a conversation, except perhaps the documents of its first
-        message.
-
-        False for a history that this orderer has not seen served.
-        """
+        """Return whether the engine should have evicted a conversation. False for an unknown history."""
         history = _checked(history)
         try:
-            return self._look(scope, None, Scope.has_lost, history)
+            return self._lock.run(self._look_at, scope, None, Scope.has_lost, history)
         except Exception as error:
             self._report(error)
             return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
-        """Count a request's documents and return their topic, or None without documents.
-
-        A router sends requests of one topic, which share documents, to one replica (`Topics`).
-        """
+        """Count a request's documents and return their topic, a routing key (`Topics`), or None without documents."""
         given = list(documents)
         try:
             if self._topics is None:
@@ -425,9 +409,8 @@ class Orderer:
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents are adjacent.
 
-        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late
-        (default: no bound), and in flight once accessed. Predicted hits are at least those of `order` for each in turn.
-        Raises ValueError for a negative `max_wait`.
+        The orderings are in serving order, each with its `index` in `requests`, at most `max_wait` places late, and in
+        flight once accessed. Predicted hits are at least those of `order` for each in turn.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -449,9 +432,9 @@ class Orderer:
             request = read[number]
             try:
                 if permutation is None:
-                    ordering = self._enter(scope, prefix, Scope.order, request, (), suffix)
+                    ordering = self._lock.run(self._work_in, scope, prefix, Scope.order, request, (), suffix, None)
                 else:
-                    ordering = self._enter(scope, prefix, Scope.start, request, permutation, suffix)
+                    ordering = self._lock.run(self._work_in, scope, prefix, Scope.start, request, permutation, suffix)
                 self._ordered(given[number], ordering, scope, lengths, None)
             except Exception as error:
                 ordering = self.fall_back(given[number], error)
@@ -485,8 +468,7 @@ class Orderer:
 
     def _ordered(
         self, documents: list[D], ordering: Ordering[D], scope: Hashable, lengths: Lengths, history: History | None
-    ) -> None:
-        """Hook for each ordering in flight that did not fall back."""
+    ) -> None: ...
 
     def _record(
         self, request: OrderRequest[Any], permutation: Sequence[int] | None, scope: Hashable, lengths: Lengths
@@ -495,41 +477,17 @@ class Orderer:
         if sorted(places) != list(range(len(request.keys))):
             raise ValueError("permutation must have each rank of the documents exactly once")
         prefix, suffix = _read_lengths(lengths)
-        self._enter(scope, prefix, Scope.record, request, places, suffix)
+        self._lock.run(self._work_in, scope, prefix, Scope.record, request, places, suffix)
 
     def _copy_of(self, name: Hashable, prefix_tokens: int | None, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:
             # Prefixes of other processes are discovered for one request at a time.
             for request in requests:
-                self._enter(name, prefix_tokens, Scope.cached_path, request)
-        return self._look(name, prefix_tokens, Scope.copy)
-
-    def _enter(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
-    ) -> T:
-        """Call a method that changes the scope, or a new one."""
-        return self._lock.run(self._work_in, name, prefix_tokens, work, *arguments)
-
-    def _look(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
-    ) -> T:
-        """Call a method that records nothing, on the scope or on a temporary one."""
-        return self._lock.run(self._look_at, name, prefix_tokens, work, *arguments)
+                self._lock.run(self._work_in, name, prefix_tokens, Scope.cached_path, request)
+        return self._lock.run(self._look_at, name, prefix_tokens, Scope.copy)
 
     def _work_in(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
+        self, name: Hashable, prefix_tokens: int | None, work: Callable[[Scope, *Arguments], T], *arguments: *Arguments
     ) -> T:
         scopes = self._scopes
         scope = scopes.get(name)
@@ -546,11 +504,7 @@ class Orderer:
         return result
 
     def _look_at(
-        self,
-        name: Hashable,
-        prefix_tokens: int | None,
-        work: Callable[[Scope, *Arguments], T],
-        *arguments: *Arguments,
+        self, name: Hashable, prefix_tokens: int | None, work: Callable[[Scope, *Arguments], T], *arguments: *Arguments
     ) -> T:
         known = self._scopes.get(name)
         if known is not None and known.whole:
@@ -608,7 +562,6 @@ def _checked(history: H) -> H:
 
 
 def _read_lengths(lengths: Lengths) -> Lengths:
-    """Raise TypeError or ValueError for invalid lengths."""
     return Lengths(*(None if tokens is None else read_length(tokens) for tokens in lengths))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
@@ -26,7 +27,6 @@ class Moves(NamedTuple):
     """Distance of a prompt's documents from retrieval order."""
 
     reordered: bool
-    """Whether any document moves."""
     cold: bool
     """Whether any document moves although none should be cached."""
     best_moved: bool
@@ -56,7 +56,7 @@ class RequestOutcome(NamedTuple):
 
 
 class CloudOutcome(RequestOutcome):
-    """The outcome of a request to a cloud. Its cost is not an item of the tuple, because callers unpack four."""
+    """The outcome of a request to a cloud; its cost is no item, because callers unpack four."""
 
     paid: Cost | None = None
 
@@ -67,85 +67,50 @@ class CloudOutcome(RequestOutcome):
 
 class Forecast(Protocol):
     def expected_uses(self, keys: Sequence[Hashable]) -> Sequence[float]:
-        """Return the expected requests that will contain the first document, the first two, …, or nothing without a
-        forecast."""
+        """Return the expected requests with the first document, the first two, …, or nothing."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Ordering(Generic[D]):
     """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
 
         ordering = orderer.order(documents)
         ordering.confirm(generate(question, ordering.documents).cached_tokens)
 
-    - `documents`: the caller's own, permuted
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
     - `cached_tokens`: prompt tokens that it should reuse, including the system prompt
-    - `host_tokens`, `disk_tokens`: cached tokens of documents that must be loaded from host memory or disk
+    - `host_tokens`, `disk_tokens`: cached tokens to load from host memory or disk
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
     - `fused`: places of documents whose copies are reused (`reuse="fused"`)
-    - `exact_documents`: leading documents that the engine must compute exactly even if it has copies
+    - `exact_documents`: leading documents that the engine must compute exactly
     - `fallback`: the documents are in retrieval order after an internal error
     - `cloud`: breakpoints of a request to a cloud (`Orderer.for_cloud`)
     """
 
-    __slots__ = (
-        "_finish",
-        "_forecast",
-        "_keys",
-        "_lease",
-        "_observers",
-        "cached_tokens",
-        "cloud",
-        "disk_tokens",
-        "documents",
-        "documents_end",
-        "exact_documents",
-        "fallback",
-        "fused",
-        "guard_cost_tokens",
-        "host_tokens",
-        "index",
-        "permutation",
-        "prefix_documents",
-        "twins",
-    )
-
-    def __init__(
-        self,
-        documents: list[D],
-        permutation: Sequence[int],
-        prefix_documents: int = 0,
-        cached_tokens: int = 0,
-        guard_cost_tokens: int = 0,
-        finish: Callable[[Any, RequestOutcome], None] | None = None,
-        lease: object = None,
-        documents_end: int = 0,
-        forecast: Forecast | None = None,
-        keys: Sequence[Hashable] = (),
-    ) -> None:
-        self.documents = documents
-        self.permutation = permutation
-        self.prefix_documents = prefix_documents
-        self.cached_tokens = cached_tokens
-        self.documents_end = documents_end
-        # No closure: callers keep many orderings, and the garbage collector visits each object.
-        self._forecast = forecast
-        self._keys = keys
-        self.guard_cost_tokens = guard_cost_tokens
-        self.host_tokens = self.disk_tokens = 0
-        self.fused: Sequence[int] = ()
-        self.exact_documents = 0
-        self.cloud: CloudRequest | None = None
-        self.index = 0
-        self.fallback = False
-        # Orderings of the same request by other orderers, for comparison.
-        self.twins: tuple[Ordering[Any], ...] = ()
-        self._finish = finish
-        self._lease = lease
-        self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
+    documents: list[D]
+    permutation: Sequence[int]
+    prefix_documents: int = 0
+    cached_tokens: int = 0
+    guard_cost_tokens: int = 0
+    # No closure: callers keep many orderings, and the garbage collector visits each object.
+    _finish: Callable[[Any, RequestOutcome], None] | None = None
+    _lease: object = None
+    documents_end: int = 0
+    _forecast: Forecast | None = None
+    _keys: Sequence[Hashable] = ()
+    host_tokens: int = field(default=0, init=False)
+    disk_tokens: int = field(default=0, init=False)
+    fused: Sequence[int] = field(default=(), init=False)
+    exact_documents: int = field(default=0, init=False)
+    cloud: CloudRequest | None = field(default=None, init=False)
+    index: int = field(default=0, init=False)
+    fallback: bool = field(default=False, init=False)
+    # Orderings of the same request by other orderers, for comparison.
+    twins: tuple[Ordering[Any], ...] = field(default=(), init=False)
+    _observers: tuple[Callable[[RequestOutcome], None], ...] = field(default=(), init=False)
 
     def __repr__(self) -> str:
         return (
@@ -161,8 +126,7 @@ class Ordering(Generic[D]):
 
     @property
     def expected_uses(self) -> Sequence[float]:
-        """For each place, the expected requests that will contain all documents up to it, or nothing without a
-        forecast."""
+        """For each place, the expected requests with all documents up to it, or nothing without a forecast."""
         if self._forecast is None:
             return ()
         keys = self._keys
@@ -180,7 +144,7 @@ class Ordering(Generic[D]):
 
     @property
     def breakpoints(self) -> Sequence[int]:
-        """For a cloud, the number of documents before each breakpoint to set; 0: after the system prompt."""
+        """For a cloud, the number of documents before each breakpoint; 0: after the system prompt."""
         return self.cloud.breakpoints if self.cloud is not None else ()
 
     @property
@@ -203,7 +167,7 @@ class Ordering(Generic[D]):
         """Record that the engine served the request, with the token counts that it reported, if any.
 
         `cached_tokens` were reused, `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its
-        cache. Invalid counts are ignored. Only the first `confirm` or `discard` has an effect.
+        cache. Only the first `confirm` or `discard` has an effect.
         """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
@@ -217,8 +181,7 @@ class Ordering(Generic[D]):
             self._end(outcome)
 
     def readable(self) -> None:
-        """Record the answer's first token, from which on other requests can read this request's entries in a cloud's
-        cache.
+        """Record the answer's first token: from now on other requests can read its entries in a cloud's cache.
 
         Not needed before `confirm`.
         """
@@ -232,9 +195,9 @@ class Ordering(Generic[D]):
         self._end(RequestOutcome(False))
 
     def set_history_keys(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
-        """Set the keys (`Segment.key`) of this request's message and answer in later histories.
+        """Set the keys (`Segment.key`) of this request's message and answer, so that later turns find their KV.
 
-        Later turns then find their KV. `closing_tokens`: template text after the answer. Call it before `confirm`.
+        `closing_tokens`: template text after the answer. Call it before `confirm`.
         """
         for twin in self.twins:
             twin.set_history_keys(message, answer, closing_tokens=closing_tokens)
@@ -243,11 +206,7 @@ class Ordering(Generic[D]):
             turn.message, turn.answer, turn.closing_tokens = message, answer, closing_tokens
 
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
-        """Call `observer` once, at the first `confirm` or `discard`.
-
-        It must not raise, and may take locks: an outcome from a finaliser reaches it with the next call of this
-        package.
-        """
+        """Call `observer` once, at the first `confirm` or `discard`. It must not raise, and may take locks."""
         self._observers += (observer,)
 
     def _end(self, outcome: RequestOutcome) -> None:
@@ -269,7 +228,7 @@ class Batch(Sequence[Ordering[D]], Generic[D]):
         for ordering in orderer.order_batch(requests):
             serve(requests[ordering.index], ordering.documents)
 
-    Access puts an ordering in flight, so serve while iterating. `indices` is the serving order.
+    Access puts an ordering in flight, so serve while iterating.
     """
 
     def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:

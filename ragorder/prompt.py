@@ -54,9 +54,7 @@ class Span:
 class Prompt:
     """One prompt in the formats of engines.
 
-    `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
-    themselves, which may differ slightly between parts. Without a tokenizer `token_ids` is None and `spans` is empty.
-
+    `token_ids` are exact; engines tokenise `text` or `messages` themselves. Without a tokenizer `token_ids` is None.
     `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
     `Orderer.for_cloud`.
     """
@@ -70,7 +68,6 @@ class Prompt:
 
     @property
     def parts(self) -> PromptParts:
-        """Content parts for a cloud's client."""
         from ragorder.clouds.parts import PromptParts
 
         return PromptParts(*self._content, **self._marked)
@@ -101,17 +98,15 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank, which would
-      prevent reuse
-    - `label` returns the {label} by which an answer cites a document, independent of its position
+    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, but no rank
+    - `label` returns the {label} by which an answer cites a document
     - `question_template` has {query} and everything that varies between requests
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt
     - `state_ranking` adds the retrieval ranking, by id, after the documents
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks
     - `cached_documents`: documents whose tokens are kept, in at most 64 MiB
 
-    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent unchanged. Raises
-    ValueError for a wrong template, or for `align_to` without a tokenizer.
+    Special tokens in documents and questions are escaped; a history is sent unchanged.
     """
 
     def __init__(
@@ -126,16 +121,7 @@ class PromptBuilder:
         cached_documents: int = 4096,
         label: Callable[[Document], str] = number_label,
     ) -> None:
-        self._arguments = {
-            "system": system,
-            "document_template": document_template,
-            "question_template": question_template,
-            "tokenizer": tokenizer,
-            "state_ranking": state_ranking,
-            "align_to": align_to,
-            "cached_documents": cached_documents,
-            "label": label,
-        }
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         _check_template("document_template", document_template, "text")
         _check_template("question_template", question_template, "query")
         if align_to is not None and (tokenizer is None or align_to < 1):
@@ -166,7 +152,7 @@ class PromptBuilder:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the first document; estimated at four characters per token without a tokenizer."""
+        """Tokens before the first document; estimated without a tokenizer."""
         return len(self._head_ids) if self._tokenizer else estimate_tokens(self._head)
 
     def document_tokens(self, document: Document) -> int:
@@ -174,7 +160,7 @@ class PromptBuilder:
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """Return `document_tokens` without caching, so that timing does not reveal whether a document was seen before.
+        """Return `document_tokens` uncached, so that timing does not reveal documents seen before.
 
         Long texts are counted in pieces, each with an error of one or two tokens.
         """
@@ -237,15 +223,12 @@ class PromptBuilder:
             messages = turn.confirm(ask(turn.messages))
 
         Documents of the first turn are ordered; later ones keep retrieval order, unless the engine holds them in
-        another. A document that a message of the history contains unchanged is named by `reference` ({id}, {title}),
-        best ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
-        question. Other options are those of `Orderer.order`.
+        another. A document that the history contains unchanged is named by `reference` ({id}, {title}), unless `repeat`
+        is "send". With `tool_call_id` the message is that tool's result, without a question.
 
         `rebase` has the documents of earlier turns. If the engine has evicted the conversation, and if this saves
-        computation, those in its messages and this turn's are ordered together, placed before the first question, and
-        named where they were. No other text changes; store the new messages.
-
-        Raises TypeError or ValueError for an invalid history, one with another system prompt, and wrong options.
+        computation, they and this turn's are ordered together before the first question, and named where they were;
+        store the new messages.
         """
         from ragorder.turns import make_turn
 
@@ -294,7 +277,6 @@ class PromptBuilder:
         )
 
     def _header(self, document: Document) -> str:
-        """Return the document's beginning, up to its text."""
         header = []
         for literal, name, *_ in Formatter().parse(self._document_template):
             header.append(literal)
@@ -312,19 +294,16 @@ class PromptBuilder:
         return sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
 
     def document_text(self, document: Document) -> str:
-        """Return the document as the prompt shows it."""
         text = self._render(document)
         return text if self._align_to is None else text + "\n" * self._segment(document).padding
 
     def user_message(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """`ranking`: the documents' retrieval ranks."""
         texts = map(self.document_text, documents)
         # Escaped again as a whole, because two adjacent documents must not form a special token.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     @property
     def question_opening(self) -> str:
-        """The text before a question, which ends the documents."""
         return next((text for text, *_ in Formatter().parse(self._question_template)), "")
 
     def label_of(self, document: Document) -> str:
@@ -338,7 +317,6 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Return the tokens of a question after the last document, without the ranking."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 

@@ -25,8 +25,7 @@ class Settings(BaseSettings):
 
         Settings(capacity_tokens=262_144, block_size=16, moves="prefix")
 
-    The environment sets them too (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or
-    value.
+    The environment sets them too (RAGORDER_CAPACITY_TOKENS=…).
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
@@ -76,11 +75,7 @@ class Settings(BaseSettings):
         description="Preferred position of the most relevant document: first, last (next to the question), or any. "
         "Models differ: `ragorder eval quality --places` measures it.",
     )
-    best_tokens: int = Field(
-        128,
-        ge=0,
-        description="Maximum cached tokens that a request may lose for this position.",
-    )
+    best_tokens: int = Field(128, ge=0, description="Maximum cached tokens that a request may lose for this position.")
     reuse: Literal["exact", "fused"] = Field(
         "exact",
         description="exact: the engine reuses only exact prefixes; fused: it also reuses documents computed in other "
@@ -169,7 +164,6 @@ class Settings(BaseSettings):
 
     @property
     def held_tokens(self) -> int | None:
-        """Capacity of all tiers, without duplicates."""
         if self.capacity_tokens is None:
             return None
         tiers = self.capacity_tokens, self.host_tokens, self.disk_tokens
@@ -180,7 +174,7 @@ class Settings(BaseSettings):
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups, self.max_gain_lost)
 
     def changed(self, **changes: Any) -> Self:
-        """Return a copy with other values, which are not validated. Raise ValueError for an unknown name."""
+        """Return a copy with other values, which are not validated."""
         _check_names(changes, type(self).model_fields)
         return self.model_copy(update=changes)
 

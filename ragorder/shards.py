@@ -27,11 +27,9 @@ def plan_shards(
             for ordering in orderings:
                 engine.serve(questions[ordering.index], ordering.documents)
 
-    Requests that share documents are in one shard; shards have about equal tokens. Documents, `key` and `tokens` are
-    those of `Orderer`. `prefix_documents` and `cached_tokens` are shared with the request before. `confirm` and
-    `discard` have no effect. Plan tenants separately. For batches larger than memory use `ragorder plan`.
-
-    Raises TypeError for objects that are not documents, ValueError for less than one shard.
+    Requests that share documents are in one shard; shards have about equal tokens. `prefix_documents` and
+    `cached_tokens` are shared with the request before. `confirm` and `discard` have no effect. Plan tenants separately.
+    For batches larger than memory use `ragorder plan`.
     """
     reader = RequestReader(key, tokens, None, None, by_group=False)
     read = [_read(reader, list(documents)) for documents in requests]

@@ -13,8 +13,6 @@ from ragorder.common.lock import follow
 __all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
 
 PLACEHOLDER = "@@ragorder-documents@@"
-"""Text in a rendered chat template in place of the documents."""
-
 # A tokenizer needs about 150 bytes for each character of a text.
 _PIECE_CHARACTERS = 1 << 15
 # A piece may end up to this far back, before white space, because tokens do not extend across the start of a word.
@@ -36,8 +34,10 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text before and after the user's turn. The turn opens with the system prompt unless
-    `system_role`."""
+    """The chat template's text before and after the user's turn.
+
+    The turn opens with the system prompt unless `system_role`.
+    """
 
     before: str
     after: str
@@ -45,7 +45,7 @@ class PromptFrame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a transformers tokenizer. Thread-safe. Raises TypeError for any other object."""
+    """Wraps a transformers tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -59,14 +59,13 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids. Lone surrogates, which tokenizers refuse, are replaced."""
+        """Return the token ids; lone surrogates, which tokenizers refuse, are replaced."""
         text = repair_unicode(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def special_tokens(self) -> Iterator[str]:
-        """Yield texts that become a special token at any position."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content
@@ -74,8 +73,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """Return the template's text around the user's turn. Raise ValueError unless the template shows it exactly
-        once."""
+        """Return the template's text around the user's turn, which it must show exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -93,10 +91,7 @@ class SegmentTokenizer:
         return PromptFrame(before, after, system_role)
 
     def between_turns(self, system: str) -> str:
-        """Return the chat template's text between an answer and the user's next turn.
-
-        Returns "" if the template does not show them one after the other.
-        """
+        """Return the chat template's text between an answer and the user's next turn, or "" if unclear."""
         if not getattr(self._tokenizer, "chat_template", None):
             return ""
         said = [PLACEHOLDER, f"{PLACEHOLDER} answered", f"{PLACEHOLDER} again"]
@@ -122,9 +117,9 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """Return a function that escapes special tokens in a text by a space after the first character, or removes them.
+    """Return a function that escapes special tokens by a space after the first character, or removes them.
 
-    `special_tokens` are the served model's (None means those of common chat templates).
+    `special_tokens` are the served model's (None: those of common chat templates).
     """
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
@@ -145,7 +140,7 @@ def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
         if broken is None:
             return text
         text = broken
-    while (without := _replace(pattern, longest, text, _drop)) is not None:
+    while (without := _replace(pattern, longest, text, lambda match: "")) is not None:
         text = without
     return text
 
@@ -153,10 +148,6 @@ def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
 def _break(match: re.Match[str]) -> str:
     token = match[0]
     return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"
-
-
-def _drop(match: re.Match[str]) -> str:
-    return ""
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:

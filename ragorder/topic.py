@@ -5,13 +5,62 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from array import array
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from math import frexp
+from struct import Struct
 
-from ragorder.trie.sketch import DIGEST_BYTES, DecayedSketch
+__all__ = ["DIGEST_BYTES", "SECRET_VARIABLE", "DecayedSketch", "Topics", "checked_header"]
 
-__all__ = ["SECRET_VARIABLE", "Topics", "checked_header"]
+DIGEST_BYTES = 16
+
+_ROWS = Struct("<4I")
+_RESCALE = 1e200
+
+
+class DecayedSketch:
+    """Counts of digests; an occurrence `half_life` steps ago counts half.
+
+        counts = DecayedSketch()
+        counts.step()
+        counts.add(digest)
+
+    A count-min sketch with conservative updates (Estan and Varghese 2002): four rows of `width` cells, a power of two.
+    Digests have 16 bytes. Concurrent threads may lose counts.
+    """
+
+    def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:
+        if width < 1 or width & (width - 1):
+            raise ValueError(f"width must be a power of two, got {width}")
+        self._growth = 2.0 ** (1 / half_life)
+        self._steps = 0.0
+        self._width = width
+        # Instead of decaying every count, each new step weighs more than the one before. Counts and weight are one
+        # tuple, so that threads always read a matching pair.
+        self._weighted = array("d", bytes(8 * 4 * width)), 1.0
+
+    @property
+    def steps(self) -> float:
+        return self._steps
+
+    def step(self) -> None:
+        cells, weight = self._weighted
+        weight *= self._growth
+        self._steps = 1.0 + self._steps / self._growth
+        if weight > _RESCALE:
+            cells, weight = array("d", (cell / weight for cell in cells)), 1.0
+        self._weighted = cells, weight
+
+    def add(self, digest: bytes) -> float:
+        (cells, weight), width = self._weighted, self._width
+        places = [row * width + (place & width - 1) for row, place in enumerate(_ROWS.unpack(digest))]
+        count: float = min([cells[place] for place in places]) + weight
+        for place in places:
+            if cells[place] < count:
+                cells[place] = count
+        return count / weight
+
 
 SECRET_VARIABLE = "RAGORDER_TOPIC_SECRET"  # noqa: S105
 
@@ -33,12 +82,8 @@ class Topics:
 
     A topic is the scope and the most popular document of a request; while it has more than `share` of all requests, the
     next popular document is added. Popularity is compared in orders of magnitude (8 times), ties by a digest. So a
-    topic does not depend on the documents' order, seldom changes, and is the same in processes that see samples of the
-    same traffic.
-
-    These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, else one of this process alone).
-    Without it a topic reveals nothing about its documents. Raises ValueError for an empty secret, and for a `share`
-    outside 0 (exclusive) to 1.
+    topic seldom changes, and is the same in processes with the same `secret` (default: RAGORDER_TOPIC_SECRET) that see
+    samples of the same traffic. Without the secret it reveals nothing about its documents.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
@@ -84,7 +129,6 @@ class Topics:
 
 
 def checked_header(name: str) -> str:
-    """Return the name of the header for topics. Raise ValueError for an unusable name."""
     if not _TOKEN.fullmatch(name) or name.lower() in _OWNED:
         raise ValueError(f"{name!r} cannot be the header of topics: give a name such as x-session-id")
     return name

@@ -34,8 +34,7 @@ _MESSAGES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class DocumentInMessage:
-    """A document in a message: its whole `text`, which begins with its `header`, and the line that names it,
-    `named`."""
+    """A document in a message: its whole `text`, which begins with its `header`, and the line `named`."""
 
     document: Document
     text: str
@@ -44,14 +43,12 @@ class DocumentInMessage:
 
     @property
     def movable(self) -> bool:
-        """Whether it can be distinguished from a part of another document."""
         return bool(self.text.strip() and self.header.strip()) and self.text.startswith(self.header)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rebased conversation: its `documents`, removed from `messages` and named where they were, except in the first
-    message.
+    """A rebased conversation: `documents` removed from `messages`, and named except in the first message.
 
     They belong before that message's content, after the `system` prompt if it has no message of its own.
     """
@@ -62,7 +59,6 @@ class Layout:
 
 
 def read_earlier(documents: Iterable[Document]) -> list[Document]:
-    """Raise TypeError for objects that are not documents."""
     wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
     if isinstance(documents, bool) or not isinstance(documents, Iterable):
         raise TypeError(f"{wanted}, got {documents!r}")
@@ -83,9 +79,8 @@ def rebase_messages(
 ) -> Layout | None:
     """Return all documents `asked` for now and those of `earlier` turns in the messages, together.
 
-    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`
-    (empty: by any text), and stays if another version of it does. Returns None if there is nothing to move, or if a
-    document asked for would have to stay.
+    `system` opens the first message if it has no message of its own. A document is followed by one of `openings`.
+    Returns None if nothing moves, or if a document asked for would stay.
     """
     first = messages[0].get("content")
     if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
@@ -143,7 +138,6 @@ class _Run:
 def _at(
     content: str, place: int, known: Sequence[DocumentInMessage], openings: tuple[str, ...]
 ) -> DocumentInMessage | None:
-    """Return the longest document at this place; a shorter one may be its beginning."""
     found: DocumentInMessage | None = None
     for each in known:
         end = place + len(each.text)
@@ -163,7 +157,6 @@ def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None
 
 
 def _opens(standing: DocumentInMessage, text: str) -> bool:
-    """Return whether the text has the document's header, except in the line that names it."""
     place = text.find(standing.header)
     while place >= 0:
         if not text.startswith(standing.named, place):
@@ -188,7 +181,6 @@ def make_turn(
     rebase: Iterable[Document] | None = None,
     **options: Any,
 ) -> Turn:
-    """Make a turn as `PromptBuilder.turn` does. `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
@@ -252,7 +244,6 @@ class _TurnMaker:
             raise
 
     def _rebase(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
-        """Return the rebased turn, or None unless it has fewer tokens to compute."""
         form = self.form
         openings = openings_after(form, self.reference)
         asked, before = (list(map(self._in_message, documents)) for documents in (given, earlier))
@@ -280,7 +271,6 @@ class _TurnMaker:
 
     @property
     def _system(self) -> str:
-        """Text that opens the first message if the system prompt has no message of its own."""
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 

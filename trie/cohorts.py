@@ -18,8 +18,7 @@ class Cohorts:
         cohorts.add(["a", "b"])
         (cohorts.masks["a"] & cohorts.masks["b"]).bit_count()  # 1 request with both
 
-    Fewer requests are kept while they have more than `max_documents` different documents; a document takes about 0.3
-    KB.
+    Drops old requests while they have more than `max_documents` different documents (0.3 KB each).
     """
 
     def __init__(self, size: int = 2048, max_documents: int = 16_384) -> None:
@@ -35,9 +34,8 @@ class Cohorts:
         return self.added - self._first
 
     def add(self, keys: Sequence[Key]) -> list[int]:
-        """Add a request with distinct documents. Return their previous masks."""
         if len(self) == self.size:
-            self._forget_first()
+            self._drop_first()
         masks = self.masks
         bit = self.added % self.size
         mask = 1 << bit
@@ -49,11 +47,11 @@ class Cohorts:
             former.append(known)
             masks[key] = known | mask
         while len(masks) > self.max_documents and self._first < self.added:
-            self._forget_first()
+            self._drop_first()
         return former
 
     def latest(self, count: int, skip: int = 0) -> int:
-        """Return the mask of the `count` requests before the last `skip`; count + skip is at most `size`."""
+        """Return the mask of `count` requests before the last `skip`; count + skip must not exceed `size`."""
         mask = ((1 << count) - 1) << (self.added - skip - count) % self.size
         return (mask | mask >> self.size) & self.all
 
@@ -61,7 +59,6 @@ class Cohorts:
         return self.all ^ self.latest(count)
 
     def newest(self, mask: int) -> Sequence[Key]:
-        """Return the documents of the newest request in a mask, which must not be 0."""
         wrapped = mask & (1 << self.added % self.size) - 1
         return self._requests[(wrapped or mask).bit_length() - 1]
 
@@ -71,7 +68,7 @@ class Cohorts:
         copy._requests = list(self._requests)
         return copy
 
-    def _forget_first(self) -> None:
+    def _drop_first(self) -> None:
         masks = self.masks
         bit = self._first % self.size
         keys, others = self._requests[bit], self.all ^ (1 << bit)

@@ -14,7 +14,7 @@ from ragorder.trie.tree import Key
 __all__ = ["HORIZON", "ExpectedUses"]
 
 HORIZON = 300
-"""Number of future requests over which uses are counted: about as long as a path stays cached."""
+"""Future requests that are forecast: about the time that a path stays cached."""
 
 # The latest requests do not vote: documents that they share with this one belong to a burst, or are cached already.
 _RECENT = 32
@@ -31,11 +31,11 @@ class ExpectedUses:
         uses.along(["b", "a"])  # with b; with b and a
 
     The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
-    of the present burst. A request counts from the next one on.
+    of the present burst.
     """
 
-    def __init__(self, remembered: int = 2048) -> None:
-        self.cohorts = Cohorts(remembered)
+    def __init__(self, requests: int = 2048) -> None:
+        self.cohorts = Cohorts(requests)
         self.voters = 0
         """Mask of the requests that vote."""
         # Masks of the latest requests, after each recent request and now.
@@ -50,12 +50,10 @@ class ExpectedUses:
 
     @property
     def kept(self) -> Sequence[float]:
-        """By rank, the share of a burst's requests that keep a document. The last value applies to all further
-        ranks."""
         return self._bursts.kept
 
     def observe(self, keys: Sequence[Key]) -> None:
-        """Record a request, in rank order."""
+        """Record a request in rank order; it counts from the next request on."""
         self.learn()
         self._pending = keys
 
@@ -75,7 +73,6 @@ class ExpectedUses:
         self.burst = _BURST_LENGTH * self._bursts.related / cohorts.added
 
     def along(self, keys: Sequence[Key]) -> list[float]:
-        """Return the expected uses of the first document, the first two, …"""
         self.learn()
         masks, votes, burst, kept = self.cohorts.masks, self.voters, self.burst, self.kept
         expected = []
@@ -86,10 +83,6 @@ class ExpectedUses:
         return expected
 
     def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
-        """Return the expected uses of the documents `placed` with each of `candidates`, by rank in `keys`.
-
-        The request observed last does not count.
-        """
         masks, kept, votes, burst = self.cohorts.masks, self.kept, self.voters, self.burst
         for rank in placed:
             votes &= masks.get(keys[rank], 0)
@@ -100,10 +93,9 @@ class ExpectedUses:
         ]
 
     def in_the_long_run(self, keys: Sequence[Key]) -> list[float]:
-        """Return the expected uses of the first document, the first two, …, over the number of recorded requests, plus
-        one for the request observed last.
+        """Return uncalibrated uses of the first document, the first two, …, to compare one request's documents.
 
-        Without calibration, which only compares documents of one request.
+        They count all recorded requests, plus one for the request observed last.
         """
         cohorts, kept = self.cohorts, self.kept
         masks, votes, burst = cohorts.masks, cohorts.latest(len(cohorts)), _BURST_LENGTH * self._bursts.excess
@@ -130,9 +122,9 @@ class _Sample(NamedTuple):
 
 
 class _Recurrence:
-    """Rate at which recorded requests recur: the slope of later over earlier counts of a request's documents.
+    """Rate at which recorded requests recur: slope of later over earlier counts of a request's documents.
 
-    Between requests counts differ for reasons that no order can use.
+    Comparing within a request ignores differences that no order can use.
     """
 
     # Requests after which a sample is compared, requests between two samples, and weights of the regression.
@@ -189,7 +181,6 @@ class _Bursts:
 
     @property
     def excess(self) -> float:
-        """Recent minus earlier related requests of a request: the size of its burst."""
         return max(0, self._excess) / max(1, self._compared)
 
     @property
@@ -201,8 +192,6 @@ class _Bursts:
     def learn(
         self, keys: Sequence[Key], masks: Sequence[int], recent: int, earlier: int | None, cohorts: Cohorts
     ) -> None:
-        """Learn from the request added last: its documents' masks before it, and equal numbers of recent and earlier
-        requests."""
         among = recent | (earlier or 0)
         # The requests that share one document with it, and those that share two or more.
         sharing = twice = 0
@@ -228,7 +217,6 @@ class _Bursts:
                 self._shares = None
 
     def _estimate(self) -> list[float]:
-        """Return the shares by rank; only significant differences from the mean count."""
         mean = (sum(self._kept) + 1) / (sum(self._seen) + 2)
         shares = []
         for kept, seen in zip(self._kept, self._seen, strict=True):

@@ -33,8 +33,7 @@ class Segment:
 
         Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
 
-    `key` identifies the content, `tokens` is its length in the prompt, including template text. Raises TypeError if the
-    key is not a string or the length is not an integer, ValueError if the length is negative.
+    `key` identifies the content; `tokens` includes template text. Raises TypeError or ValueError if either is invalid.
     """
 
     key: str
@@ -58,11 +57,11 @@ class History:
 
         History(builder.segments(messages), question=Segment("…", tokens=20))
 
-    - `segments` come before the documents; a first turn has none
-    - `question` comes after them: one segment, or several of a rebased conversation, the question last
+    - `segments` precede the documents; a first turn has none
+    - `question` follows them: one segment, or several of a rebased conversation
     - `sent`: the ranks in the order of an earlier request with these documents, to repeat it
 
-    `chains` has a digest for each segment, covering it and all before it. Raises TypeError for other objects.
+    `chains` has for each segment a digest of it and all before it.
     """
 
     __slots__ = ("chains", "following", "question", "segments", "sent")
@@ -85,26 +84,24 @@ class History:
             self.chains.append(chain)
 
     def tail_keys(self) -> list[Key]:
-        """Return the keys of the nodes after the documents."""
         asked = [] if self.question is None else [self.question]
         return [_link(b"question", segment.key) for segment in (*asked, *self.following)]
 
     @property
     def chain(self) -> bytes:
-        """Digest of all segments."""
         return self.chains[-1] if self.chains else b""
 
 
 class AnswerKey(bytes):
-    """Key of an answer's node. Its end comes from the engine's report, not from the lengths before it."""
+    """Key of an answer's node, which ends where the engine's report says."""
 
 
 class TurnEnd:
-    """Record of a conversation's request in the tree.
+    """A conversation's request in the tree.
 
-    Its path has `history_nodes`, documents up to number `documents`, then the question and later segments. `sizes`
-    counts the nodes of each segment of the history. Later histories use the keys `message` (the one with the documents)
-    and `answer`; `closing_tokens` is template text after the answer.
+    The path has `history_nodes`, documents up to number `documents`, then the question and later segments. Later
+    histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is template text after the
+    answer.
     """
 
     __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")
@@ -120,12 +117,10 @@ class TurnEnd:
 
     @property
     def opens(self) -> bool:
-        """Whether the prompt has no messages except documents and a question."""
         return not self.history_nodes and not self._history.following
 
     @property
     def answer_key(self) -> Key | None:
-        """Key of the answer's node, or None if later requests do not continue it."""
         if not self.message or not self.answer:
             return None
         if self._history.question is None:
@@ -134,7 +129,6 @@ class TurnEnd:
         return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
-        """Store the nodes of a served turn for later histories."""
         if not self.message:
             return
         following = self._history.following
@@ -149,14 +143,14 @@ class TurnEnd:
 
 
 class _Part(NamedTuple):
-    """Keys and lengths, in tokens, of consecutive nodes."""
+    """Keys and token lengths of consecutive nodes."""
 
     keys: list[Key]
     lengths: list[int]
 
 
 class _Path(NamedTuple):
-    """Keys and lengths of a history's nodes, and the number of nodes of each segment."""
+    """A history's nodes, and the number of nodes of each segment."""
 
     keys: list[Key]
     lengths: list[int]
@@ -164,7 +158,7 @@ class _Path(NamedTuple):
 
 
 class KnownSegments:
-    """Served segments of all scopes, by the digest of their chain; the `kept` most recently used."""
+    """LRU cache of served segments of all scopes, by chain digest."""
 
     def __init__(self, kept: int = _KEPT_SEGMENTS) -> None:
         self._kept = kept
@@ -209,8 +203,6 @@ class Histories:
     def insert(
         self, history: History, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
-        """Insert a request's path: its history, its documents in their order (as in `KnowledgeTree.insert`), and the
-        segments after them. `lengths` has the tokens of the history's segments, then of those after the documents."""
         path = self._path(history, lengths)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
@@ -220,13 +212,13 @@ class Histories:
         return nodes, TurnEnd(self, history, path.sizes, len(order))
 
     def known_path(self, history: History, keys: Sequence[Key]) -> list[Node]:
-        """Return the nodes of a request's path that the tree has, from the root: its history, its documents `keys`, and
-        the segments after them."""
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])
 
     def has_lost(self, history: History) -> bool:
-        """Return whether the engine has evicted the first message of a served history. False for an unknown history:
-        another process may have served it."""
+        """Return whether the engine has evicted the first message of a served history.
+
+        False for an unknown history, which another process may have served.
+        """
         part = self._known.get(self._own + history.chains[0]) if history.chains else None
         if part is None:
             return False
@@ -234,7 +226,6 @@ class Histories:
         return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
     def end(self, history: History) -> Node | None:
-        """Return the last node of a history, or None if the tree lacks it."""
         wanted = self._path(history).keys
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None
@@ -263,8 +254,10 @@ class Histories:
 def find_below(
     tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
 ) -> list[int]:
-    """Return the ranks of a request's documents on the longest held path, in tokens, below a node; ties go to the most
-    recently used. At most `budget` nodes are examined."""
+    """Return the ranks on the longest held path below a node; ties go to the most recently used.
+
+    At most `budget` nodes are examined.
+    """
     if not held(top):
         return []
     best: list[int] = []
@@ -287,12 +280,10 @@ def find_below(
 
 
 def held(node: Node) -> bool:
-    """Return whether the engine holds the whole node, as a lease counts it."""
     return bool(node.stamp) and not node.missing
 
 
 def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
-    """Return the prompt tokens that a request on this path would find cached."""
     end = 0
     for node in path:
         end = max(0, tree.cached_tokens(node))

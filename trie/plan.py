@@ -22,7 +22,7 @@ _Documents = frozenset[int]
 Planned = tuple[int, list[Key]]
 
 _SCARCITY = 0.05
-"""Price of a document that a merge leaves unshared: this share of its tokens for every e-fold of its popularity."""
+"""Price of a document that a merge leaves unshared: this share of its tokens per e-fold of its popularity."""
 
 _MOST_HOLDERS = 512
 """Documents with more requests than this become branches, which bounds the lists of candidates."""
@@ -35,12 +35,13 @@ def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[P
     """Return (index of the request, its documents in order) in serving order.
 
     Requests that share documents are adjacent and start with them, so an LRU cache of little more than one prompt
-    suffices. Never worse than the given orders, and near-linear in the number of documents.
+    suffices. Never worse than the given orders; near-linear.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
     keys, weights = list(number), [tokens[key] for key in number]
-    planned = max(_planned(given, weights), _as_given(given), key=lambda orders: _saved_tokens(orders, weights))
+    as_given = sorted(enumerate(given), key=itemgetter(1))
+    planned = max(_planned(given, weights), as_given, key=lambda orders: _saved_tokens(orders, weights))
     return [(index, [keys[document] for document in order]) for index, order in planned]
 
 
@@ -55,10 +56,6 @@ def _planned(given: list[list[int]], tokens: list[int]) -> list[tuple[int, list[
     return [(index, path) for leaf, path in paths for index in indices[leaf]]
 
 
-def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
-    return sorted(enumerate(given), key=itemgetter(1))
-
-
 def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
     saved = 0
     for (_, before), (_, order) in pairwise(orders):
@@ -70,7 +67,7 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents. Leaves are the distinct requests.
+    """A trie over sets of documents; leaves are the distinct requests.
 
     A node holds *all* documents of its path. Siblings share only their parent's documents, so at most one child
     continues with a given document (`branch`).
@@ -143,7 +140,6 @@ class _Trie:
         return most, place
 
     def graft(self, node: int, place: int) -> None:
-        """Attach a detached subtree to the documents that it shares with `place`."""
         shared = self.documents[node] & self.documents[place]
         if place < self.root or len(shared) < len(self.documents[place]):
             fork = self.add(shared)
@@ -171,7 +167,6 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """Return (leaf, its documents) depth first. Unshared documents keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -219,12 +214,7 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise. A cluster has the documents that its members share beyond the
-    base.
-
-    A merge saves the tokens of the intersection, and costs the other documents by their popularity: they might have
-    been shared.
-    """
+    """Clusters of the members of `base`, merged pairwise, with the documents that members share beyond it."""
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
         self.trie, self.base, self.members = trie, base, members
@@ -328,11 +318,7 @@ class CachedPath(NamedTuple):
 def plan_backlog(
     requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
 ) -> list[Planned]:
-    """Plan for a cache that holds a path for each request.
-
-    Requests that gain more from their path than from a plan from scratch are served before it is evicted: least
-    recently used paths first.
-    """
+    """Plan for a cache that holds a path for each request; those that gain more from it come first."""
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}
     for place, (index, _) in enumerate(planned):
@@ -369,7 +355,6 @@ class _Scratch:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each run of consecutive places."""
     first = last = None
     for place in places:
         if first is None or last is None:
@@ -396,7 +381,6 @@ def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int
 
 
 def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
-    """Return the tokens of the documents with which both orders begin."""
     shared = 0
     for key, opposite in zip(one, other, strict=False):
         if key != opposite:

@@ -25,19 +25,15 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill `new_tokens` after `cached_tokens`, on an ascending grid with one row per entry of
-    `cached_tokens`.
+    """Seconds to prefill `new_tokens` after `cached_tokens`, on an ascending grid, a row per `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid (Algorithm 1) and linear outside, never falling or negative: above the grid with the
-    steepest last slope so far, below the first new tokens with the flattest first slope, below the first cached tokens
-    constant.
+    Bilinear inside the grid, linear outside, never falling or negative.
 
-    `loads` are seconds to load a cached token to the device, by tier ("host", "disk"). A disk without a time costs as
-    much as the host; a host without a time costs nothing. `facts` are JSON values. Raises ValueError for an invalid
-    grid, falling times, or invalid loads.
+    `loads` are seconds to load a cached token to the device, by tier ("host", "disk"; the disk defaults to the host,
+    the host to 0). `facts` are JSON values. Raises ValueError for an invalid grid, falling times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]
@@ -71,7 +67,6 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: float) -> float:
-        """Negative counts are treated as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -88,12 +83,10 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Seconds of a prefill that first loads some cached tokens from host memory and disk."""
         host_s = self.loads.get("host", 0.0)
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds per new token (at least 1), as in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
         return self(cached_tokens, new) / new
 
@@ -106,12 +99,7 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """Make a profile of measured times, pooled where noise makes them fall (isotonic regression, rows then
-        columns).
-
-        The fact "pooled" has the number of changed `cells` and the largest change. Raises ValueError for an invalid
-        grid.
-        """
+        """Make a profile of measured times, pooled where noise makes them fall (isotonic, rows then columns)."""
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
         # The running maximum removes rounding errors of equal means.
@@ -144,7 +132,6 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """Raises ValueError for values that are not a profile."""
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ValueError(f"this is not a prefill profile ({_FORMAT}): {_MEASURE}")
         if value.get("version") != _VERSION:
@@ -168,7 +155,7 @@ class PrefillProfile:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Raises ValueError naming the file."""
+        """Read a profile; ValueErrors name the file."""
         try:
             value = decode(Path(path).read_bytes())
         except OSError as error:
@@ -185,7 +172,6 @@ class PrefillProfile:
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Index of the last entry not above the value, and the fraction of the distance to the next."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0
@@ -238,5 +224,4 @@ def _check_loads(loads: Mapping[str, float]) -> None:
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""Default for an engine without a profile: 50 µs per new token at any position, without fixed costs or costs of longer
-contexts. With it PGDSF equals GDSF up to rounding."""
+"""Default without a profile: 50 µs per new token. With it PGDSF equals GDSF up to rounding."""

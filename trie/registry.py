@@ -54,7 +54,6 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
-        """Raise ValueError for an unknown name."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

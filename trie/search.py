@@ -58,7 +58,7 @@ searches: Registry[PrefixSearch] = Registry("search")
 class BestPathSearch(PrefixSearch):
     """Depth-first search for the longest cached prefix in tokens; ties go to the most recently used.
 
-    At most `budget` nodes are examined. A partly cached node counts with its cached part and ends its path.
+    At most `budget` nodes are examined. A partly cached node ends its path.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:
@@ -131,14 +131,14 @@ class Price(Protocol):
     """Seconds until a prompt is prefilled: RAGCache's T(cached, new) (section 5.1) plus loads."""
 
     def __call__(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Some cached tokens are loaded from host memory and from disk."""
+        """Return the seconds if some cached tokens are loaded from host memory and from disk."""
 
 
 class Rest(NamedTuple):
     """What a request computes and loads besides its cached path.
 
-    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads` has the tokens of reused
-    documents to load from host memory and disk, if not on the path.
+    `new_tokens` returns the tokens to compute after a number of cached tokens. `loads` has the tokens to load from host
+    memory and disk for reused documents off the path.
     """
 
     new_tokens: Callable[[int], float]
@@ -148,7 +148,7 @@ class Rest(NamedTuple):
 class PricedPaths:
     """Search for the cached path that saves most seconds; ties go to the longest, then the most recently used.
 
-    `loads` returns the blocks of a node to load from host memory and from disk.
+    `loads` returns a node's blocks to load from host memory and from disk.
     """
 
     def __init__(self, budget: int, price: Price, loads: Callable[[Node], tuple[int, int]]) -> None:
@@ -157,14 +157,9 @@ class PricedPaths:
         self._loads = loads
 
     def improve(
-        self,
-        longest: Node,
-        tree: KnowledgeTree,
-        ranks: Mapping[Key, int],
-        rest: Rest,
-        permits: Permits | None = None,
+        self, longest: Node, tree: KnowledgeTree, ranks: Mapping[Key, int], rest: Rest, permits: Permits | None = None
     ) -> Node:
-        """Return the last node of the best path. No path is better than a `longest` one that is all on the device."""
+        """Return the last node of the best path: `longest` if it is all on the device."""
         if self._on_device(longest):
             return longest
         price, loads, size = self._price, self._loads, tree.block_size

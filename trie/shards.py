@@ -26,8 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class ShardRequest(NamedTuple):
-    """A request for `ShardPaths`: numbers of its distinct documents (not negative), their lengths, and its tenant's
-    number."""
+    """Numbers of a request's distinct documents (not negative), their lengths, and its tenant's number."""
 
     documents: Sequence[int]
     tokens: Sequence[int]
@@ -37,8 +36,7 @@ class ShardRequest(NamedTuple):
     def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
         """Return a request from the names of its documents and its tenant.
 
-        Numbers have 63 bits and are the same in every process; repeated documents and different tenants have different
-        ones.
+        Numbers have 63 bits and are the same in every process.
         """
         salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
         taken: dict[int, None] = {}
@@ -57,11 +55,9 @@ class ShardPaths:
         shard = paths.shard(requests[0])
 
     Requests are grouped by tenant, then by the document whose requests should share most tokens; large groups are split
-    by the next such document, up to eight times, and finally by any next document. Groups are packed in path order into
-    shards of about equal tokens.
+    by the next such document, up to eight times. Groups are packed in path order into shards of about equal tokens.
 
-    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share, so a
-    document of one topic ranks above a more frequent one of all topics. A shard depends on the request alone, so counts
+    Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share. Counts
     of a sample suffice.
     """
 
@@ -75,7 +71,6 @@ class ShardPaths:
         """Return the paths of these requests, which are iterated up to ten times.
 
         Beyond `most_documents` distinct documents the rarest are dropped while counting (Manku and Motwani 2002).
-        Raises ValueError for less than one shard.
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -92,7 +87,6 @@ class ShardPaths:
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:
-        """Return the tenant, as a negative number, then the documents, best first."""
         worth = self._worth.get
         ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
         path = [document for _, document in ranked]
@@ -163,7 +157,7 @@ class ShardPaths:
 class _Group:
     """Requests of one path.
 
-    A large group has a child for each frequent next document, and cells for requests without one. An open group counts
+    A large group has a child for each frequent next document, and cells for other requests. An open group counts
     requests.
     """
 
@@ -194,8 +188,6 @@ class _Counted(NamedTuple):
 
 
 class _Facts:
-    """Statistics of a document's requests."""
-
     __slots__ = ("last", "requests", "shared", "squares")
 
     def __init__(self, last: Sequence[int]) -> None:
@@ -258,11 +250,7 @@ def _cell(value: int, cells: int) -> int:
 
 
 def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
-    """Return the `plan` of each shard, which may be empty.
-
-    For engines that share nothing, and batches too large for one plan: time and memory are those of the largest shard.
-    Raises ValueError for less than one shard.
-    """
+    """Return the `plan` of each shard, which may be empty: time and memory are those of the largest shard."""
     number: dict[Key, int] = {}
     counted = [
         ShardRequest([number.setdefault(key, len(number)) for key in keys], [tokens[key] for key in keys])
@@ -279,7 +267,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 
 
 class PlannedRequest(NamedTuple):
-    """A request with the ranks of its documents in prompt order, and the prefix shared with the request before it."""
+    """A request with the ranks of its documents in prompt order, and the prefix shared with the one before."""
 
     number: int
     permutation: list[int]
@@ -307,7 +295,6 @@ def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
 
 
 def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
-    """Return the number of leading documents in common."""
     shared = 0
     for document, other in zip(order, before, strict=False):
         if document != other:

@@ -26,6 +26,8 @@ __all__ = [
     "tails",
 ]
 
+Ranks = Sequence[int]
+
 Waiting = Sequence[frozenset[Key]]
 """Document keys of each waiting request, next request first."""
 
@@ -43,7 +45,6 @@ class Tail(ABC):
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        """Return the policy for an orderer with these `ragorder.Settings`."""
         return cls()
 
     def observe(self, request: RequestedDocuments) -> None:  # noqa: B027
@@ -57,14 +58,11 @@ class Tail(ABC):
         """Record a request's path, from the root, that the engine has computed."""
 
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
-        """Return the expected requests with the first document, the first two, …, or nothing without a forecast."""
+        """Return the expected requests with the first document, the first two, …, or nothing."""
         return ()
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
-        """Return for each of `candidates` how many of the next `expected_uses.HORIZON` requests will contain it and
-        `placed`, or nothing."""
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
+        """Return for each of `candidates` the expected requests with it and `placed`, or nothing."""
         return ()
 
     def copy(self) -> Self:
@@ -72,9 +70,7 @@ class Tail(ABC):
         return self
 
     @abstractmethod
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         """Return the ranks in `rest`, given in rank order, in the order after `prefix`."""
 
 
@@ -83,9 +79,7 @@ tails: Registry[Tail] = Registry("tail")
 
 @tails.register("prefix", "only the cached prefix moves; other documents keep retrieval order (RAGCache++)")
 class RankTail(Tail):
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         return rest
 
 
@@ -111,9 +105,7 @@ class QueueTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.fallback.expected_uses(keys)
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
         return self.fallback.coming_uses(request, placed, candidates)
 
     def copy(self) -> Self:
@@ -121,9 +113,7 @@ class QueueTail(Tail):
         copy.fallback = self.fallback.copy()
         return copy
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         keys = request.keys
         rest = self.fallback.arrange(request, prefix, rest, waiting)
         placed = [keys[rank] for rank in prefix]
@@ -153,8 +143,8 @@ _CHOICES = 64
 class CohortTail(Tail):
     """Places next the document that saves most tokens if future requests contain it and all documents before it.
 
-    A document moves forward only if that should save `min_gain` tokens for each place, in the next
-    `expected_uses.HORIZON` requests: 0 moves for any gain, infinity keeps rank order.
+    It moves forward only if that should save `min_gain` tokens for each place: 0 moves for any gain, infinity keeps
+    rank order.
     """
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
@@ -180,9 +170,7 @@ class CohortTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.uses.in_the_long_run(keys)
 
-    def coming_uses(
-        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
-    ) -> Sequence[float]:
+    def coming_uses(self, request: RequestedDocuments, placed: Ranks, candidates: Ranks) -> Sequence[float]:
         return self.uses.joined(request.keys, placed, candidates)
 
     def copy(self) -> Self:
@@ -190,9 +178,7 @@ class CohortTail(Tail):
         copy.uses = self.uses.copy()
         return copy
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if len(rest) < 2:
             return rest
         tokens, uses = request.tokens, self.uses
@@ -231,8 +217,6 @@ class CohortTail(Tail):
 
 @tails.register("free", "queue for waiting requests, cohort without any")
 class FreeTail(QueueTail):
-    """Uses `QueueTail` while requests wait, else `CohortTail`."""
-
     fallback: CohortTail
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
@@ -242,9 +226,7 @@ class FreeTail(QueueTail):
     def from_settings(cls, settings: Any) -> Self:
         return cls(settings.min_gain)
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if not waiting:
             return self.fallback.arrange(request, prefix, rest, waiting)
         return super().arrange(request, prefix, rest, waiting)
@@ -269,8 +251,8 @@ class EarnedTail(FreeTail):
     def pays(self, pays: bool) -> None:
         self._gate.pays = pays
 
-    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
-        """Return the order of `rest` after `prefix` for the expected requests, even if `pays` is False."""
+    def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
+        """Return the order of `rest` for the expected requests, even if `pays` is False."""
         return self._gate.forecast(request, prefix, rest)
 
     @property
@@ -284,16 +266,14 @@ class _GatedTail(CohortTail):
     # The last forecast, since it is needed twice: for serving and for measuring.
     _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
 
-    def arrange(
-        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
-    ) -> list[int]:
+    def arrange(self, request: RequestedDocuments, prefix: Ranks, rest: list[int], waiting: Waiting) -> list[int]:
         if not self.pays:
             return rest
         arranged = super().arrange(request, prefix, rest, waiting)
         self._known = request, prefix, arranged
         return arranged
 
-    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
+    def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
         known, self._known = self._known, (None, (), [])
         if known[0] is request and known[1] == prefix:
             return known[2]

@@ -28,8 +28,8 @@ class Node:
     """One document after a particular sequence of documents.
 
     `end` is its end in the prompt, in tokens. A KV block belongs to the node that contains its last token. The engine
-    lacks the last `missing` of its `blocks`; it holds `provisional` blocks only for requests in flight. `stamp` is the
-    time of the last use, `leases` the requests in flight.
+    lacks the last `missing` of its `blocks`; `provisional` ones are held only for requests in flight. `stamp` is the
+    last use, `leases` the requests in flight.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -111,7 +111,6 @@ class KnowledgeTree:
                     del self.nodes_of[node.key]
 
     def cached_tokens(self, node: Node) -> int:
-        """Return the cached prompt tokens up to the node, if its ancestors are cached completely."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:

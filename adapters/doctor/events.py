@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.case import Finding
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES
+from ragorder.adapters.vllm.kv_events import LARGEST_MESSAGE_BYTES
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import printable
 
@@ -27,7 +27,7 @@ _FIRST_PATIENCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """ZMQ endpoints of a server's KV events, such as tcp://HOST:5557, reachable from here."""
+    """ZMQ endpoints of a server's KV events, such as tcp://HOST:5557."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -36,9 +36,6 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class _HeardEvents:
-    """Received events. `connected`: there is a publisher. `batch` (None without one), `rank` and `topic` of the test
-    prompt's event."""
-
     connected: bool
     batch: int | None = None
     rank: int = 0
@@ -48,9 +45,8 @@ class _HeardEvents:
 def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
-    """Listen to the events of a server's engines while `serve` computes prompts and returns their tokens (different
-    ones each time), and replay one event. `host` is the server's, for the advice. Waits up to `timeout_s`, at most 10
-    s, at each endpoint. Raises ImportError without ragorder[live]."""
+    """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens; then
+    replay one event. Waits at most `timeout_s` and 10 s at each endpoint. Raises ImportError without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
@@ -61,10 +57,7 @@ def check_events(
         return [Finding("KV events", "unknown", str(error), "fix the request first, then check the events again")]
     except ValueError as error:
         return [_no_endpoint("KV events", events.endpoint, error)]
-    return [
-        _judge(events, heard, _how_to_publish(host, engines), timeout_s),
-        _check_replay(events, heard, timeout_s),
-    ]
+    return [_judge(events, heard, _how_to_publish(host, engines), timeout_s), _check_replay(events, heard, timeout_s)]
 
 
 def _judge(events: Events, heard: _HeardEvents, how_to_publish: str, timeout_s: float) -> Finding:
@@ -129,7 +122,6 @@ def _how_to_publish(host: str, engines: int) -> str:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """vLLM adds the rank to the port."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
 
@@ -159,7 +151,7 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
 
 
 def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
-    """Return whether a batch was replayed (without one: whether there was any answer), or None without an answer."""
+    """Return whether the batch, or without one anything, was replayed; None without an answer."""
     with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
         wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
         socket.send_multipart([b"", wanted])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Needs by part, and the placement; `problem` explains a missing placement."""
+    """Memory needs and their placement; `problem` explains a missing one."""
 
     costs: PlacementCosts
     budgets: Budgets
@@ -87,13 +87,13 @@ class MemoryReport:
 def choose_budgets(
     device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, folder: Path | str = "."
 ) -> Budgets:
-    """Return the given budgets, completed by this machine's; a given device and host count as two memories. Raises
-    ImportError without psutil if a size of this machine is needed."""
+    """Return the given budgets, completed by this machine's, for which psutil is needed. A given device and host count
+    as two memories."""
     if device_bytes is not None and host_bytes is not None:
         return Budgets(device_bytes, host_bytes, disk_bytes or 0)
-    given = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     machine = Budgets.of_this_machine(folder)
-    return machine.changed(**{name: size for name, size in given.items() if size is not None})
+    return replace(machine, **{name: size for name, size in given.items() if size is not None})
 
 
 def estimated_costs(
@@ -105,8 +105,8 @@ def estimated_costs(
     partitions: int = 32,
     dtype: str | None = None,
 ) -> EstimatedCosts:
-    """Return the costs of a model's folder or config.json, and a FAISS file. Raises OSError, ValueError, and
-    ImportError for an index without FAISS."""
+    """Return the costs of a model (folder or config.json) and a FAISS file. Raises OSError, ValueError, and ImportError
+    without FAISS."""
     rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
     sizes = model_sizes(model, dtype=dtype)
     if index is None:
@@ -118,8 +118,7 @@ def estimated_costs(
 
 
 def examine_memory(costs: PlacementCosts | Path, budgets: Budgets, *, backlog: int | None = None) -> MemoryReport:
-    """Return the placement for these costs, or for a profile's file. Raises OSError and ValueError for an
-    invalid file."""
+    """Return the placement for these costs, or for a profile's file. Raises OSError, ValueError."""
     found = PlacementProfile.from_file(costs) if isinstance(costs, Path) else costs
     try:
         return MemoryReport(found, budgets, plan_placement(budgets, found, backlog=backlog))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.doctor.finding import Finding, Verdict
+from ragorder.adapters.doctor.case import Finding, Verdict, common_length
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.common.jsonl import printable
 
@@ -61,7 +61,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """First difference: the `kind` of varying text, and a `remedy` ("" if unknown)."""
+    """`kind` of the text that varies, and a `remedy` ("" if unknown)."""
 
     characters: int
     in_system: bool
@@ -139,19 +139,14 @@ def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSa
         if not isinstance(ids, list):
             return None
         tokens.append(ids)
-    return _common(*tokens)
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return common_length(*tokens)
 
 
 def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Difference | None:
     (text, system), (other, other_system) = _as_text(first), _as_text(second)
     if text == other:
         return None
-    at = _common(text, other)
+    at = common_length(text, other)
     kind, remedy = recognise(text, at)
     if not kind:
         kind, remedy = recognise(other, at)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ragorder.adapters.doctor.cloud import read_report
+from ragorder.adapters.usage import read_usage
+from ragorder.clouds import CloudUsage, read_cloud_usage
 from ragorder.common.jsonl import JSONLines
 
 __all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
@@ -26,10 +27,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request's prompt, in order, and the counts that its answer reported (None if not reported).
+    """A request's prompt and reported counts (None if not reported).
 
-    `text` is the whole prompt; its first `system_end` characters are tools and system message. Requests share a cache
-    if their `scope` (model and salt) is the same. `sent`: a chat's messages as sent.
+    The first `system_end` characters of `text` are tools and system message. Requests of the same `scope` (model and
+    salt) share a cache.
     """
 
     line: int
@@ -46,7 +47,7 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """A log's requests. `cut`: more requests were not read."""
+    """Requests of a log. `cut`: more requests were not read."""
 
     requests: tuple[LoggedRequest, ...]
     cut: bool
@@ -60,8 +61,8 @@ class RequestLog:
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
     """Read the first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body (`messages`, `prompt` or `input`) that includes `usage`, or has the body as `request` and the
-    answer as `response` or its `usage`. Raises JSONLinesError, which names the line and does not quote it.
+    A line is a body with `usage`, or has the body as `request` and the answer as `response` or its `usage`. Raises
+    JSONLinesError, which names the line and does not quote it.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []
@@ -96,7 +97,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
-    report = read_report(usage)
+    report = _report(usage)
     return LoggedRequest(
         line=line,
         model=model,
@@ -109,6 +110,15 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         cached_tokens=report.cached_tokens,
         written_tokens=report.written_tokens,
     )
+
+
+def _report(usage: Any) -> CloudUsage:
+    """LiteLLM's usage has the names of two APIs."""
+    cloud = read_cloud_usage(usage)
+    if cloud.prompt_tokens is not None:
+        return cloud
+    engine = read_usage(usage)
+    return CloudUsage(engine.cached_tokens, cloud.written_tokens, engine.prompt_tokens)
 
 
 def _usage(line: Mapping[str, Any]) -> Any:

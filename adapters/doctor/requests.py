@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragorder.adapters.doctor.case import Case
-from ragorder.adapters.doctor.chat_template import LocalTemplate, ServerTemplate
-from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.case import Case, Finding, LocalTemplate, ServerTemplate
 from ragorder.adapters.doctor.request_log import EXAMPLE, read_log
-from ragorder.adapters.doctor.rules import all_rules
-from ragorder.adapters.doctor.sending import probe_topic
+from ragorder.adapters.doctor.rules import RULES
+from ragorder.adapters.doctor.server import probe_topic
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 
@@ -43,15 +41,14 @@ def examine_requests(
     block_size: int | None = None,
     topic_header: str | None = None,
 ) -> list[Finding]:
-    """Find why requests of a log are not cached, by the rules in `rules/`.
+    """Find why requests of a log are not cached.
 
         for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
-    The server at `base_url` gives the size of its blocks and renders chats; without it `block_size` (in tokens) and
-    `tokenizer` (transformers) do. With `topic_header` the server gets eight test requests. Findings quote nothing of a
-    request. Raises JSONLinesError for an unreadable log, AddressError, and ImportError without ragorder[live] if there
-    is a server.
+    The server at `base_url` gives its block size and renders chats; without it `block_size` and a transformers
+    `tokenizer` do. With `topic_header` it gets eight test requests. Findings quote no request. Raises JSONLinesError,
+    AddressError, ImportError without ragorder[live].
     """
     case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
     if not case.log.requests:
@@ -59,13 +56,14 @@ def examine_requests(
     with ExitStack() as stack:
         if base_url is not None:
             _ask(case, stack.enter_context(Server(base_url, timeout_s=timeout_s, api_key=api_key)), model)
-        found = [rule.check(case) for rule in all_rules()]
+        found = [rule(case) for rule in RULES]
         return [_cached(case, found), *found]
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
-    """Complete the case by the server's answers. Rules report missing ones."""
-    name = model or _first_model(server)
+    name = model
+    with suppress(ServerError):
+        name = name or next((each["id"] for each in server.models()), None)
     if case.block_size is None:
         with suppress(ServerError):
             case.block_size = cache_config(server).block_size
@@ -75,19 +73,8 @@ def _ask(case: Case, server: Server, model: str | None) -> None:
         case.probe = partial(probe_topic, server, name, case.topic_header)
 
 
-def _first_model(server: Server) -> str | None:
-    try:
-        answer = server.get_json("/v1/models")
-    except ServerError:
-        return None
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    names = (each.get("id") for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict))
-    return next((name for name in names if isinstance(name, str)), None)
-
-
 def _cached(case: Case, others: Sequence[Finding]) -> Finding:
-    """Compare the reported share of cached tokens with the requests' common prefixes. The cache is blamed only if no
-    other finding explains it."""
+    """The cache is blamed only if no other finding explains the difference."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}

@@ -1,33 +1,45 @@
-"""Checks of a server and its prompts.
-
-Checks that need an answer send a few blocks of random tokens and generate one token.
-"""
+"""Checks of a server and its prompts, by test requests of random tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import random
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
+from ragorder.adapters.doctor.case import Finding
 from ragorder.adapters.doctor.events import Events, check_events
-from ragorder.adapters.doctor.finding import Finding
-from ragorder.adapters.doctor.kind import Kind, for_kind, kind_of
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
-from ragorder.adapters.doctor.sending import count_of, random_tokens, send
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.common.jsonl import printable
 
-__all__ = ["examine"]
+__all__ = ["Kind", "count_of", "examine", "for_kind", "kind_of", "probe_topic", "random_tokens", "send"]
 
 T = TypeVar("T")
 
+# Ordinary or at least harmless tokens in any vocabulary.
+_TOKEN_IDS = range(100, 256)
+# Statuses of a server that lacks a route or does not take token ids.
+_OTHER_FORM = (400, 404, 405, 422, 501)
+_REPEATS = 7
+_PROBE_TOKENS = 512
+Kind = Literal["engine", "proxy", "embedded", "other"]
+"""engine: vLLM, SGLang or unknown; proxy: ragorder serve; embedded: ragorder's engine."""
+_ENGINES = ("vllm", "sglang", "")
+_SERVER = "check the server that it forwards to: ragorder doctor with the URL that `ragorder serve` has as --upstream"
+_OTHER = {
+    "prefix caching": "switch on the server's prefix cache: without it ordering documents saves nothing",
+    "capacity": "give the orderer the size of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
+    "cached tokens": "if the server can report usage.prompt_tokens_details.cached_tokens, let it",
+    "KV events": "leave them out: vLLM and SGLang publish them",
+}
 _PROMPT_TOKENS = 2000
 _FEWEST_PROMPTS = 8
 _UNKNOWN_BLOCK = 128
 _LARGE_PIECES = 1024
 _LONGEST_PROMPT = 1 << 30
-
 _CACHING = "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache"
 _REPORTING = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
 _BY_HAND = (
@@ -44,7 +56,7 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """Reports on one prompt sent several times; None for unreported cached tokens."""
+    """Reports on one prompt sent several times."""
 
     prompt_tokens: int
     cached_tokens: list[int | None]
@@ -73,10 +85,9 @@ def examine(
         for finding in examine("http://host:8000"):
             print(finding.verdict, finding.check, finding.found)
 
-    `document_marker`: the text that begins the documents in a prompt (default: guessed). `timeout_s` limits each
-    request and, up to 10 s, the wait for an event. Findings quote up to 40 characters of each prompt around their first
-    difference, nothing else. Raises ServerError for an unreachable server or a refused key, ImportError without
-    ragorder[live].
+    `document_marker`: the text that begins the documents in a prompt (default: guessed). Findings quote at most 40
+    characters of each prompt, at their first difference. Raises ServerError for an unreachable server or a refused key,
+    ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)
@@ -104,13 +115,11 @@ def examine(
 
 def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
     try:
-        answer = server.get_json("/v1/models")
+        listed = {entry["id"]: entry for entry in server.models()}
     except ServerError as error:
         if error.status in (None, 401, 403):
             raise
         return _unlisted(server, model, str(error))
-    entries = answer.get("data") if isinstance(answer, dict) else None
-    listed = {entry["id"]: entry for entry in _dicts(entries) if isinstance(entry.get("id"), str)}
     if not listed:
         return _unlisted(server, model, f"{server.root}/v1/models lists no model")
     name = model or next(iter(listed))
@@ -209,5 +218,85 @@ def _attempt(ask: Callable[[], T]) -> T | ServerError:
         return error
 
 
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
+    owners = {owner.lower() for model in models if isinstance(owner := model.get("owned_by", ""), str)}
+    if "ragorder" in owners:
+        return "embedded"
+    try:
+        server.get_json("/ragorder/health")
+    except ServerError:
+        return "other" if owners and owners.isdisjoint(_ENGINES) else "engine"
+    return "proxy"
+
+
+def for_kind(kind: Kind, findings: list[Finding]) -> list[Finding]:
+    if kind == "engine":
+        return findings
+    return [_fitting(kind, finding) for finding in findings]
+
+
+def _fitting(kind: Kind, finding: Finding) -> Finding:
+    check = finding.check
+    if kind == "proxy":
+        if check == "server":
+            return replace(finding, found=f"{finding.found}; this is ragorder serve", advice=finding.advice or _SERVER)
+        if check == "capacity":
+            return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_SERVER)
+        return replace(finding, advice=_SERVER) if finding.advice and check in _OTHER else finding
+    if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
+        found = {
+            "capacity": "ragorder's own engine has it from its settings",
+            "KV events": "ragorder's own engine needs none",
+        }
+        return replace(finding, verdict="good", found=found[check], advice="")
+    if not finding.advice or check not in _OTHER:
+        return finding
+    known = "the server does not publish its cache size" if check == "capacity" else finding.found
+    return replace(finding, found=known if finding.verdict == "unknown" else finding.found, advice=_OTHER[check])
+
+
+def random_tokens(count: int) -> list[int]:
+    return random.choices(_TOKEN_IDS, k=count)
+
+
+def send(
+    server: Server, model: str | None, token_ids: list[int], headers: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], bool]:
+    """Return the answer's usage, and whether the prompt was sent as token ids. Raises ServerError."""
+    if model is None:
+        raise ServerError(f"{server.root} got no test request, because it lists no model: give --model")
+    text = " ".join(map(str, token_ids))
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": token_ids}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ]
+    refusals = []
+    for path, prompt in forms:
+        try:
+            answer = server.post_json(path, {"model": model, "max_tokens": 1, "temperature": 0, **prompt}, headers)
+        except ServerError as error:
+            if error.status not in _OTHER_FORM:
+                raise
+            refusals.append(error)
+            continue
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        return usage if isinstance(usage, dict) else {}, prompt.get("prompt") is token_ids
+    raise refusals[0]
+
+
+def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
+    """Return the cached tokens of each repetition of a prompt with the same topic. A random balancer over two replicas
+    passes once in 128 probes."""
+    topic = {header: secrets.token_hex(16)}
+    token_ids = random_tokens(tokens)
+    found = []
+    for _ in range(_REPEATS + 1):
+        usage, _exact = send(server, model, token_ids, topic)
+        found.append(count_of(usage.get("prompt_tokens_details"), "cached_tokens"))
+    return found[1:]
+
+
+def count_of(value: object, name: str) -> int | None:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None

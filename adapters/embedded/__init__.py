@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("torch,proxy", "the embedded engine's server"):
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import prometheus_client  # noqa: F401
     import starlette  # noqa: F401
     import torch  # noqa: F401
     import transformers  # noqa: F401
-except ImportError as error:
-    message = f"the embedded engine's server needs {error.name}: {install_hint('torch,proxy')}"
-    raise ImportError(message, name=error.name) from error
 
 from ragorder.adapters.embedded.app import hosted, make_engine_app
 from ragorder.adapters.embedded.metrics import EngineMetrics
-from ragorder.adapters.embedded.sizes import with_sizes
 from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams
-from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
+from ragorder.adapters.embedded.worker import (
+    EngineStoppedError,
+    EngineWorker,
+    TooManyAtOnceError,
+    TooManyWaitingError,
+    with_sizes,
+)
 from ragorder.adapters.http_server.app_transport import AppTransport
 
 __all__ = [

@@ -48,14 +48,10 @@ _RETRY = [(b"retry-after", b"1")]
 
 
 def make_engine_app(
-    worker: EngineWorker,
-    *,
-    metrics: EngineMetrics | None = None,
-    body_limit: int = BODY_LIMIT,
-    web_pages: bool = False,
+    worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT, web_pages: bool = False
 ) -> ASGIApp:
     """Return an OpenAI-compatible application, without access control: put the proxy before it. With `web_pages` pages
-    of any origin may read its answers, without the browser's credentials: the proxy must check a key or the origin.
+    of any origin may read its answers.
 
         app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
@@ -187,7 +183,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """Stream an answer. Headers are sent with the first token, so that earlier failures have their own status."""
+        """Send headers with the first token, so that earlier failures have their own status."""
         completions: list[Completion] = []
         begun = False
         try:

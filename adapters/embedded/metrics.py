@@ -23,9 +23,7 @@ from ragorder.kernels.offload import StreamStats
 
 __all__ = ["EngineMetrics"]
 
-_ENGINE = "ragorder_engine_"
-_VLLM = "vllm:"
-_VLLM_TIERS = "vllm:ragorder_"
+_ENGINE, _VLLM, _VLLM_TIERS = "ragorder_engine_", "vllm:", "vllm:ragorder_"
 _TIER_NAMES = ("device", "host", "disk")
 _ENDS = ("stop", "length", "abort", "error", "timeout")
 
@@ -54,42 +52,41 @@ class EngineMetrics:
         yield from self._as_vllm(stats)
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
-        failed = self._worker.failure is not None
-        yield _gauge(f"{_ENGINE}up", "1 while requests are computed, 0 after the engine has failed.", int(not failed))
-        yield _gauge(f"{_ENGINE}running_requests", "Requests computed in each step.", stats.running)
-        yield _gauge(f"{_ENGINE}waiting_requests", "Requests that wait in the engine.", stats.waiting)
+        up = int(self._worker.failure is None)
+        yield _gauge("up", "1 while requests are computed, 0 after the engine has failed.", up)
+        yield _gauge("running_requests", "Requests computed in each step.", stats.running)
+        yield _gauge("waiting_requests", "Requests that wait in the engine.", stats.waiting)
         ended = dict.fromkeys(_ENDS, 0) | dict(stats.finished) | {"refused": stats.refused}
-        yield _counters(f"{_ENGINE}requests", "Requests by finish reason.", "end", ended)
-        tokens = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
+        yield _counters("requests", "Requests by finish reason.", "end", ended)
+        tokens = _by_tier(stats.cached)
         tokens["fused"] = stats.fused.total - stats.recomputed
         tokens["computed"] = stats.prompt_tokens - sum(tokens.values())
-        yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by source of their KV.", "source", tokens)
-        fused = {name: getattr(stats.fused, name) for name in _TIER_NAMES}
-        description = "Prompt tokens reused approximately, outside the prefix, by tier."
-        yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
-        description = "Of these, tokens recomputed."
-        yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
+        yield _counters("prompt_tokens", "Prompt tokens by source of their KV.", "source", tokens)
+        says = "Prompt tokens reused approximately, outside the prefix, by tier."
+        yield _counters("fused_tokens", says, "tier", _by_tier(stats.fused))
+        yield _counter("recomputed_tokens", "Of these, tokens recomputed.", stats.recomputed)
         questions = {"kept": stats.questions_kept, "used": stats.questions_used}
-        description = "Questions computed ahead by warm-ups, and used by fused requests."
-        yield _counters(f"{_ENGINE}questions", description, "event", questions)
-        description = "Documents computed in idle steps after others, and those ended for due work."
+        says = "Questions computed ahead by warm-ups, and used by fused requests."
+        yield _counters("questions", says, "event", questions)
         idle = {"built": stats.idle_documents, "aborted": stats.idle_aborted}
-        yield _counters(f"{_ENGINE}idle_documents", description, "event", idle)
-        yield _counter(f"{_ENGINE}idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)
-        yield _counter(f"{_ENGINE}generated_tokens", "Tokens of answers.", stats.generated_tokens)
-        yield _counter(
-            f"{_ENGINE}computed_tokens", "Tokens of requests that went through the model.", stats.computed_tokens
+        says = "Documents computed in idle steps after others, and those ended for due work."
+        yield _counters("idle_documents", says, "event", idle)
+        yield _counter("idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)
+        yield _counter("generated_tokens", "Tokens of answers.", stats.generated_tokens)
+        yield _counter("computed_tokens", "Tokens of requests that went through the model.", stats.computed_tokens)
+        yield _counter("steps", "Forward passes of the model.", stats.steps)
+        yield _counter("failed_steps", "Forward passes that failed.", stats.failed_steps)
+        yield _counter("retries", "Requests computed again after failed forward passes.", stats.retries)
+        yield _counter("preemptions", "Requests that lost their blocks to others.", stats.preemptions)
+        name, says = f"{_ENGINE}ttft_seconds", "Seconds from a request's arrival to its first token."
+        yield SummaryMetricFamily(name, says, count_value=stats.ttft_count, sum_value=stats.ttft_s_sum)
+        bounds = [*map(floatToGoString, TBT_BOUNDS_S), "+Inf"]
+        yield HistogramMetricFamily(
+            f"{_ENGINE}time_between_tokens_seconds",
+            "Seconds from one token of an answer to the next.",
+            buckets=list(zip(bounds, accumulate(stats.tbt_counts), strict=True)),
+            sum_value=stats.tbt_s_sum,
         )
-        yield _counter(f"{_ENGINE}steps", "Forward passes of the model.", stats.steps)
-        yield _counter(f"{_ENGINE}failed_steps", "Forward passes that failed.", stats.failed_steps)
-        yield _counter(f"{_ENGINE}retries", "Requests computed again after failed forward passes.", stats.retries)
-        yield _counter(f"{_ENGINE}preemptions", "Requests that lost their blocks to others.", stats.preemptions)
-        description = "Seconds from a request's arrival to its first token."
-        yield SummaryMetricFamily(
-            f"{_ENGINE}ttft_seconds", description, count_value=stats.ttft_count, sum_value=stats.ttft_s_sum
-        )
-
-        yield _time_between_tokens(stats)
         if stats.stream is not None:
             yield from _stream(stats.stream)
 
@@ -104,29 +101,27 @@ class EngineMetrics:
             "engine": "0",
         }
         yield InfoMetricFamily(f"{_VLLM}cache_config", "Size of the KV cache on the device.", sizes)
-        yield _counter(f"{_VLLM}prefix_cache_queries", "Prompt tokens that were looked up.", stats.prompt_tokens)
-        yield _counter(
-            f"{_VLLM}prefix_cache_hits", "Looked up prompt tokens that were cached, in any tier.", stats.cached.total
-        )
-        cached = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
-        description = "Cached prompt tokens by tier."
-        yield _counters(f"{_VLLM}prompt_tokens_cached_by_source", description, "source", cached)
-        for name, description, count in (
+        yield _counter("prefix_cache_queries", "Prompt tokens that were looked up.", stats.prompt_tokens, _VLLM)
+        says = "Looked up prompt tokens that were cached, in any tier."
+        yield _counter("prefix_cache_hits", says, stats.cached.total, _VLLM)
+        says = "Cached prompt tokens by tier."
+        yield _counters("prompt_tokens_cached_by_source", says, "source", _by_tier(stats.cached), _VLLM)
+        for name, says, count in (
             ("requests_with_facts", "Requests that gave the ends of their documents.", self._with_facts),
             ("requests_without_facts", "Requests without facts about their documents.", self._without_facts),
             ("requests_with_unreadable_facts", "Requests with malformed facts.", self._unreadable_facts),
             ("documents", "Documents in the prompts of requests with facts.", self._documents),
         ):
-            yield _counter(f"{_VLLM_TIERS}{name}", description, count)
+            yield _counter(name, says, count, _VLLM_TIERS)
 
 
 def _stream(stream: StreamStats) -> Iterator[Metric]:
-    yield _counter(f"{_ENGINE}streamed_bytes", "Bytes of weights read from the model's files.", stream.bytes)
+    yield _counter("streamed_bytes", "Bytes of weights read from the model's files.", stream.bytes)
     uses = {"ready": stream.hits, "waited": stream.waits}
-    yield _counters(f"{_ENGINE}streamed_layers", "Uses of streamed layers, ready or waited for.", "found", uses)
-    yield _counter(f"{_ENGINE}stream_wait_seconds", "Time for which steps have waited for layers.", stream.waits_s)
+    yield _counters("streamed_layers", "Uses of streamed layers, ready or waited for.", "found", uses)
+    yield _counter("stream_wait_seconds", "Time for which steps have waited for layers.", stream.waits_s)
     layers = {"device": stream.device_layers, "host": stream.host_layers, "disk": stream.disk_layers}
-    yield _gauges(f"{_ENGINE}layers", "Decoder layers by the place of their weights.", layers)
+    yield _gauges("layers", "Decoder layers by the place of their weights.", layers)
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
@@ -136,48 +131,44 @@ def _tiers(stats: EngineStats) -> Iterator[Metric]:
     def figures(field: str) -> dict[str, float]:
         return {name: value for name, tier in tiers.items() if (value := getattr(tier, field)) is not None}
 
-    yield _gauges(f"{_ENGINE}tier_tokens", "Tokens of the tree that a tier holds.", figures("tokens"))
-    yield _gauges(f"{_ENGINE}tier_used_bytes", "Bytes of a tier in use, by requests as well.", figures("used_bytes"))
-    description = "Prompt tokens found in a tier."
-    yield _counters(f"{_ENGINE}tier_hit_tokens", description, "tier", figures("hit_tokens"))
-    yield _gauges(f"{_VLLM_TIERS}chunks", "Nodes of the tree that a tier holds.", figures("nodes"))
-    yield _gauges(f"{_VLLM_TIERS}bytes", "Bytes of these nodes.", figures("bytes"))
-    yield _gauges(f"{_VLLM_TIERS}capacity_bytes", "Bytes that a tier may take.", figures("capacity_bytes"))
-    yield _counters(f"{_VLLM_TIERS}stored_chunks", "Nodes that were copied into a tier.", "tier", figures("received"))
-    yield _counters(f"{_VLLM_TIERS}evicted_chunks", "Nodes that a tier evicted.", "tier", figures("evicted"))
-    yield _counters(f"{_VLLM_TIERS}failed_transfers", "Copies from a tier that failed.", "tier", figures("failed"))
-    description = "Nodes that a tier did not take or did not give back, by reason."
-    refused = CounterMetricFamily(f"{_VLLM_TIERS}refused_chunks", description, labels=("tier", "reason"))
+    yield _gauges("tier_tokens", "Tokens of the tree that a tier holds.", figures("tokens"))
+    yield _gauges("tier_used_bytes", "Bytes of a tier in use, by requests as well.", figures("used_bytes"))
+    yield _counters("tier_hit_tokens", "Prompt tokens found in a tier.", "tier", figures("hit_tokens"))
+    yield _gauges("chunks", "Nodes of the tree that a tier holds.", figures("nodes"), _VLLM_TIERS)
+    yield _gauges("bytes", "Bytes of these nodes.", figures("bytes"), _VLLM_TIERS)
+    yield _gauges("capacity_bytes", "Bytes that a tier may take.", figures("capacity_bytes"), _VLLM_TIERS)
+    for name, says, field in (
+        ("stored_chunks", "Nodes that were copied into a tier.", "received"),
+        ("evicted_chunks", "Nodes that a tier evicted.", "evicted"),
+        ("failed_transfers", "Copies from a tier that failed.", "failed"),
+    ):
+        yield _counters(name, says, "tier", figures(field), _VLLM_TIERS)
+    says = "Nodes that a tier did not take or did not give back, by reason."
+    refused = CounterMetricFamily(f"{_VLLM_TIERS}refused_chunks", says, labels=("tier", "reason"))
     for name, tier in tiers.items():
         for reason, count in (tier.refused or {}).items():
             refused.add_metric((name, reason), count)
     yield refused
 
 
-def _time_between_tokens(stats: EngineStats) -> Metric:
-    bounds = [*map(floatToGoString, TBT_BOUNDS_S), "+Inf"]
-    return HistogramMetricFamily(
-        f"{_ENGINE}time_between_tokens_seconds",
-        "Seconds from one token of an answer to the next.",
-        buckets=list(zip(bounds, accumulate(stats.tbt_counts), strict=True)),
-        sum_value=stats.tbt_s_sum,
-    )
+def _by_tier(tokens: object) -> dict[str, int]:
+    return {name: getattr(tokens, name) for name in _TIER_NAMES}
 
 
-def _gauge(name: str, description: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, description, value=value)
+def _gauge(name: str, says: str, value: float) -> Metric:
+    return GaugeMetricFamily(_ENGINE + name, says, value=value)
 
 
-def _gauges(name: str, description: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(name, description, labels=("tier",)), values.items())
+def _gauges(name: str, says: str, values: Mapping[str, float], prefix: str = _ENGINE) -> Metric:
+    return _labelled(GaugeMetricFamily(prefix + name, says, labels=("tier",)), values.items())
 
 
-def _counter(name: str, description: str, value: float) -> Metric:
-    return CounterMetricFamily(name, description, value=value)
+def _counter(name: str, says: str, value: float, prefix: str = _ENGINE) -> Metric:
+    return CounterMetricFamily(prefix + name, says, value=value)
 
 
-def _counters(name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily(name, description, labels=(label,)), values.items())
+def _counters(name: str, says: str, label: str, values: Mapping[str, float], prefix: str = _ENGINE) -> Metric:
+    return _labelled(CounterMetricFamily(prefix + name, says, labels=(label,)), values.items())
 
 
 def _labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:

@@ -53,67 +53,24 @@ _Limit = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _Alternatives = Annotated[int, Meta(ge=0, le=_MAX_ALTERNATIVES)]
 _Stop = Annotated[str, Meta(min_length=1)]
 
-# Fields for functions that the engine lacks, with the values that do not use them; null never does.
+# Values that do not use functions that the engine lacks; null never does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
+    **dict.fromkeys(("bad_words", "documents", "functions", "stop_token_ids", "tools"), ([],)),
+    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("continue_final_message", "echo", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("logit_bias", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "modalities": (["text"],),
-    "n": (1,),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_k": (0, -1),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
 }
 # Fields that do not change an answer.
-_HARMLESS = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "priority",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+_CACHE_FIELDS = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+_HARMLESS = frozenset({*_CACHE_FIELDS, "metadata", "parallel_tool_calls", "priority", "request_id"})
 
 
 @readable_by_threads
@@ -175,8 +132,6 @@ class ChatCompletionRequest(CommonRequest):
 
 @readable_by_threads
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of vLLM's /tokenize: a prompt, or a chat."""
-
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -188,8 +143,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @readable_by_threads
 class _Prompt(msgspec.Struct):
-    """The prompt of a body; other fields are skipped."""
-
     prompt: Raw = _NULL
 
 
@@ -233,7 +186,6 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
 
 
 def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
-    """Return the counted, undecoded fields. Raises HTTPError for too many values, and the decoder's errors."""
     try:
         count_values(content, MAX_VALUES)
     except TooManyValuesError:
@@ -256,7 +208,6 @@ def _no_json() -> HTTPError:
 
 
 def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
-    """Raises HTTPError for more than `limit` values plus `besides`, those of the prompt."""
     try:
         count_values(content, limit + besides)
     except TooManyValuesError:
@@ -313,13 +264,8 @@ def _unsupported(name: str) -> HTTPError:
 
 
 def _invalid(message: str) -> HTTPError:
-    """msgspec's complaint names the type and path of a value, never the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):
         where = missing[1]
     return HTTPError(400, f"{where or 'body'}: {what}.", code="invalid_body", param=where or None)
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

@@ -43,8 +43,6 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
 
 
 class ResponseBuilder(ABC):
-    """Builder of the response to one body. `token_text` decodes a token."""
-
     prefix: str
     object: str
     chunk_object: str
@@ -65,7 +63,6 @@ class ResponseBuilder(ABC):
         return self._head | {"object": self.object, "choices": choices, "usage": usage(completions)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """Raises HTTPError if the request failed."""
         completion = update.completion
         if completion is not None:
             check(completion)
@@ -150,7 +147,6 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def check(completion: Completion) -> None:
-    """Raises HTTPError for a request that failed, ran out of time, or was aborted."""
     if completion.finish_reason == "error":
         message = f"The engine could not answer this request: {completion.error or 'its log has the reason'}"
         raise HTTPError(500, message, code="engine_error")

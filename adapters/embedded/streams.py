@@ -20,13 +20,13 @@ _CAUSES = {"memory": MemoryError, "disk": OSError}
 
 
 class EmbeddedStreams:
-    """Engine on an `EngineWorker`. Closing a stream aborts its request after the current step.
+    """Engine on an `EngineWorker`, which stays open. Closing a stream aborts its request after the current step.
 
         worker = EngineWorker(TieredEngine.load(model))
         engine = EmbeddedStreams(worker)
 
     Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. A string scope is the
-    salt. Requests share their system prompt, with or without documents. The worker stays open.
+    salt.
     """
 
     def __init__(self, worker: EngineWorker) -> None:
@@ -36,7 +36,7 @@ class EmbeddedStreams:
         return self._worker.unfinished
 
     def relieve(self) -> bool:
-        """Release memory of the engine, see `Relief`. Returns False if it has none to release."""
+        """Release memory of the engine, see `Relief`."""
         relieve = getattr(self._worker.engine, "relieve", None)
         return relieve is not None and bool(relieve())
 
@@ -46,8 +46,8 @@ class EmbeddedStreams:
             self._worker.engine.place(placement)
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer; the last chunk has the usage. Raises the worker's errors, TypeError for an option that
-        `Sampling` lacks, and ValueError for messages and for a scope that cannot be a salt."""
+        """Stream an answer. Raises the worker's errors, TypeError for an option that `Sampling` lacks, and ValueError
+        for messages and for a scope that cannot be a salt."""
         if request.token_ids is None:
             raise ValueError("the embedded engine takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         options = {name: value for name, value in request.options.items() if value is not None}
@@ -79,5 +79,5 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RagorderError, RuntimeError):
-    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError if memory or the
-    model's disk was at fault."""
+    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or OSError if memory or disk was at
+    fault."""

@@ -12,7 +12,6 @@ from ragorder.adapters.embedded.protocol import (
     ChatMessage,
     CommonRequest,
     CompletionRequest,
-    TextPart,
     TokenizeRequest,
     read_request,
 )
@@ -31,8 +30,6 @@ _MAX_COMPLAINT = 200
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest(Generic[B]):
-    """A body, and one engine request for each of its prompts. `readable`: its facts are not malformed."""
-
     body: B
     requests: tuple[Request, ...]
     facts: RequestFacts | None
@@ -40,9 +37,8 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """Translator for use in one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest`
-    limits prompt plus answer, in tokens; `fusion` is the engine's own, None if it cannot fuse. Raises HTTPError for
-    requests that cannot be served."""
+    """Translator for use in one thread. Without a `tokenizer` prompts must be token ids. `longest` limits prompt plus
+    answer, in tokens. Raises HTTPError for requests that cannot be served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer
@@ -90,7 +86,6 @@ class RequestTranslator:
         return {"count": len(token_ids), "max_model_len": self._max_model_len, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        """An incomplete character becomes the replacement character."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _translated(
@@ -169,10 +164,7 @@ class RequestTranslator:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    said,
-                    tokenize=False,
-                    add_generation_prompt=body.add_generation_prompt,
-                    **body.chat_template_kwargs,
+                    said, tokenize=False, add_generation_prompt=body.add_generation_prompt, **body.chat_template_kwargs
                 )
             )
         except Exception as error:
@@ -220,12 +212,7 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """Parts are joined by newlines, as in vLLM."""
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text, **named}
-
-
-def _text(part: TextPart) -> str:
-    return part.text

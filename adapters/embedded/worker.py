@@ -16,14 +16,17 @@ from typing import Any, TypeVar
 
 from ragorder.errors import RagorderError
 from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
+from ragorder.kernels.profile_cache import ProfileCache
+from ragorder.settings import Settings
 
-__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError"]
+__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError", "with_sizes"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder.embedded")
 _STATS_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
+_Progress = tuple[int, Update] | Exception
 
 
 class EngineStoppedError(RagorderError, RuntimeError):
@@ -31,21 +34,15 @@ class EngineStoppedError(RagorderError, RuntimeError):
 
 
 class TooManyWaitingError(RagorderError, RuntimeError):
-    """Too many requests are unfinished: try again later."""
-
     status_code = 503
 
 
-class TooManyAtOnceError(RagorderError, ValueError):
-    """Too many prompts in one request: send fewer."""
-
-
-_Progress = tuple[int, Update] | Exception
+class TooManyAtOnceError(RagorderError, ValueError): ...
 
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together; `verdict` (None if accepted), then `progress` are passed to the event loop."""
+    """Requests submitted together; `verdict` (None if accepted), then `progress` go to the event loop."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
@@ -82,18 +79,18 @@ class _Submission:
 class EngineWorker:
     """Worker that steps an engine in its own thread, with at most `max_unfinished` requests.
 
-    `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
-
         async with worker.submit([request]) as updates:
             async for place, update in updates:
                 ...
+
+    `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
     """
 
     def __init__(self, engine: TieredEngine, *, max_unfinished: int = 1024) -> None:
         self.engine = engine
         self.max_unfinished = max_unfinished
-        self._unfinished = 0
-        self._failure: str | None = None
+        self.unfinished = 0
+        self.failure: str | None = None
         self._ended = False
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._submissions: dict[Any, tuple[_Submission, int]] = {}
@@ -101,39 +98,29 @@ class EngineWorker:
         self._thread = Thread(target=self._run, name="ragorder-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def failure(self) -> str | None:
-        return self._failure
-
-    @property
-    def unfinished(self) -> int:
-        return self._unfinished
-
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block.
-
-        Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
-        """
-        if self._failure is not None:
-            raise EngineStoppedError(self._failure)
+        """Submit all of these requests, or none; unfinished ones are aborted at the end of the block. Raises the
+        engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration."""
+        if self.failure is not None:
+            raise EngineStoppedError(self.failure)
         if len(requests) > self.max_unfinished:
             raise TooManyAtOnceError(
                 f"{len(requests):,} prompts in one request exceed the {self.max_unfinished:,} that can be answered "
                 "or wait at a time (--max-requests and --max-waiting): send fewer in each"
             )
-        if self._unfinished + len(requests) > self.max_unfinished:
-            raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or waiting already")
-        self._unfinished += len(requests)
+        if self.unfinished + len(requests) > self.max_unfinished:
+            raise TooManyWaitingError(f"{self.unfinished:,} requests are being answered or waiting already")
+        self.unfinished += len(requests)
         submission = _Submission(requests, asyncio.get_running_loop())
         try:
             self._commands.put(partial(self._admit, submission))
             if self._ended:
-                raise EngineStoppedError(self._failure)
+                raise EngineStoppedError(self.failure)
             await submission.accepted()
             yield submission.updates()
         finally:
-            self._unfinished -= len(requests)
+            self.unfinished -= len(requests)
             submission.cancelled = True
             self._commands.put(partial(self._withdraw, submission))
 
@@ -173,10 +160,10 @@ class EngineWorker:
 
     @property
     def _busy(self) -> bool:
-        return self._failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
+        return self.failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
 
     def _run_commands(self) -> bool:
-        """Run commands; waits if the engine is idle. Returns False once the worker must end."""
+        """Wait if the engine is idle. Returns False once the worker must end."""
         idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -186,8 +173,8 @@ class EngineWorker:
         return True
 
     def _admit(self, submission: _Submission) -> None:
-        if self._failure is not None:
-            submission.decide(EngineStoppedError(self._failure))
+        if self.failure is not None:
+            submission.decide(EngineStoppedError(self.failure))
             return
         try:
             for place, request in enumerate(submission.requests if not submission.cancelled else ()):
@@ -202,7 +189,7 @@ class EngineWorker:
 
     def _withdraw(self, submission: _Submission) -> None:
         for request_id in submission.ids:
-            if self._submissions.pop(request_id, None) is not None and self._failure is None:
+            if self._submissions.pop(request_id, None) is not None and self.failure is None:
                 try:
                     self.engine.abort(request_id)
                 except Exception as error:
@@ -232,7 +219,30 @@ class EngineWorker:
         self._stop(f"the engine has failed ({type(error).__name__}): start the server again; its log has the traceback")
 
     def _stop(self, why: str) -> None:
-        self._failure = self._failure or why
+        self.failure = self.failure or why
         for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
-            submission.send(EngineStoppedError(self._failure))
+            submission.send(EngineStoppedError(self.failure))
         self._submissions.clear()
+
+
+def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
+    """Return the settings with the engine's kind of reuse, its tiers' sizes unless `capacity_tokens` is given, and its
+    profile."""
+    engine, cache = worker.engine, worker.stats().cache
+    known: dict[str, Any] = {
+        "block_size": engine.block_size,
+        "reuse": engine.settings.reuse,
+        "recompute": engine.settings.recompute,
+    }
+    if "capacity_tokens" not in settings.model_fields_set:
+        token_bytes = cache.device.capacity_bytes // engine.device_tokens
+        known |= {
+            "capacity_tokens": engine.device_tokens,
+            "host_tokens": cache.host.capacity_bytes // token_bytes,
+            "disk_tokens": cache.disk.capacity_bytes // token_bytes,
+            "tier_policy": engine.settings.policy,
+            "tier_copies": "evicted",
+        }
+    if settings.profile is None and engine.profile.loads:
+        known["profile"] = ProfileCache().file_of(engine.profile)
+    return settings.model_copy(update=known)

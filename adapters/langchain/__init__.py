@@ -5,15 +5,12 @@ chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} |
 chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
 """
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("langchain", "ragorder.adapters.langchain"):
     from ragorder.adapters.langchain.feedback import FeedbackHandler
-    from ragorder.adapters.langchain.messages import content_parts
-    from ragorder.adapters.langchain.retriever import CacheOrderRetriever
-    from ragorder.adapters.langchain.transformer import CacheOrderTransformer
+    from ragorder.adapters.langchain.marks import content_parts
+    from ragorder.adapters.langchain.retriever import CacheOrderRetriever, CacheOrderTransformer
     from ragorder.adapters.langchain.turn import CacheOrderTurn
-except ImportError as error:
-    raise ImportError(f"ragorder.adapters.langchain needs langchain-core: {install_hint('langchain')}") from error
 
 __all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "CacheOrderTurn", "FeedbackHandler", "content_parts"]

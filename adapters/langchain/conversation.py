@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.messages import (
@@ -19,13 +20,13 @@ from langchain_core.messages import (
 )
 
 from ragorder.adapters.langchain.payloads import message_usage, written_tokens
-from ragorder.adapters.langchain.tool_texts import DocumentsInside
 from ragorder.adapters.turns import FrameworkTurns, NextTurn, off_loop, plain_message
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "read_message", "text_of"]
+__all__ = ["DocumentsInside", "LangChainTurns", "Prepared", "artifact_documents", "read_message", "text_of"]
 
+_WORD = re.compile(r"\w")
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),
     (AIMessage, "assistant"),
@@ -33,6 +34,44 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (ToolMessage, "tool"),
     (FunctionMessage, "function"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsInside:
+    """Numbers of documents in the `order` of a text, and the text's `pieces` around them."""
+
+    order: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    @classmethod
+    def find(cls, text: str, documents: Sequence[str]) -> Self | None:
+        """Return None unless each document is there whole, without overlaps."""
+        taken: list[tuple[int, int, int]] = []
+        # A short one may be a part of a longer one.
+        for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
+            wanted = documents[number]
+            place = text.find(wanted) if wanted.strip() else -1
+            while place >= 0:
+                other_end = next((end for start, end, _ in taken if start < place + len(wanted) and place < end), None)
+                if other_end is None:
+                    break
+                place = text.find(wanted, other_end)
+            if place < 0:
+                return None
+            taken.append((place, place + len(wanted), number))
+        taken.sort()
+        starts, ends = [0, *(end for _, end, _ in taken)], [*(start for start, _, _ in taken), len(text)]
+        pieces = tuple(text[start:end] for start, end in zip(starts, ends, strict=True))
+        return cls(tuple(number for _, _, number in taken), pieces)
+
+    @property
+    def has_own_words(self) -> bool:
+        return any(map(_WORD.search, self.pieces))
+
+    def fill(self, shown: Sequence[str]) -> str:
+        """Return the text with `shown` instead of the documents and the white space after each."""
+        rest = (each + (piece if piece.strip() else "") for each, piece in zip(shown, self.pieces[1:], strict=True))
+        return self.pieces[0] + "".join(rest)
 
 
 def read_message(message: BaseMessage) -> dict[str, Any]:
@@ -52,7 +91,6 @@ def artifact_documents(message: ToolMessage) -> Sequence[Document]:
 
 
 def text_of(message: BaseMessage) -> str:
-    """`message.text` depends on LangChain's version."""
     content = message.content
     parts = [content] if isinstance(content, str) else content
     texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
@@ -61,8 +99,8 @@ def text_of(message: BaseMessage) -> str:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A request: the `messages` to send, and the `changed` ones that the application stores under the same ids. `turn`
-    belongs to the last message."""
+    """The `messages` to send, and the `changed` ones that the application stores under the same ids. `turn` belongs to
+    the last message."""
 
     messages: list[BaseMessage]
     turn: NextTurn[Document]
@@ -71,8 +109,8 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` the content for a
-    cloud with breakpoints consists of parts."""
+    """`FrameworkTurns` of LangChain. `found` returns the documents of a tool's result; with `parts` contents consist of
+    parts."""
 
     def __init__(
         self,
@@ -95,8 +133,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
         """Prepare the messages of a request. Never raises.
 
         Messages after the last answer, and after the first `sent_before`, are new: the question gets the `documents`
-        (None: it is sent unchanged), and with `repeat="name"` tool results name the documents that earlier messages
-        have.
+        (None: unchanged), and with `repeat="name"` tool results name documents of earlier messages.
         """
         sent = list(messages)
         answers = (place for place, message in enumerate(sent) if isinstance(message, AIMessage))
@@ -143,7 +180,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             self.confirm(request.turn, request.messages[-1], answer, usage, written_tokens(answer))
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        """Return the messages without documents, for a prompt that rephrases a question."""
         return [
             message.model_copy(update={"content": self.question_in(text_of(message))})
             if isinstance(message, HumanMessage)

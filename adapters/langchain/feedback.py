@@ -40,7 +40,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
     - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
     - Without such a call, the only call served after it counts; with several or none, there are no numbers.
-    - If its call failed, the next one with the same documents counts: a retry, a fallback. Otherwise it is discarded.
+    - If its call failed, the next one with the same documents counts. Otherwise it is discarded.
     - A stream that ends early after its first token counts as served, without numbers.
     - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
 
@@ -60,7 +60,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
     @property
     def open_runs(self) -> int:
-        return self._runs.open
+        return len(self._runs.roots)
 
     @property
     def waiting_orderings(self) -> int:
@@ -71,15 +71,8 @@ class FeedbackHandler(BaseCallbackHandler):
     ) -> None:
         self._handle(self._runs.begin, run_id, parent_run_id)
 
-    def on_tool_start(
-        self, serialized: Any, input_str: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        self._handle(self._runs.begin, run_id, parent_run_id)
-
-    def on_retriever_start(
-        self, serialized: Any, query: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        self._handle(self._runs.begin, run_id, parent_run_id)
+    # LangChain gives the inputs by position.
+    on_tool_start = on_retriever_start = on_chain_start  # type: ignore[assignment]
 
     def on_chat_model_start(
         self,
@@ -119,29 +112,22 @@ class FeedbackHandler(BaseCallbackHandler):
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         self._handle(self._runs.end, run_id, failed=True)
 
+    on_retriever_error = on_llm_error
+
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         self._handle(self._runs.end, run_id, failed=False)
 
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        self._handle(self._runs.end, run_id, failed=False)
-
-    def on_retriever_end(self, documents: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        self._handle(self._runs.end, run_id, failed=False)
+    on_tool_end = on_retriever_end = on_chain_end  # type: ignore[assignment]
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         self._handle(self._runs.end, run_id, failed=not _is_control_flow(error))
 
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._handle(self._runs.end, run_id, failed=not _is_control_flow(error))
-
-    def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._handle(self._runs.end, run_id, failed=True)
+    on_tool_error = on_chain_error
 
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage. Returns
-        False after an error."""
+        """Follow an ordering to its outcome. `streamed_silently` is called for a streamed answer without usage."""
         return bool(self._handle(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
     def __reduce__(self) -> tuple[Any, ...]:

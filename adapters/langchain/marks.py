@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, SystemMessage
 
 from ragorder.adapters.turns import NextTurn
 
-__all__ = ["Marks", "checked_marks", "marked"]
+__all__ = ["Marks", "checked_marks", "content_parts", "marked"]
 
 Marks = bool | Literal["anthropic", "bedrock", "openai"]
 """Chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
 
 
 def checked_marks(marks: Marks) -> str:
-    """Return the form of breakpoints, or "" if there are none. Raises ValueError."""
+    """Return the form of breakpoints, "" for none. Raises ValueError."""
     if marks is True or marks is False:
         return "anthropic" if marks else ""
     if marks not in ("anthropic", "bedrock", "openai"):
@@ -52,3 +53,29 @@ def _with(message: BaseMessage, content: Any) -> BaseMessage:
     if content is message.content or not message.content:
         return message
     return message.model_copy(update={"content": content})
+
+
+def _text(document: Document) -> str:
+    return f"{document.page_content}\n\n"
+
+
+def content_parts(
+    documents: Sequence[Document],
+    question: str,
+    *,
+    mark_key: str | None = None,
+    show: Callable[[Document], str] = _text,
+) -> list[dict[str, Any]]:
+    """Return the content of a HumanMessage: a part for each document, by `show`, then the question. With the `mark_key`
+    of `CacheOrderRetriever`, its breakpoints become cache_control (Anthropic, Bedrock).
+
+        documents = CacheOrderRetriever(retriever=retriever, orderer=orderer, mark_key="mark").invoke(question)
+        model.invoke([HumanMessage(content_parts(documents, question, mark_key="mark"))])
+    """
+    parts = [_part(show(each), mark_key is not None and mark_key in (each.metadata or {})) for each in documents]
+    return [*parts, _part(question, marked=False)]
+
+
+def _part(text: str, marked: bool) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "text", "text": text}
+    return part | {"cache_control": {"type": "ephemeral"}} if marked else part

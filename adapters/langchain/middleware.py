@@ -37,21 +37,17 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
     - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier sent messages have are named instead of sent again. The tool's
-      message is rewritten before its first use, and replaced in the agent's state; its other text stays. A message
-      without all of its documents whole is sent unchanged. By default all results stay as the tools wrote them.
-    - `documents`: the documents of a tool's message; default its artifact, as `create_retriever_tool(…,
-      response_format="content_and_artifact")` makes it.
+    - `repeat="name"`: a tool's documents that earlier messages have are named instead of sent again: its message, if it
+      has all of its documents whole, is rewritten before its first use and in the agent's state. By default all results
+      stay as the tools wrote them.
+    - `documents`: the documents of a tool's message (default: its artifact, as `create_retriever_tool(…,
+      response_format="content_and_artifact")` makes it).
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
-    - `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
-      text).
-    - `scope`: the tenant, or a function of the ModelRequest. Scopes share no cache.
-    - `marks`: as for `CacheOrderTurn`, in sent messages only, not in the agent's state.
+    - `scope`: the tenant, or a function of the ModelRequest.
+    - `reference`, `label`, `marks`: as for `CacheOrderTurn`; breakpoints are not in the agent's state.
 
-    Errors in these functions leave the messages unchanged, or the documents in retrieval order, and are counted by the
-    orderer; the retriever's errors are raised. Each model call is reported by its usage. Raises TypeError for a
-    retriever that is no Runnable, ValueError for wrong options.
+    Errors in these functions leave messages unchanged, or documents in retrieval order, and the orderer counts them;
+    the retriever's errors are raised. Raises TypeError, ValueError for wrong options.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         )
 
     def label(self, document: Document) -> str:
-        """Return a document's label, for `cited(answer, documents, middleware.label)`."""
+        """For `cited(answer, documents, middleware.label)`."""
         return self._turns.label(document)
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:

@@ -40,8 +40,7 @@ def is_token(token: Any, chunk: Any) -> bool:
 
 
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
-    """Return the usage of a response, or None if LangChain's own cache answered. Batch sums count only for a call
-    `alone`."""
+    """Return None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     places = getattr(generation, "generation_info", None), response.llm_output if alone else None
     return _usage(getattr(generation, "message", None), *places)
@@ -52,7 +51,7 @@ def message_usage(message: BaseMessage) -> ReportedUsage | None:
 
 
 def written_tokens(message: BaseMessage) -> int | None:
-    """Return the tokens that an answer's prompt wrote into a cloud's cache: the sum over TTLs, or the total."""
+    """Return the tokens written into a cloud's cache: the sum over TTLs, or the total."""
     details = member(getattr(message, "usage_metadata", None), "input_token_details")
     counts = [details[name] for name in details or () if name in _WRITTEN or _WRITTEN_FOR.fullmatch(name)]
     return sum(counts) if counts and all(type(count) is int for count in counts) else None

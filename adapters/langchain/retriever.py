@@ -1,32 +1,36 @@
-"""Retriever with its documents in cache order."""
+"""Retriever and chain step with documents in cache order."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from inspect import signature
-from typing import Any
+from operator import index
+from typing import Any, Self
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
     BaseCallbackManager,
     CallbackManagerForRetrieverRun,
+    Callbacks,
 )
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
-from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSequence
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSequence, RunnableSerializable
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import ensure_config, var_child_runnable_config
 from langchain_core.runnables.configurable import RunnableConfigurableFields
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-from ragorder.adapters.langchain.base import CacheOrderModel
-from ragorder.adapters.langchain.feedback import abandon
-from ragorder.adapters.langchain.transformer import CacheOrderTransformer
-from ragorder.adapters.reorder import degrade
-from ragorder.orderer import OrdererLike
+import ragorder
+from ragorder.adapters.langchain.feedback import abandon, hand_over
+from ragorder.adapters.marks import marked_documents
+from ragorder.adapters.reorder import degrade, name_of, order_items
+from ragorder.orderer import Orderer, OrdererLike
+from ragorder.ordering import Ordering
 
-__all__ = ["CacheOrderRetriever"]
+__all__ = ["CacheOrderModel", "CacheOrderRetriever", "CacheOrderTransformer"]
 
 _INSIDE = (
     "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: wrap "
@@ -36,25 +40,147 @@ _INSIDE = (
 _PART = re.compile(r"retriever_\d+")
 
 
+class CacheOrderModel(BaseModel):
+    """Common fields. A copy, deep or pickled, has a new orderer with the same settings."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    orderer: SkipValidation[OrdererLike]
+    key: Callable[[Document], Any] | None = None
+    tokens: Callable[[Document], int] | None = None
+    scope: str | Callable[[Mapping[str, Any]], Hashable] | None = None
+    rank_key: str | None = None
+    mark_key: str | None = None
+    k: int | None = Field(default=None, ge=0)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.orderer)] = Orderer(self.orderer.settings)
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        return state | {"__dict__": state["__dict__"] | {"orderer": self.orderer.settings}}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        fields = state["__dict__"]
+        super().__setstate__(state | {"__dict__": fields | {"orderer": Orderer(fields["orderer"])}})
+
+    def put_in_order(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
+        documents = list(documents)
+        try:
+            scope = self.scope(run_manager.metadata) if callable(self.scope) else self.scope
+        except Exception as error:
+            # An unknown tenant must not be confused with another one, nor with no tenant.
+            ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
+        else:
+            documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
+        marked = self._marked(ordering)
+        hand_over(
+            ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager, self.orderer
+        )
+        ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
+        if self.mark_key is None:
+            return ranked
+        return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
+
+    def _read(self, document: Document) -> ragorder.Document:
+        return ragorder.Document(
+            name_of(document, document.id, self.key),
+            document.page_content,
+            None if self.tokens is None else index(self.tokens(document)),
+            metadata=document.metadata or {},
+        )
+
+    def _ranked(self, document: Document, rank: int) -> Document:
+        with suppress(Exception):
+            if self.rank_key is not None and self.rank_key not in document.metadata:
+                return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
+        return document
+
+    def _with_mark(self, document: Document, marked: bool) -> Document:
+        with suppress(Exception):
+            if marked != (self.mark_key in document.metadata):
+                # A breakpoint of an earlier request does not belong to this one.
+                metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
+                return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
+        return document
+
+    def _marked(self, ordering: Ordering[Any]) -> frozenset[int]:
+        if self.mark_key is None:
+            return frozenset()
+        try:
+            return frozenset(marked_documents(ordering))
+        except Exception as error:
+            degrade(self.orderer, f"no cache breakpoints were set: choosing them failed with {type(error).__name__}")
+            return frozenset()
+
+
+class CacheOrderTransformer(
+    CacheOrderModel,
+    BaseDocumentCompressor,
+    BaseDocumentTransformer,
+    RunnableSerializable[Sequence[Document], list[Document]],
+):
+    """Chain step that orders documents, also as a compressor. Thread-safe.
+
+        chain = retriever | CacheOrderTransformer(orderer) | join_texts
+
+    Options as for `CacheOrderRetriever`.
+    """
+
+    def __init__(self, orderer: OrdererLike, **options: Any) -> None:
+        super().__init__(orderer=orderer, **options)
+
+    def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        return self._call_with_config(self._reorder, input, config)
+
+    async def ainvoke(
+        self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
+        return await self._acall_with_config(self._areorder, input, config)
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks = None
+    ) -> list[Document]:
+        return self.invoke(documents, {"callbacks": callbacks})
+
+    async def acompress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks = None
+    ) -> list[Document]:
+        return await self.ainvoke(documents, {"callbacks": callbacks})
+
+    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
+        return self.invoke(documents)
+
+    async def atransform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
+        return await self.ainvoke(documents)
+
+    def _reorder(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
+        return self.put_in_order(documents[: self.k], run_manager)
+
+    async def _areorder(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
+        return self.put_in_order(documents[: self.k], run_manager)
+
+
 class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     """Retriever that orders its documents for the engine's prefix cache. Thread-safe.
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents, with the arguments and configuration of
-    `invoke`. Wrap the outermost retriever: inside a compressor, ensemble or MultiQueryRetriever this class orders
-    nothing and degrades its orderer. Around a chain with a mapping as input it becomes `retriever |
-    CacheOrderTransformer(…)`.
+    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost retriever: inside
+    another one this class orders nothing and degrades its orderer. Around a chain with a mapping as input it becomes
+    `retriever | CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
     - `tokens`: a document's length in the prompt.
-    - `scope`: the tenant, or a function of the run's metadata. Scopes share no cache; a string is the `cache_salt`.
+    - `scope`: the tenant, or a function of the run's metadata. A string is the `cache_salt`.
     - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
-    - `mark_key`: return copies with metadata[mark_key] after which a cache breakpoint follows (Anthropic, Bedrock), for
+    - `mark_key`: return copies with metadata[mark_key] where a cache breakpoint follows (Anthropic, Bedrock), for
       `content_parts`; the orderer then takes `feedback=False`.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
+    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once
     without a `FeedbackHandler`. Copies have a new orderer.
     """
 

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from threading import Lock
 from typing import Any, Concatenate, ParamSpec
 from uuid import UUID
 
-from ragorder.adapters.langchain.one_by_one import OneByOne
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.ordering import Ordering
 
 __all__ = ["Runs"]
 
-_MAX_WAITING = 256
-
-Path = tuple[UUID, ...]
-
 P = ParamSpec("P")
 
+_MAX_WAITING = 256
+Path = tuple[UUID, ...]
 _NO_NUMBERS = ReportedUsage()
 
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """An LLM call. `claimed`: orderings whose documents are in its prompt, in prompt order; without any, `unclaimed`
-    are all pending orderings. `alone`: not part of a batch."""
+    """`claimed`: orderings whose documents are in the call's prompt, in prompt order; without any, `unclaimed` are all
+    pending orderings. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -40,8 +38,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """An ordering without an outcome. `calls`: claiming calls in progress; `answer`: number and usage of a finished
-    one; `others`: at most two served calls without any ordering's documents."""
+    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: at most two served
+    calls without any ordering's documents."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -75,47 +73,40 @@ class Runs:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._one_by_one = OneByOne()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._running = Lock()
         self._numbers = count()
         # By order of start: the first one is always an outermost run.
-        self._roots: dict[UUID, _OutermostRun] = {}
-        self._waiting = 0
-
-    @property
-    def open(self) -> int:
-        return len(self._roots)
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
+        self.roots: dict[UUID, _OutermostRun] = {}
+        self.waiting = 0
 
     @_in_turn
     def begin(self, run: UUID, parent: UUID | None) -> None:
-        root = None if parent is None else self._roots.get(parent)
-        if run not in self._roots:
+        root = None if parent is None else self.roots.get(parent)
+        if run not in self.roots:
             self._open(root or _OutermostRun(), run, parent)
-        while len(self._roots) > self.limit:
-            self._close(next(iter(self._roots)), False)
+        while len(self.roots) > self.limit:
+            self._close(next(iter(self.roots)), False)
 
     @_in_turn
     def expect(
         self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> None:
-        root = self._roots.get(run)
+        root = self.roots.get(run)
         if root is None:
             ordering.confirm()
             return
         texts = [text for text in map(str.strip, texts) if text]
         root.waiting.append(_PendingOrdering(ordering, texts, root.runs[run], streamed_silently))
-        self._waiting += 1
+        self.waiting += 1
         if len(root.waiting) > _MAX_WAITING:
             self._conclude(root, root.waiting[0], False, {})
 
     @_in_turn
     def call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
-        """Note the start of an LLM call. One without a parent is ignored: its documents were retrieved elsewhere."""
-        root = None if parent is None else self._roots.get(parent)
-        if root is None or run in self._roots:
+        """A call without a parent is ignored: its documents were retrieved elsewhere."""
+        root = None if parent is None else self.roots.get(parent)
+        if root is None or run in self.roots:
             return
         path = self._open(root, run, parent)
         claimed = _claims(root.waiting, path, prompt)
@@ -127,7 +118,7 @@ class Runs:
 
     @_in_turn
     def token(self, run: UUID) -> None:
-        root = self._roots.get(run)
+        root = self.roots.get(run)
         call = None if root is None else root.calls.get(run)
         if call is not None:
             call.computed = True
@@ -135,7 +126,7 @@ class Runs:
     @_in_turn
     def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
         """`read` maps whether the call was alone to its usage, None if no engine answered."""
-        root = self._roots.get(run)
+        root = self.roots.get(run)
         if root is None or run not in root.calls:
             return
         call = root.calls[run]
@@ -153,16 +144,33 @@ class Runs:
     def end(self, run: UUID, failed: bool) -> None:
         self._close(run, failed)
 
+    def _one_by_one(self, call: Callable[[], object]) -> None:
+        """Run a call after those before it, in the thread of a running one. Raises its own error after the others. A
+        lock would not do: a finaliser may run in the middle of a call, in the thread that holds it."""
+        self._calls.append(call)
+        failure: Exception | None = None
+        # Checked again after the release: calls that arrived meanwhile were left to this thread.
+        while self._calls and self._running.acquire(blocking=False):
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            except Exception as error:
+                failure = error
+            finally:
+                self._running.release()
+        if failure is not None:
+            raise failure
+
     def _open(self, root: _OutermostRun, run: UUID, parent: UUID | None) -> Path:
         path = root.runs[run] = (*root.runs.get(parent, ()), run) if parent is not None else (run,)
-        self._roots[run] = root
+        self.roots[run] = root
         return path
 
     def _forget(self, root: _OutermostRun, run: UUID) -> None:
-        del self._roots[run], root.runs[run]
+        del self.roots[run], root.runs[run]
 
     def _close(self, run: UUID, failed: bool) -> None:
-        root = self._roots.get(run)
+        root = self.roots.get(run)
         if root is None:
             return
         outermost = len(root.runs[run]) == 1
@@ -199,7 +207,7 @@ class Runs:
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
         """`sole`: the number of orderings for which a call is the only candidate, by call."""
         root.waiting.remove(waiting)
-        self._waiting -= 1
+        self.waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS
         if waiting.answer is not None:
             usage = waiting.answer[1]

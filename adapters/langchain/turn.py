@@ -49,21 +49,20 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         result = chain.invoke({"input": question, "chat_history": history})
         history += result["messages"]
 
-    The input has `context`, the documents in retrieval order, and either `input` and `chat_history`, or `messages` that
-    end with the question (a LangGraph node). The result has `messages`, to be stored unchanged, including the question
-    with its documents under its id; `answer`, the last of them; and `sources`, the documents.
+    The input has `context`, the documents as retrieved, and either `input` and `chat_history`, or `messages` that end
+    with the question (a LangGraph node). The result has `messages`, to be stored unchanged; `answer`, the last of them;
+    and `sources`, the documents.
 
-    - `model`: a chat model. It reports cached tokens by its usage; a `FeedbackHandler` is not needed.
+    - `model`: a chat model. Its usage reports cached tokens, without a `FeedbackHandler`.
     - `builder`: writes the prompt. Its system prompt comes first, if the history has none.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and later names a document: a function of a Document (default: `number_label` of its
-      text).
-    - `scope`: the tenant, or a function of the input. Scopes share no cache; a string is the `cache_salt`.
-    - `marks`: content parts, with a cloud orderer's cache breakpoints in sent messages: True for ChatAnthropic,
-      "openai" for ChatOpenAI, "bedrock" for ChatBedrockConverse.
+    - `label`: the label that cites and names a Document (default: `number_label` of its text).
+    - `scope`: the tenant, or a function of the input. A string is the `cache_salt`.
+    - `marks`: send a cloud orderer's cache breakpoints: True for ChatAnthropic, "openai" for ChatOpenAI, "bedrock" for
+      ChatBedrockConverse.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Give `context` as retrieved, not
-    from a `CacheOrderRetriever`. Raises TypeError for a model that is no Runnable, ValueError for wrong options.
+    Errors in these functions leave retrieval order, and the orderer counts them. Raises TypeError, ValueError for wrong
+    options.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         )
 
     def label(self, document: Document) -> str:
-        """Return a document's label, for `cited(answer, sources, turn.label)`."""
+        """For `cited(answer, sources, turn.label)`."""
         return self._turns.label(document)
 
     def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
@@ -203,7 +202,6 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
-    """Raises LangChain's errors for invalid messages."""
     if "messages" in input:
         return convert_to_messages(input["messages"]), []
     question = input["input"]
@@ -214,7 +212,6 @@ def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage
 
 
 def _computed(chunk: Any) -> bool:
-    """A first chunk may only name the role."""
     return any(getattr(chunk, name, None) for name in ("content", "tool_call_chunks", "additional_kwargs"))
 
 

@@ -1,13 +1,10 @@
 """LlamaIndex: node postprocessor, retriever and chat engine in cache order."""
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("llama-index", "ragorder.adapters.llama_index"):
     from ragorder.adapters.llama_index.chat_engine import CacheOrderChatEngine
     from ragorder.adapters.llama_index.feedback import FeedbackHandler
-    from ragorder.adapters.llama_index.postprocessor import CacheOrderPostprocessor
-    from ragorder.adapters.llama_index.retriever import CacheOrderRetriever
-except ImportError as error:
-    raise ImportError(f"ragorder.adapters.llama_index needs llama-index-core: {install_hint('llama-index')}") from error
+    from ragorder.adapters.llama_index.retriever import CacheOrderPostprocessor, CacheOrderRetriever
 
 __all__ = ["CacheOrderChatEngine", "CacheOrderPostprocessor", "CacheOrderRetriever", "FeedbackHandler"]

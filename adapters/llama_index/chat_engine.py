@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine
 from llama_index.core.llms import LLM
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import ToolOutput
 
-from ragorder.adapters.llama_index.messages import read_message
+from ragorder.adapters.llama_index.retriever import node_metadata, node_text
 from ragorder.adapters.reorder import ScopeOf
-from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop
+from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop, plain_message
 from ragorder.adapters.usage import member, read_usage
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import OrdererLike
@@ -44,7 +44,7 @@ class _Asked:
 
 
 async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
-    """Call a method of the memory in its asynchronous form; early versions of LlamaIndex 0.12 have only `aput`."""
+    """Early versions of LlamaIndex 0.12 have only `aput`."""
     method = getattr(memory, f"a{name}", None)
     if method is None:
         return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
@@ -59,21 +59,19 @@ class CacheOrderChatEngine(BaseChatEngine):
         response = engine.chat("When are orders shipped?")
         sources = cited(response.response, response.source_nodes, engine.label)
 
-    The memory stores each question with its nodes, as sent, once it is answered; a failed turn does not change it.
-    `source_nodes` are the sent nodes, in prompt order, then nodes that are only named because earlier messages have
-    them.
+    The memory stores each answered question with its nodes, as sent; a failed turn does not change it. `source_nodes`
+    are the sent nodes, in prompt order, then those only named because earlier messages have them.
 
-    - `llm`: a chat model (default: that of `Settings`). A `FeedbackHandler` is not needed.
-    - `memory`: default as LlamaIndex's. Each truncation of the history costs its reuse: truncate rarely.
+    - `llm`: a chat model. A `FeedbackHandler` is not needed.
+    - `memory`: each truncation of the history costs its reuse.
     - `builder`: writes the prompt, with the system prompt.
-    - `condense`: search by a question that the model has rephrased from the history, by `condense_prompt`.
+    - `condense`: search by a question that the model rephrases from the history, by `condense_prompt`.
     - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and later names a node: a function of a NodeWithScore (default: `number_label` of
-      its text).
-    - `scope`: the tenant, or a function of the QueryBundle. Scopes share no cache.
+    - `label`: the label that cites and names a NodeWithScore (default: `number_label` of its text).
+    - `scope`: the tenant, or a function of the QueryBundle.
 
-    Errors in these functions leave retrieval order and are counted by the orderer. Raises ValueError for wrong options.
+    Errors in these functions leave retrieval order, and the orderer counts them. Raises ValueError for wrong options.
     """
 
     def __init__(
@@ -105,9 +103,9 @@ class CacheOrderChatEngine(BaseChatEngine):
         self._turns: FrameworkTurns[ChatMessage, NodeWithScore] = FrameworkTurns(
             orderer,
             builder,
-            read=read_message,
-            text=_text,
-            metadata=_metadata,
+            read=_read,
+            text=node_text,
+            metadata=node_metadata,
             label=label,
             scope=scope,
             repeat=repeat,
@@ -115,7 +113,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         )
 
     def label(self, node: NodeWithScore) -> str:
-        """Return a node's label, for `cited(response.response, response.source_nodes, engine.label)`."""
+        """For `cited(response.response, response.source_nodes, engine.label)`."""
         return self._turns.label(node)
 
     @trace_method("chat")
@@ -140,7 +138,7 @@ class CacheOrderChatEngine(BaseChatEngine):
 
     @trace_method("chat")
     def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
-        """Stream the answer; it counts as a turn once it has been read to its end."""
+        """The answer counts as a turn once it has been read to its end."""
         asked = self._ask(message, chat_history)
 
         def chunks() -> Generator[ChatResponse, None, None]:
@@ -208,7 +206,6 @@ class CacheOrderChatEngine(BaseChatEngine):
         return await off_loop(partial(self._next, message, query, nodes, history), texts)
 
     def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
-        """Return None to search by the message itself."""
         if not self._condense or not history:
             return None
         users = MessageRole.USER
@@ -247,9 +244,16 @@ def _default_memory(llm: LLM) -> BaseMemory:
     return Memory.from_defaults(token_limit=limit)
 
 
-def _text(node: NodeWithScore) -> str:
-    return node.get_content(metadata_mode=MetadataMode.LLM)
-
-
-def _metadata(node: NodeWithScore) -> Mapping[str, Any]:
-    return node.metadata
+def _read(message: ChatMessage) -> dict[str, Any]:
+    content: Any = message.content or ""
+    # The first versions have no blocks.
+    others = [block for block in getattr(message, "blocks", ()) if block.block_type != "text"]
+    if others:
+        content = [{"type": "text", "text": content}, *others]
+    known = message.additional_kwargs
+    return plain_message(
+        getattr(message.role, "value", message.role),
+        content,
+        tool_calls=known.get("tool_calls"),
+        tool_call_id=known.get("tool_call_id"),
+    )

@@ -42,8 +42,8 @@ _STREAMED_SILENTLY = (
 
 
 class _RequestSpan(BaseSpan):
-    """A span, open or waiting for its answers. `request`: the ended span that an LLM call belongs to; `streams`: ids of
-    spans that still stream; `generator`: the last one returned, which may call a model when it is read."""
+    """`request`: the ended span that an LLM call belongs to; `streams`: ids of spans that still stream; `generator`:
+    the last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -57,8 +57,6 @@ class _RequestSpan(BaseSpan):
 
 @dataclass(eq=False, slots=True)
 class _AnswerStream:
-    """An answer in progress. `begun`: its first token has arrived, so its prompt was computed."""
-
     request: _RequestSpan
     watched: ref[Any]
     begun: bool = False
@@ -70,8 +68,8 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())  # once per process
 
     A request is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no
-    numbers; a span that fails without an answer is discarded. A stream that ends early counts as served, without
-    numbers, after its first token, and as discarded before it.
+    numbers. A span that fails without an answer is discarded, and so is a stream that ends before its first token;
+    later it counts as served, without numbers.
 
     Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
     is degraded. Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests

@@ -27,22 +27,14 @@ class CostMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
 
-        self._tokens = Counter(
-            _TOKENS,
-            "Cost of prompts at a cloud, in input tokens at the plain price, by order.",
-            ["order"],
-            registry=registry,
-        )
-        self._money = Counter(
-            _MONEY,
-            "Cost in money, of models in the table of prices.",
-            ["order", "currency"],
-            registry=registry,
-        )
+        says = "Cost of prompts at a cloud, in input tokens at the plain price, by order."
+        self._tokens = Counter(_TOKENS, says, ["order"], registry=registry)
+        says = "Cost in money, of models in the table of prices."
+        self._money = Counter(_MONEY, says, ["order", "currency"], registry=registry)
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 
     def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:
-        """Count a request in the `served` order; the cost of the `other` one is predicted."""
+        """The cost of the `other` order is predicted."""
         orders = {served: cost.input_tokens, _UNCACHED: cost.prompt_tokens}
         if other_cost is not None:
             orders[other] = other_cost.share * cost.prompt_tokens
@@ -56,9 +48,8 @@ class CostMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CostStats:
-    """Costs of requests to clouds: `tokens` at the plain price, `uncached_tokens` without a cache, and `other_tokens`
-    in the order that is not served (None if not compared). Money covers models in the table of `prices_date` (None if
-    it has none of them, or tables differ)."""
+    """Costs of requests to clouds, in `tokens` at the plain price; None if not compared. Money covers models in the
+    table of `prices_date`."""
 
     tokens: float
     uncached_tokens: float
@@ -75,7 +66,7 @@ class CostStats:
 
     @property
     def saved_money(self) -> float | None:
-        """Savings against no cache; negative if writing has cost more than reading saved."""
+        """Savings against no cache; negative if writing cost more than reading saved."""
         return None if self.money is None or self.uncached_money is None else self.uncached_money - self.money
 
     @classmethod

@@ -35,7 +35,6 @@ _PLAIN: OrdererOptions = {
 
 
 def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Give a wrapper the signature of the orderer's method."""
     return lambda wrapper: wraps(method)(wrapper)
 
 
@@ -43,11 +42,9 @@ def _like(method: Callable[Concatenate[Any, P], R]) -> Callable[[Callable[..., R
 class Observation:
     """One ordered request, without anything about a document or a tenant.
 
-    - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for ragorder's order and for retrieval order, None
-      if it was not compared
+    - `ordered_tokens`, `retrieval_tokens`: cached tokens predicted for each order; None if not compared
     - `documents_end`: prompt tokens up to the end of the documents
-    - `order_s`: seconds that ragorder's order took; `moves`: the documents that it moves
-    - `ordered_cost`, `retrieval_cost`: predicted costs of both orders at a cloud
+    - `order_s`: seconds that ragorder's order took
     """
 
     shadow: bool
@@ -63,7 +60,6 @@ class Observation:
 
     @property
     def predicted_tokens(self) -> int:
-        """Cached tokens predicted for the served order."""
         return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
 
 
@@ -71,7 +67,7 @@ class Watcher(Protocol):
     """Receives every request, in the serving path. An optional method `watch` gets the `ObservedOrderer` once."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """Receive an ordered request, and return the callback for its outcome."""
+        """Return the callback for the outcome of an ordered request."""
 
 
 class ObservedOrderer:
@@ -81,7 +77,6 @@ class ObservedOrderer:
 
     With `compare`, a second orderer mirrors the cache in retrieval order: the difference is the saving. In `shadow`
     mode retrieval order is served, and ragorder's order is scored on a mirror. Either doubles the time of an order.
-    Reports on the served order correct both mirrors.
     """
 
     def __init__(
@@ -130,7 +125,6 @@ class ObservedOrderer:
 
     @property
     def fallbacks(self) -> int:
-        """Internal errors in the served order and in ragorder's."""
         return sum(orderer.fallbacks for orderer in {self._orderer, self._ours})
 
     @property
@@ -145,7 +139,6 @@ class ObservedOrderer:
     def order(
         self, documents: Iterable[Any], *, waiting: Sequence[Iterable[Any]] = (), **options: Any
     ) -> Ordering[Any]:
-        """Keep the documents in retrieval order in shadow mode."""
         given, waiting = list(documents), [list(others) for others in waiting]
         return self._watch(
             lambda orderer: orderer.order(given, waiting=() if orderer is self._plain else waiting, **options)
@@ -155,7 +148,6 @@ class ObservedOrderer:
     def order_batch(
         self, requests: Iterable[Iterable[Any]], *, max_wait: int | None = None, **options: Any
     ) -> Batch[Any]:
-        """Keep requests and documents in place in shadow mode."""
         given = [list(documents) for documents in requests]
 
         def plan(orderer: Orderer) -> Batch[Any]:
@@ -167,12 +159,10 @@ class ObservedOrderer:
 
     @_like(Orderer.preview)
     def preview(self, *arguments: Any, **options: Any) -> list[Any]:
-        """Preview the served order, unwatched."""
         return self._orderer.preview(*arguments, **options)
 
     @_like(Orderer.predict_cached_tokens)
     def predict_cached_tokens(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        """Predict for the served order."""
         return self._orderer.predict_cached_tokens(*arguments, **options)
 
     @_like(Orderer.holds_prefix)

@@ -10,23 +10,28 @@ from ragorder.adapters.observing.observed import Observation
 from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
-__all__ = ["Tracing"]
+__all__ = ["SpanTracer", "Tracing"]
 
 
-class Tracing:
+class SpanTracer:
+    """`tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
+    ragorder[live]."""
+
+    def __init__(self, tracer: Any = None) -> None:
+        with needs("live", type(self).__name__):
+            from opentelemetry import trace
+        self._trace = trace
+        self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
+
+
+class Tracing(SpanTracer):
     """Watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
     report.
 
         orderer = ObservedOrderer(orderer, [Tracing()])
 
-    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[live].
+    `tracer` as for `SpanTracer`.
     """
-
-    def __init__(self, tracer: Any = None) -> None:
-        with needs("live", "Tracing"):
-            from opentelemetry import trace
-        self._trace = trace
-        self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
         end_ns = time.time_ns()

@@ -1,14 +1,17 @@
-"""Prometheus metrics of an orderer."""
+"""Prometheus metrics of an orderer, in one or several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+from ragorder.adapters.metrics import PrometheusMetrics
 from ragorder.adapters.observing.costs import CostMetrics
 from ragorder.adapters.observing.observed import Observation
-from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
 if TYPE_CHECKING:
@@ -16,16 +19,21 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "SharedMetrics", "forget_process", "shared_metrics"]
 
 _ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
 _TBT_S = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+# How values of processes are combined; others are summed.
+_MODES: Mapping[str, Any] = {
+    "ragorder_shadow": "livemax",
+    "process_start_time_seconds": "livemin",
+    "process_max_fds": "livemin",
+}
 
 
 class OrdererState(Protocol):
-    """State of an orderer, read at each scrape."""
-
     shadow: bool
 
     @property
@@ -35,65 +43,45 @@ class OrdererState(Protocol):
     def evicted_blocks(self) -> int: ...
 
 
-class Metrics:
-    """Watcher for `ObservedOrderer` with Prometheus metrics. No label names a document or a tenant.
+class Metrics(PrometheusMetrics):
+    """Watcher for `ObservedOrderer` with Prometheus metrics.
 
         metrics = Metrics()
         orderer = ObservedOrderer(orderer, [metrics])
         page = generate_latest(metrics.registry)
 
-    `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Cached tokens have a label
-    `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other. Raises
-    ImportError without ragorder[proxy], ValueError for a registry with these metrics: share the Metrics instead.
+    Cached tokens have a label `order`, "ragorder" or "retrieval": reported or else predicted for the served order,
+    predicted for the other. `registry` as for `PrometheusMetrics`.
     """
 
+    prefix = "ragorder"
+
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        with needs("proxy", "Metrics"):
-            from prometheus_client import CollectorRegistry, Counter, Histogram
-        self.registry = registry = CollectorRegistry() if registry is None else registry
-
-        def counter(name: str, says: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(f"ragorder_{name}", says, labels, registry=registry)
-
-        self._order_s = Histogram(
-            "ragorder_order_seconds", "Time that ordering one request took.", buckets=_ORDER_S, registry=registry
-        )
-        self._displacement = Histogram(
-            "ragorder_displacement_positions",
-            "Mean distance of a request's documents from where retrieval put them, in ragorder's order.",
-            buckets=_POSITIONS,
-            registry=registry,
-        )
-        self._tbt_s = Histogram(
-            "ragorder_time_between_tokens_seconds",
-            "Mean time between the tokens of a streamed answer (RAGCache 5.4).",
-            buckets=_TBT_S,
-            registry=registry,
-        )
+        super().__init__(registry)
+        counter = self._counter
+        self._order_s = self._histogram("order_seconds", "Time that ordering one request took.", _ORDER_S)
+        says = "Mean distance of a request's documents from where retrieval put them, in ragorder's order."
+        self._displacement = self._histogram("displacement_positions", says, _POSITIONS)
+        says = "Mean time between the tokens of a streamed answer (RAGCache 5.4)."
+        self._tbt_s = self._histogram("time_between_tokens_seconds", says, _TBT_S)
         self._documents = counter("documents", "Documents ordered.")
-        self._reordered = counter(
-            "reordered_requests",
-            "Requests whose documents ragorder's order moves, by whether something or nothing should be cached.",
-            ["cached"],
-        )
-        self._best_moved = counter(
-            "best_moved_requests", "Requests that ragorder's order begins with a document other than the best one."
-        )
-        self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", ["reason"])
+        says = "Requests whose documents ragorder's order moves, by whether something or nothing should be cached."
+        self._reordered = counter("reordered_requests", says, "cached")
+        says = "Requests that ragorder's order begins with a document other than the best one."
+        self._best_moved = counter("best_moved_requests", says)
+        self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", "reason")
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
-        self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
+        self._settled = counter("settled_requests", "Requests that ended.", "outcome")
         self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
-        self._prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens of served requests; without a report, tokens up to the last document."
-        )
-        self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", ["order"])
+        says = "Prompt tokens of served requests; without a report, tokens up to the last document."
+        self._prompt_tokens = counter("prompt_tokens", says)
+        self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", "order")
         self._reported_tokens = counter("reported_cached_tokens", "Cached tokens that the engine reported.")
-        self._predicted_tokens = counter(
-            "predicted_cached_tokens", "Cached tokens predicted for requests whose cached tokens the engine reported."
-        )
+        says = "Cached tokens predicted for requests whose cached tokens the engine reported."
+        self._predicted_tokens = counter("predicted_cached_tokens", says)
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
-        self._costs = CostMetrics(registry)
+        self._costs = CostMetrics(self.registry)
         self._watched: WeakValueDictionary[int, OrdererState] = WeakValueDictionary()
         self.read(_StateCollector(self._watched))
 
@@ -176,3 +164,73 @@ class _StateCollector:
         shadow = max((orderer.shadow for orderer in watched), default=False)
         says = "1 in shadow mode: retrieval order is served, ragorder's is only scored."
         yield GaugeMetricFamily("ragorder_shadow", says, value=int(shadow))
+
+
+@contextmanager
+def shared_metrics() -> Iterator[None]:
+    """Store metrics made in this block in files, by prometheus_client's multiprocess mode. Counters sum all processes,
+    gauges the running ones."""
+    from prometheus_client import values
+
+    with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
+        os.environ[_FOLDER] = folder
+        # The package reads the variable on import, which may have happened before.
+        before, values.ValueClass = values.ValueClass, values.get_value_class()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            values.ValueClass = before
+            del os.environ[_FOLDER]
+
+
+def forget_process(pid: int) -> None:
+    from prometheus_client.multiprocess import mark_process_dead
+
+    mark_process_dead(pid)  # type: ignore[no-untyped-call]
+
+
+class SharedMetrics(Metrics):
+    """`Metrics` of one process of a `shared_metrics` block; `whole` has the metrics of all. Other processes cannot read
+    values that are computed when a page is made: `copy` stores them in the files."""
+
+    def __init__(self) -> None:
+        self._collectors: list[Collector] = []
+        self._copies: dict[str, Any] = {}
+        self._counted: dict[str, float] = {}
+        super().__init__()
+
+    @property
+    def whole(self) -> CollectorRegistry:
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return registry
+
+    def read(self, collector: Collector) -> None:
+        self._collectors.append(collector)
+
+    def copy(self) -> None:
+        """Call it now and then, in one thread."""
+        for collector in self._collectors:
+            for family in collector.collect():
+                (sample,) = family.samples
+                copy = self._copy_of(family.name, family.type, family.documentation)
+                if family.type == "counter":
+                    counted = self._counted.get(family.name, 0.0)
+                    copy.inc(max(0.0, sample.value - counted))
+                    self._counted[family.name] = max(counted, sample.value)
+                else:
+                    copy.set(sample.value)
+
+    def _copy_of(self, name: str, kind: str, says: str) -> Any:
+        from prometheus_client import Counter, Gauge
+
+        if name not in self._copies:
+            self._copies[name] = (
+                Counter(name, says, registry=self.registry)
+                if kind == "counter"
+                else Gauge(name, says, multiprocess_mode=_MODES.get(name, "livesum"), registry=self.registry)
+            )
+        return self._copies[name]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isinf, sqrt
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.adapters.observing.comparison import Comparison, Reports, compare
 from ragorder.adapters.observing.costs import CostStats
 from ragorder.common.extras import needs
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Stats", "fetch_stats"]
+__all__ = ["Comparison", "Reports", "Stats", "compare", "fetch_stats"]
 
+_MIN_REPORTS = 8
+_MAX_ERROR_SHARE = 0.02
+_COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Document(tokens=…)"
 _DERIVED = (
     "saved_tokens",
     "saved_share",
@@ -33,17 +35,75 @@ _DERIVED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """Sums over requests with reported cached tokens; `absolute` and `squared` sum differences from the prediction."""
+
+    count: int
+    reported: int
+    predicted: int
+    absolute: int
+    squared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Cached tokens of the order that is not served, and their error; None if unknown, for this `reason`."""
+
+    other_tokens: int | None
+    error_tokens: int | None
+    reason: str | None
+
+
+def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other: int, reports: Reports) -> Comparison:
+    """Correct the prediction for the other order by reports on the served one.
+
+    If reports exceed predictions, the mean excess is added. If they fall short, other clients used the cache: the
+    prediction shrinks in proportion. Uncertainty: half the mean absolute error plus three standard errors of the mean.
+    """
+    count = reports.count
+    if not served:
+        return Comparison(None, None, "no request has ended yet")
+    if not count:
+        return Comparison(None, None, "predicted only: no request reported its cached tokens")
+    if 2 * count < served:
+        said = f"predicted only: {count:,} of {served:,} requests reported their cached tokens"
+        return Comparison(None, None, said)
+    if count < _MIN_REPORTS:
+        said = f"too early: {count:,} of the first {_MIN_REPORTS} requests reported their cached tokens"
+        return Comparison(None, None, said)
+    excess = (reports.reported - reports.predicted) / count
+    if excess >= 0:
+        other_tokens = predicted_other + excess * served
+    else:
+        other_tokens = predicted_other * reports.reported / reports.predicted
+    other_tokens = min(other_tokens, float(prompt_tokens))
+    deviation = sqrt(max(0.0, reports.squared / count - excess**2))
+    error_tokens = served * (reports.absolute / count / 2 + 3 * deviation / sqrt(count))
+    difference = abs(cached_tokens - other_tokens)
+    reason = None
+    if error_tokens > _MAX_ERROR_SHARE * prompt_tokens:
+        off = f"{reports.absolute / count:,.0f} tokens a request"
+        share = 100 * min(1.0, error_tokens / prompt_tokens) if prompt_tokens else 100.0
+        reason = (
+            f"predictions are off by {off}, and the other order is uncertain by {share:.1f} % of the prompts; {_COUNT}"
+        )
+    elif difference < error_tokens:
+        reason = f"the orders differ by {difference:,.0f} tokens, and predictions are uncertain by {error_tokens:,.0f}"
+    if reason is not None:
+        return Comparison(None, round(error_tokens), f"cannot compare: {reason}")
+    return Comparison(round(other_tokens), round(error_tokens), None)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Figures since the start of the process; tokens are those of `served` requests.
 
         print(fetch_stats("http://proxy:8000").saved_share)
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order (None if not compared), which `comparison` corrects. Prediction error and bias are means per
-    request; `order_us`: percentiles of the ordering time. Among the `ordered` requests, ragorder's order moves
-    documents in `reordered`, in `reordered_cold` although nothing should be cached, and begins with a document other
-    than the best one in `best_moved`. `passed`: unchanged requests by reason, in no other figure; `cost`: of requests
-    to clouds.
+    the other order, which `comparison` corrects. `order_us`: percentiles. Of the `ordered` requests, `reordered` have
+    moved documents, `reordered_cold` although nothing should be cached, and `best_moved` begin with another document
+    than the best. `passed`: unchanged requests by reason, in no other figure.
     """
 
     shadow: bool
@@ -71,7 +131,6 @@ class Stats:
 
     @property
     def other_cached_tokens(self) -> int | None:
-        """Cached tokens of the order that is not served; None if unknown."""
         return self.comparison.other_tokens
 
     @property
@@ -101,17 +160,14 @@ class Stats:
 
     @property
     def reordered_share(self) -> float:
-        """Share of the ordered requests whose documents ragorder's order moves."""
         return self.reordered / self.ordered if self.ordered else 0.0
 
     @property
     def saved_tokens_per_reordered(self) -> float | None:
-        """Prefill tokens saved for each of these requests; None if unknown."""
         return None if self.saved_tokens is None or not self.reordered else self.saved_tokens / self.reordered
 
     @property
     def cached_share(self) -> float:
-        """Share of the prompt tokens, in the served order."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -120,7 +176,6 @@ class Stats:
 
     @property
     def predicted_other_share(self) -> float | None:
-        """Share by prediction alone."""
         return self._share(self.predicted_other_tokens)
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +192,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """Read the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
+        """Read metric families of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
@@ -203,8 +258,8 @@ class Stats:
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """Return the figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises
-    ServerError with advice; ImportError without ragorder[live]."""
+    """Return the figures of the proxy, or of an application with its metrics at `url`/metrics. Raises ServerError,
+    ImportError without ragorder[live]."""
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
@@ -224,8 +279,8 @@ def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None)
 
 
 def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
-    """As Prometheus' histogram_quantile: linear within a bucket; above the last bound, that bound."""
-    finite = [(bound_s, count) for bound_s, count in buckets if not math.isinf(bound_s)]
+    """As Prometheus' histogram_quantile."""
+    finite = [(bound_s, count) for bound_s, count in buckets if not isinf(bound_s)]
     rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
     below_s = below = 0.0
     for bound_s, count in finite:

@@ -26,7 +26,7 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 @dataclass(frozen=True, slots=True)
 class Hits:
     """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
-    without named sources. Counted at admission, including tokens that a tier then fails to load."""
+    without named sources. Tokens that a tier then fails to load are included."""
 
     device: int = 0
     host: int = 0
@@ -46,7 +46,7 @@ class Hits:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
-        """Read a server's metric families, all engines together. Raises ValueError without vLLM's metrics."""
+        """Read metric families, all engines together. Raises ValueError without vLLM's metrics."""
         queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
         for family in families:
             for sample in family.samples:
@@ -62,9 +62,6 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier, in chunks and bytes; `oldest_s` is the age of the oldest chunk. Since the server's start: chunks
-    `stored`, `evicted` and `refused` by reason, and failed copies."""
-
     tier: str
     chunks: int
     bytes: int
@@ -82,13 +79,12 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All figures of a server. Gauges are from the engine's last step: an idle server's become stale.
+    """Figures of a server. Gauges are from the engine's last step.
 
         fetch_tier_stats("http://host:8000")
 
-    Requests `with_facts` had document ends, `unreadable_facts` counts malformed ones. `device_order`: whether the
-    device evicts in the policy's order (None if not configured). `profile`: whether prefill times are measured (None if
-    not awaited).
+    `device_order`: whether the device evicts in the policy's order (None if not configured). `profile`: whether prefill
+    times are measured (None if not awaited).
     """
 
     tiers: tuple[TierFigures, ...]
@@ -107,8 +103,7 @@ class TierStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """Read metric families as `Hits.of`. Raises ValueError without ragorder's metrics, LookupError if they are
-        still empty."""
+        """Raises ValueError without ragorder's metrics, LookupError if they are still empty."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -159,8 +154,7 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """Return the figures of the vLLM server at `url` (with or without /v1). Raises ServerError with advice; ImportError
-    without ragorder[live]."""
+    """Return the figures of a vLLM server. Raises ServerError, ImportError without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)

@@ -10,11 +10,10 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from ragorder import Document
-from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.call import Call, CallSetup, OrderedStream, generate_async
 from ragorder.adapters.openai.endpoint import checked_options
 from ragorder.adapters.openai.prompts import predict_lengths
 from ragorder.adapters.openai.reply import Answer
-from ragorder.adapters.openai.stream import OrderedStream, generate_async
 from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
@@ -24,7 +23,6 @@ BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], H
 """A query, its documents in retrieval order, and optionally a scope."""
 
 BatchOutcome = tuple[int, Answer | Exception]
-"""The index of a request, and its answer or error."""
 
 # Number of waiting requests that an ordering considers.
 _FORESEEN = 8
@@ -96,7 +94,7 @@ class BatchBacklog:
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """Yield outcomes, with a thread for each request in flight. Closing ends each request at its next piece."""
+    """Use a thread for each request in flight. Closing ends each request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -127,7 +125,7 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """Yield outcomes, with a task for each request in flight. Closing cancels them."""
+    """Use a task for each request in flight. Closing cancels them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:

@@ -1,36 +1,35 @@
-"""One question to a server, with its attempts and their orderings."""
+"""One question to a server: attempts with their orderings, and streams for threads and coroutines."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Self, cast
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, checked_options
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest
 from ragorder.adapters.openai.reply import Answer, Reply
+from ragorder.common.lock import run_or_defer
 from ragorder.orderer import OrdererLike
 from ragorder.topic import checked_header
 
-__all__ = ["Call", "CallSetup"]
+__all__ = ["AsyncOrderedStream", "Call", "CallSetup", "OrderedStream", "generate", "generate_async"]
 
 _TRANSIENT = ("408", "409", "429")
 _FIRST_DELAY_S = 0.1
 _UNREPORTED = 8
-
 _logger = logging.getLogger("ragorder")
 
 
 @dataclass(eq=False, repr=False)
 class CallSetup:
-    """Configuration and statistics of a client, see `OrderedClient`."""
-
     client: Any
     _: KW_ONLY
     model: str
@@ -53,7 +52,7 @@ class CallSetup:
         self._unreported = 0
 
     def learn(self, answer: Answer) -> None:
-        """Learn from an answer. Degrades the orderer if the server never reports cached tokens."""
+        """Degrade the orderer if the server never reports cached tokens."""
         self.ordered.answer_length.learn(answer.completion_tokens)
         # Servers omit a zero: a missing count is informative only if cached tokens were predicted.
         if answer.cached_tokens is not None:
@@ -70,7 +69,7 @@ class CallSetup:
 @dataclass(eq=False, repr=False)
 class Call:
     """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`; with
-    `hands_out` (pieces reach the caller at once) it makes none after the first piece."""
+    `hands_out` (pieces reach the caller at once) none after the first piece."""
 
     setup: CallSetup
     query: str
@@ -93,7 +92,7 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """Make an ordering, and finish it when the block ends. Swallows an error if another attempt follows."""
+        """Make an ordering, and finish it at the block's end. Swallows an error if another attempt follows."""
         ordering = self.ordering = self._order()
         reply = Reply(ordering)
         try:
@@ -120,8 +119,7 @@ class Call:
                 ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
-        """Return the result of create() for an attempt. Call it at once: requests are sent in the order of their
-        orderings."""
+        """Call it at once: requests are sent in the order of their orderings."""
         request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
@@ -133,13 +131,13 @@ class Call:
         return self.setup.ordered.request(self.query, ordering, self.scope, self.options)
 
     def _answered(self, answer: Answer) -> None:
-        """Note the whole answer, before its ordering is confirmed."""
+        """Called with the whole answer, before its ordering is confirmed."""
 
     def _topic(self) -> str | None:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """The caller's own header stays. All attempts share one topic, so that documents count once."""
+        """All attempts share one topic, so that documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):
@@ -167,3 +165,112 @@ def _is_broken_stream(error: Exception) -> bool:
     # The openai client passes on errors of its HTTP library in the middle of a stream (httpx2 from openai 3 on).
     libraries = map(sys.modules.get, ("httpx", "httpx2"))
     return any(isinstance(error, getattr(library, "TransportError", ())) for library in libraries)
+
+
+@contextmanager
+def _opened(stream: Any) -> Iterator[Any]:
+    # Closing takes the lock of a connection pool, which a thread interrupted by the garbage collector may hold: a
+    # dropped stream is closed after the collection.
+    with ExitStack() as stack:
+        opened = stack.enter_context(stream)
+        try:
+            yield opened
+        finally:
+            run_or_defer(stack.pop_all().close)
+
+
+def _pieces(call: Call) -> Generator[str, None, None]:
+    """Yield the answer's pieces, some empty; the first one when the server has accepted the request."""
+    while call.answer is None:
+        if call.delay_s:
+            (call.setup.sleep or time.sleep)(call.delay_s)
+        with call.attempt() as reply, _opened(call.create(reply)) as stream:
+            reply.watch(stream)
+            yield ""
+            for chunk in stream:
+                yield reply.read(chunk)
+
+
+async def _async_pieces(call: Call) -> AsyncGenerator[str, None]:
+    while call.answer is None:
+        if call.delay_s:
+            await (call.setup.sleep or asyncio.sleep)(call.delay_s)
+        with call.attempt() as reply:
+            async with await call.create(reply) as stream:
+                reply.watch(stream)
+                yield ""
+                async for chunk in stream:
+                    yield reply.read(chunk)
+
+
+def generate(call: Call) -> Answer:
+    for _ in _pieces(call):
+        pass
+    return cast(Answer, call.answer)
+
+
+async def generate_async(call: Call) -> Answer:
+    async for _ in _async_pieces(call):
+        pass
+    return cast(Answer, call.answer)
+
+
+class _BaseStream:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    @property
+    def ordering(self) -> Ordering[Document] | None:
+        """None before the request is sent."""
+        return self._call.ordering
+
+    @property
+    def answer(self) -> Answer | None:
+        """None before the last piece."""
+        return self._call.answer
+
+
+class OrderedStream(_BaseStream, Iterator[str]):
+    """Stream of an answer's pieces. Closing it early, or dropping it, ends the request."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._pieces = _pieces(call)
+        next(self._pieces)
+
+    def __next__(self) -> str:
+        return next(filter(None, self._pieces))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pieces.close()
+
+
+class AsyncOrderedStream(_BaseStream, AsyncIterator[str]):
+    """`OrderedStream` for coroutines. Use `async with`, or close it: a dropped one ends late."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._pieces = _async_pieces(call)
+
+    async def __anext__(self) -> str:
+        async for piece in self._pieces:
+            if piece:
+                return piece
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        if self.ordering is None:
+            await anext(self._pieces, "")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._pieces.aclose()

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ragorder import Document
 from ragorder.adapters.openai.batch import BatchBacklog, BatchOutcome, BatchRequest, answer_many, answer_many_async
-from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.call import AsyncOrderedStream, Call, CallSetup, OrderedStream, generate, generate_async
 from ragorder.adapters.openai.conversation import Conversation
 from ragorder.adapters.openai.endpoint import check_client
 from ragorder.adapters.openai.reply import Answer
-from ragorder.adapters.openai.stream import AsyncOrderedStream, OrderedStream, generate, generate_async
 from ragorder.conversation import REFERENCE, Message, Repeat
 
 __all__ = ["AsyncOrderedClient", "OrderedClient"]
@@ -45,7 +44,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         """Return the `Answer` to a question on documents in retrieval order.
 
         `scope` and `waiting` as for `Orderer.order`, other options as for create(). Raises the openai client's errors,
-        and TypeError or ValueError for options that the client sets itself and for a scope that cannot be a salt.
+        TypeError or ValueError for options that the client sets itself and for a scope that cannot be a salt.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
@@ -74,9 +73,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         reference: str = REFERENCE,
         rebase: Iterable[Document] | None = None,
     ) -> Conversation[A, S]:
-        """Continue a conversation from `messages` as sent and answered. `repeat`, `reference` and `rebase` (documents
-        of these messages) as for `PromptBuilder.turn`. Raises TypeError and ValueError for invalid messages, and for
-        prompts="token_ids"."""
+        """Continue a conversation from `messages` as sent and answered. `repeat`, `reference` and `rebase` as for
+        `PromptBuilder.turn`. Raises TypeError and ValueError for invalid messages, and for prompts="token_ids"."""
         if self.prompts != "messages":
             raise ValueError(f"a conversation needs messages: give {type(self).__name__}(prompts='messages')")
         return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference, rebase)
@@ -113,12 +111,11 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
-    - `topic_header`: send the documents' topic in this header, such as "x-session-id", for a router that chooses among
-      replicas (docs/replicas.md).
+    - `topic_header`: send the documents' topic in this header, for a router among replicas (docs/replicas.md).
 
-    Every ordering is finished, best with reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
-    --enable-cache-report). `stream` sends its request at once. Raises ImportError without openai, TypeError for an
-    asynchronous client, ValueError for `prompts`, `retries` or `topic_header`.
+    Servers should report cached tokens (vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report). `stream`
+    sends its request at once. Raises ImportError without openai, TypeError for an asynchronous client, ValueError for
+    wrong options.
     """
 
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")

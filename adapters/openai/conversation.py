@@ -66,8 +66,6 @@ class Conversation(Generic[A, S]):
 
     - `messages`: everything sent and answered, for the application to store; a failed turn leaves them unchanged
     - `turn`: the last answered turn, with its documents `new` and `repeated`
-    - `rebase`: documents of stored messages, to rebase a conversation that the engine has evicted
-      (`PromptBuilder.turn`); documents of its own turns are known
     """
 
     def __init__(
@@ -107,17 +105,16 @@ class Conversation(Generic[A, S]):
         return self._turn
 
     def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
-        """Return the `Answer` to a question on documents in retrieval order, as a new turn. Options and errors as for
-        `OrderedClient.generate`; ValueError for tools."""
+        """Return the `Answer` as a new turn. Options and errors as for `OrderedClient.generate`; ValueError for
+        tools."""
         return self._generate(self._call(question, documents, options, hands_out=False))
 
     def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
-        """Stream the answer; it counts as a turn once it is complete."""
+        """The answer counts as a turn once it is complete."""
         return self._stream(self._call(question, documents, options, hands_out=True))
 
     def regenerate(self, **options: Any) -> A:
-        """Return another answer to the last question and replace the earlier one. Raises ValueError before the first
-        question."""
+        """Replace the answer to the last question. Raises ValueError before the first question."""
         if self._asked is None:
             raise ValueError("there is nothing to regenerate: ask a question first")
         history, (question, documents) = list(self.messages), self._asked
@@ -143,16 +140,15 @@ class Conversation(Generic[A, S]):
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
-        """Return documents that may be rebased: the given ones, and those of turns in the history. None without
-        `rebase`."""
+        """Return documents that may be rebased: the given ones, and those of turns in the history."""
         if self.rebase is None:
             return None
         sent = (self._sent.get(content, ()) for content in _contents(history))
         return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """Return one topic for all turns, of the first documents or the first given message: the engine that has the
-        history cached should serve them."""
+        """Return one topic for all turns, of the first documents or message: the engine that has the history cached
+        should serve them."""
         if self._topic is None:
             opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
             if opening is not None:

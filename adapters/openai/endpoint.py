@@ -1,16 +1,20 @@
-"""Endpoint of a model on an OpenAI-compatible server, and request options."""
+"""A model on an OpenAI-compatible server, and request options."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+import time
+from collections.abc import AsyncGenerator, Hashable
 from typing import Any
 
-from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder import Ordering
+from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
+from ragorder.adapters.openai.reply import Reply
 from ragorder.adapters.request_facts import with_facts
 from ragorder.common.extras import needs
+from ragorder.pipelining import AnswerChunk
 
-__all__ = ["ModelEndpoint", "UsageOption", "check_client", "checked_options", "checked_salt"]
+__all__ = ["ModelEndpoint", "OpenAIStreams", "UsageOption", "check_client", "checked_options", "checked_salt"]
 
 _OWNED = ("messages", "model", "prompt", "stream", "stream_options")
 # Refused by vLLM 0.32 (validate_cache_salt); earlier versions refuse an empty salt only.
@@ -55,15 +59,15 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request, for usage at the end of its stream. Omitted in later requests if the server
-    refuses them and accepts the request without."""
+    """The `stream_options` of one request. Omitted in later requests if the server refuses them and accepts the request
+    without."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Leave the option out if this error refuses it. Returns True if the request should then be sent again."""
+        """Return whether this error refuses the option, so that the request should be sent again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
@@ -83,7 +87,7 @@ def _refuses_stream_options(error: Exception) -> bool:
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
     """Return the caller's options for create(), without None, with the scope's salt. Raises TypeError or ValueError,
-    which name options but never their values."""
+    which never quote values."""
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
     for name in _OWNED:
@@ -109,3 +113,46 @@ def checked_salt(scope: str) -> str:
         "a scope is sent as cache_salt, and vLLM refuses one that is empty, has more than 128 characters, or has "
         "@, /, \\ or NUL in it: give None for no tenant, scope=hashlib.sha256(name.encode()).hexdigest() for this name"
     )
+
+
+class OpenAIStreams:
+    """An OpenAI-compatible server as the engine of a pipeline. Closing a stream aborts its request on vLLM and SGLang.
+
+        engine = OpenAIStreams(openai.AsyncOpenAI(base_url=url), "…")
+
+    Options as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous client.
+    """
+
+    def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:
+        check_client(client, "a pipeline", "OpenAI", "openai.AsyncOpenAI")
+        self._endpoint = ModelEndpoint(client, model, send_facts=send_facts)
+        self._send_salt = send_salt
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        """Stream an answer. Raises the openai client's errors (APIConnectionError for a cut-off answer) and those of
+        `checked_options`."""
+        options = checked_options(dict(request.options), request.scope, self._send_salt)
+        reply = Reply(Ordering([], []))
+        reply.sent_s = time.perf_counter()
+        async with await self._create(request, options) as response:
+            reply.watch(response)
+            began = False
+            async for chunk in response:
+                text = reply.read(chunk)
+                if text or (reply.ttft_s is not None and not began):
+                    began = True
+                    yield AnswerChunk(text)
+            answer = reply.answer()
+        usage = answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.finish_reason
+        yield AnswerChunk("", TimedUsage(*usage, sent_s=reply.sent_s))
+
+    async def _create(self, request: PromptRequest, options: dict[str, Any]) -> Any:
+        usage = UsageOption(self._endpoint)
+        try:
+            response = await self._endpoint.create(request, options, usage)
+        except Exception as error:
+            if not usage.drop(error):
+                raise
+            response = await self._endpoint.create(request, options, usage)
+        usage.accepted()
+        return response

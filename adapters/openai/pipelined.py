@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Sequence
+from contextlib import aclosing
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ragorder import Document, PromptBuilder
-from ragorder.adapters.openai.endpoint import checked_options
-from ragorder.adapters.openai.engine import OpenAIStreams
-from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
-from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
-from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
-from ragorder.orderer import OrdererLike
+from ragorder import Document, Ordering, PromptBuilder
+from ragorder.adapters.openai.endpoint import OpenAIStreams, checked_options
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question, checked_form, finish
+from ragorder.adapters.vllm.cache_config import requests_on
+from ragorder.common.running_mean import RunningMean
+from ragorder.orderer import Lengths, OrdererLike
 from ragorder.pipelining import (
+    AnswerChunk,
+    EngineLoad,
     Pipeline,
     PipelinedStream,
+    Provisional,
     Retrieval,
     SpeculationGain,
     StreamingEngine,
     SyncPipeline,
     SyncStream,
+    Usage,
     WarmUp,
+    prefill_batch,
 )
 
 __all__ = [
@@ -35,12 +43,235 @@ __all__ = [
     "ordered_pipeline",
 ]
 
+D = TypeVar("D")
+Q = TypeVar("Q")
 S = TypeVar("S", covariant=True)
 A = TypeVar("A", covariant=True)
 
+# Options that a chat template may read, or that route the request: a warm-up needs no others.
+_TEMPLATE = ("tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
+_ROUTE = ("cache_salt", "extra_headers", "extra_query", "timeout", "user")
+_MAX_SCOPES = 4096
+_INTERVAL_S = 0.1
+_LONGEST_INTERVAL_S = 60.0
+_TIMEOUT_S = 2.0
+_STALE_S = 1.0
+# A server renders its metrics in the process that also sends the answers.
+_MAX_SHARE = 0.05
 QuestionRetrieval = Retrieval[Question, Document]
-
 _logger = logging.getLogger("ragorder")
+
+
+class WatchedEngine:
+    def __init__(self, engine: StreamingEngine[PromptRequest]) -> None:
+        self.running = 0
+        self._engine = engine
+        self._answered: set[Hashable] | None = None
+
+    def trusted(self, scope: Hashable) -> bool:
+        """Return False after a failure, which may be a restart, until an answer in this scope."""
+        return self._answered is None or scope in self._answered
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        self.running += 1
+        began = False
+        try:
+            async with aclosing(self._engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    if not began:
+                        began = True
+                        self._note_answer(request.scope)
+                    yield chunk
+        except Exception as error:
+            if _is_loss(error):
+                self._answered = set()
+            raise
+        finally:
+            self.running -= 1
+
+    async def prefill(
+        self, request: PromptRequest, confirm: Callable[[Usage | None], None], discard: Callable[[], None]
+    ) -> None:
+        usage: Usage | None = None
+        began = False
+        try:
+            async with aclosing(self.stream(request)) as chunks:
+                async for chunk in chunks:
+                    began = True
+                    usage = chunk.usage or usage
+        finally:
+            if began:
+                confirm(usage)
+            else:
+                discard()
+
+    def _note_answer(self, scope: Hashable) -> None:
+        if self._answered is not None:
+            if len(self._answered) >= _MAX_SCOPES:
+                # A removed scope costs one warm-up.
+                self._answered.clear()
+            self._answered.add(scope)
+
+
+class SystemPrefix:
+    """Prompt prefix before the documents, one per scope. A prefill is a request of one token and an ordering without
+    documents.
+
+        prefix = SystemPrefix(orderer, builder, engine)
+        pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
+
+    With `reuse="fused"` each question is prefilled after the prefix: the embedded engine selects tokens by it. After a
+    failure of its `engine`, prefixes count as evicted. Raises ValueError for invalid `prompts`.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder,
+        engine: StreamingEngine[PromptRequest],
+        prompts: PromptForm = "messages",
+    ) -> None:
+        self.engine = engine if isinstance(engine, WatchedEngine) else WatchedEngine(engine)
+        self._orderer = orderer
+        self._builder = builder
+        self._form = checked_form(prompts, builder)
+        self._asks = orderer.settings.reuse == "fused" and len(builder.prefix_ids) > 0
+
+    def scope(self, question: Question, /) -> Hashable:
+        return (question.scope, question.query) if self._asks else question.scope
+
+    def is_cached(self, question: Question, /) -> bool:
+        """True for a prefix shorter than a block, which is never cached."""
+        if self._asks:
+            return False
+        if self._builder.prefix_tokens < self._orderer.settings.block_size:
+            return True
+        return self._orderer.holds_prefix(scope=question.scope) and self.engine.trusted(question.scope)
+
+    async def prefill(self, question: Question, /) -> None:
+        """Raises the engine's errors; cancelling aborts the request."""
+        request = self._request(question)
+        lengths = Lengths(suffix=(request.prompt_tokens or 0) - self._builder.prefix_tokens)
+        ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, lengths=lengths)
+        ordered_s = time.perf_counter()
+        await self.engine.prefill(request, lambda usage: finish(ordering, usage, ordered_s), ordering.discard)
+
+    def _request(self, question: Question) -> PromptRequest:
+        options = _shaping(question.options)
+        if body := question.options.get("extra_body"):
+            options["extra_body"] = _shaping(body)
+        options |= {"max_tokens": 1, "temperature": 0.0}
+        builder, query = self._builder, question.query if self._asks else ""
+        prompt, front = builder.build(query, ()), builder.prefix_tokens
+        length = front + builder.suffix_tokens(query)
+        # The system prompt is its own node on the embedded engine: no node has a prompt's last token.
+        ends = (front,) if prompt.token_ids is not None else ()
+        if self._form == "token_ids":
+            messages, token_ids, prefix_tokens = None, prompt.token_ids, front
+        else:
+            messages, token_ids, prefix_tokens = prompt.messages, None, 0
+        return PromptRequest(
+            messages, token_ids, question.scope, options, length, ends, (), prefix_tokens, keep_question=self._asks
+        )
+
+
+def _shaping(options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in _TEMPLATE + _ROUTE}
+
+
+def _is_loss(error: Exception) -> bool:
+    status = getattr(error, "status_code", None)
+    refused = isinstance(status, int) and status < 500
+    return not (refused or isinstance(error, (ValueError, TypeError)))
+
+
+class PromptLoad(EngineLoad):
+    """Load of a shared engine: other clients' requests count as pending. The default `max_prefill_bs` is the number of
+    prompts of mean length in `token_budget`, and 1 before the first prompt."""
+
+    def __init__(
+        self,
+        engine: WatchedEngine,
+        *,
+        max_prefill_bs: int | None = None,
+        token_budget: int = 8192,
+        requests: Callable[[], int | None] | None = None,
+    ) -> None:
+        def reported() -> int | None:
+            count = requests() if requests is not None else None
+            return None if count is None else self._pending + max(0, count - engine.running)
+
+        super().__init__(1 if max_prefill_bs is None else max_prefill_bs, reported)
+        self._token_budget = token_budget if max_prefill_bs is None else None
+        self._mean = RunningMean()
+
+    def learn(self, prompt_tokens: int) -> None:
+        if self._token_budget is not None:
+            self._mean.add(prompt_tokens)
+            self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean.value or 0))
+
+
+class MetricsPoll:
+    """Number of requests on a vLLM server, polled from its /metrics during searches, at most every 100 ms. None without
+    a recent answer."""
+
+    def __init__(self, client: Any, engine: WatchedEngine) -> None:
+        self._client = client
+        self._engine = engine
+        self._url = re.sub(r"/v1/?$", "", str(client.base_url)).rstrip("/") + "/metrics"
+        self._searches = 0
+        self._others: int | None = None
+        self._answered_s = 0.0
+        self._interval_s = _INTERVAL_S
+        self._next_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def __call__(self) -> int | None:
+        if self._others is None or time.monotonic() - self._answered_s > max(_STALE_S, 2 * self._interval_s):
+            return None
+        # Our own requests change between two polls.
+        return self._others + self._engine.running
+
+    def during(self, retrieval: Retrieval[Q, D]) -> Retrieval[Q, D]:
+        async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
+            self._searches += 1
+            try:
+                if self._task is None or self._task.done():
+                    self._task = asyncio.create_task(self._poll())
+                async with aclosing(retrieval(question)) as stages:
+                    async for stage in stages:
+                        yield stage
+            finally:
+                self._searches -= 1
+
+        return search
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _poll(self) -> None:
+        while self._searches:
+            if time.monotonic() >= self._next_s:
+                await self._poll_once()
+                self._next_s = time.monotonic() + self._interval_s
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _poll_once(self) -> None:
+        sent_s, ours = time.monotonic(), self._engine.running
+        try:
+            page = await self._client.get(self._url, cast_to=str, options={"timeout": _TIMEOUT_S, "max_retries": 0})
+            present = requests_on(page)
+            if present is None:
+                raise LookupError("no such metrics")
+        except Exception as error:
+            self._others = None
+            self._interval_s = min(2 * self._interval_s, _LONGEST_INTERVAL_S)
+            _logger.debug("the server's load is unknown: %s", type(error).__name__)
+        else:
+            self._others, self._answered_s = max(0, present - max(ours, self._engine.running)), time.monotonic()
+            self._interval_s = max(_INTERVAL_S, (self._answered_s - sent_s) / _MAX_SHARE)
 
 
 class _ClosingPipeline(Pipeline[Question, Document, PromptRequest]):
@@ -108,18 +339,13 @@ class _BasePipelinedClient(Generic[S, A]):
         client: Any,
         *,
         model: str,
-        orderer: OrdererLike,
-        builder: PromptBuilder,
         retrieval: QuestionRetrieval,
         prompts: PromptForm = "messages",
-        warm_up: bool = True,
         speculate: bool = True,
-        cautious: bool = True,
-        max_prefill_bs: int | None = None,
-        token_budget: int = 8192,
         report_load: bool = True,
         send_salt: bool = True,
         send_facts: bool = False,
+        **options: Any,
     ) -> None:
         engine = WatchedEngine(OpenAIStreams(client, model, send_salt=send_salt, send_facts=send_facts))
         poll = MetricsPoll(client, engine) if speculate and report_load else None
@@ -127,20 +353,8 @@ class _BasePipelinedClient(Generic[S, A]):
         self._send_salt = send_salt
         self._ends: list[Callable[[], Awaitable[None]]] = [] if poll is None else [poll.close]
         searched = retrieval if poll is None else poll.during(retrieval)
-        self._pipeline = ordered_pipeline(
-            engine,
-            orderer=orderer,
-            builder=builder,
-            retrieval=searched,
-            prompts=prompts,
-            warm_up=warm_up,
-            speculate=speculate,
-            cautious=cautious,
-            max_prefill_bs=max_prefill_bs,
-            token_budget=token_budget,
-            requests=poll,
-            ends=self._ends,
-        )
+        parts: dict[str, Any] = {"retrieval": searched, "requests": poll, "ends": self._ends}
+        self._pipeline = ordered_pipeline(engine, prompts=prompts, speculate=speculate, **parts, **options)
 
     def stream(
         self,
@@ -151,8 +365,8 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
-        """Stream the answer. Starts at the first piece; closing it early ends retrieval and requests. Options and
-        errors as for `OrderedClient.generate`, and the errors of retrieval."""
+        """Stream the answer, from the first piece on; closing it early ends retrieval and requests. Options and errors
+        as for `OrderedClient.generate`, and the errors of retrieval."""
         return self._runner.stream(self._question(query, scope, max_tokens, temperature, options))
 
     def answer(
@@ -164,7 +378,7 @@ class _BasePipelinedClient(Generic[S, A]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
-        """Return the whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
+        """Return a stream that has ended, with its `text`, `usage` and `trace`."""
         return self._runner.answer(self._question(query, scope, max_tokens, temperature, options))
 
     def _question(
@@ -188,8 +402,7 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
     - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
     - `report_load`: poll vLLM's /metrics for its number of requests during searches.
 
-    Other options and errors as for `OrderedClient` and `ordered_pipeline`. A failed speculation or warm-up does not
-    affect the answer.
+    Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
     @property
@@ -213,8 +426,7 @@ class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
         with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
             print(client.answer("Which drawer?").text)
 
-    Leaving `with`, or `close`, ends running requests and the openai client, which nothing else may use. Closed, it
-    raises RuntimeError.
+    `close` ends running requests and the openai client, which nothing else may use. Closed, it raises RuntimeError.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:

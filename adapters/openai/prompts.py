@@ -33,8 +33,7 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of a tenant (`scope`). `options` are further ones of create(), or of vLLM's SamplingParams; None
-    leaves an option to the engine."""
+    """`options` are further ones of create(), or of vLLM's SamplingParams; None leaves an option to the engine."""
 
     query: str
     scope: Hashable = None
@@ -50,10 +49,8 @@ class Question:
 class PromptRequest:
     """A chat's messages or a prompt's tokens.
 
-    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `expected_uses` and
-    `exact_documents` are the ordering's. `prefix_tokens`: tokens before the documents, if the prompt is tokens.
-    `keep_question`: a warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's
-    breakpoints need.
+    Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in tokens) is empty. `keep_question`: a
+    warm-up, with the question after the system prompt. `extra_body`: fields that a cloud's breakpoints need.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
@@ -105,9 +102,9 @@ class OrderedPrompts:
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
-    with the prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a
-    question, in its scope. Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` gets the
+    prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a question, in
+    its scope. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -172,7 +169,7 @@ class OrderedPrompts:
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
-        """Return a predictor of a request's cached and computed tokens, up to date at each call."""
+        """Return a predictor of a request's cached and computed tokens."""
         return partial(
             predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
         )

@@ -17,12 +17,8 @@ __all__ = ["Answer", "Reply"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer.
-
-    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache, and `written_tokens` were written into a
-    cloud's; unreported or impossible counts are None. `ttft_s`: seconds to the first token, with the openai client's
-    retries, or None without a token.
-    """
+    """`cached_tokens` of the `prompt_tokens` were reused, and `written_tokens` were written into a cloud's cache;
+    unreported or impossible counts are None. `ttft_s`: seconds to the first token, with the openai client's retries."""
 
     text: str
     cached_tokens: int | None
@@ -76,7 +72,7 @@ class Reply:
         return text
 
     def answer(self) -> Answer:
-        """Return the answer at the stream's end. Raises openai.APIConnectionError for a stream that was cut off."""
+        """Raises openai.APIConnectionError for a stream that was cut off."""
         wire, usage = self._wire, read_usage(self._usage)
         if self._finish_reason is None and not (wire and wire.tail.rstrip().endswith(b"[DONE]")):
             from openai import APIConnectionError

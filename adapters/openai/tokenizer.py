@@ -9,10 +9,8 @@ __all__ = ["load_tokenizer"]
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """Return the tokenizer of a model, by its folder or its name on the Hub.
-
-    Raises ImportError naming the packages to install, OSError or ValueError if there is no such tokenizer.
-    """
+    """Return the tokenizer of a model, by its folder or its name on the Hub. Raises ImportError, OSError or
+    ValueError."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

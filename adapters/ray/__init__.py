@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("ray", "Ray Serve"):
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import ray.serve  # noqa: F401
     import starlette  # noqa: F401
-except ImportError as error:
-    raise ImportError(f"Ray Serve needs {error.name}: {install_hint('ray')}", name=error.name) from error
 
-from ragorder.adapters.ray.application import make_application
-from ragorder.adapters.ray.embedded_engine import EmbeddedEngine
-from ragorder.adapters.ray.versions import UnsupportedRayError
+from ragorder.adapters.ray.application import EmbeddedEngine, UnsupportedRayError, make_application
 
 __all__ = ["EmbeddedEngine", "UnsupportedRayError", "make_application"]

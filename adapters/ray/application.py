@@ -1,28 +1,113 @@
-"""Ray Serve application of engines and an ingress."""
+"""Ray Serve application of engines and an ingress, and the used parts of Ray."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from starlette.types import ASGIApp
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragorder.adapters.ray.ingress import TopicIngress
+from ragorder.adapters.proxy.app import make_app
 from ragorder.adapters.ray.replica import EngineReplica
-from ragorder.adapters.ray.versions import check_ray
+from ragorder.adapters.ray.transport import ReplicaTransport
+from ragorder.common.degraded import DegradedWarning
+from ragorder.common.extras import install_hint
+from ragorder.errors import RagorderError
+from ragorder.orderer import Orderer
 from ragorder.topic import Topics
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
 
-__all__ = ["make_application"]
+    from ragorder.kernels.engine_settings import EngineSettings
+    from ragorder.settings import Settings
 
-_BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+__all__ = [
+    "BY_SESSION",
+    "CONTRACT",
+    "SUPPORTED_RAY",
+    "AppResponse",
+    "EmbeddedEngine",
+    "TopicIngress",
+    "UnsupportedRayError",
+    "check_ray",
+    "make_application",
+    "missing_parts",
+]
+
+SUPPORTED_RAY = "2.60"
+CONTRACT: dict[str, tuple[str, ...]] = {
+    "ray.exceptions:RayError": (),
+    "ray.exceptions:RayTaskError": (),
+    "ray.exceptions:TaskCancelledError": (),
+    "ray.serve:deployment": ("name", "max_ongoing_requests", "request_router_config"),
+    "ray.serve.config:RequestRouterConfig": ("request_router_class", "request_router_kwargs"),
+    "ray.serve.exceptions:BackPressureError": (),
+    "ray.serve.exceptions:DeploymentUnavailableError": (),
+    "ray.serve.exceptions:ReplicaUnavailableError": (),
+    "ray.serve.exceptions:RequestCancelledError": (),
+    "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter": (),
+    "ray.serve.handle:DeploymentHandle.options": ("method_name", "session_id", "stream"),
+    "ray.serve.handle:DeploymentResponseGenerator.__anext__": (),
+    "ray.serve.handle:DeploymentResponseGenerator.cancel": (),
+}
+"""Used names, as "module:name", with the parameters that are passed or received."""
+BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+# Never resolved; nothing listens there.
+_EMBEDDED, _REPLICAS = "http://embedded", "http://replicas"
+_SESSION = "x-session-id"
 # Above this, a topic's requests go to the next replica on the ring.
 _MOST_IN_FLIGHT = 64
 _MOST_AT_INGRESS = 4096
+
+
+class AppResponse(Response):
+    """Response by an ASGI application, which sees the request without the route prefix."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(_below_prefix(scope), receive, send)
+
+
+class TopicIngress:
+    """Ingress that sends each request to its topic's replica; all its processes have the same `topics`."""
+
+    def __init__(self, replicas: DeploymentHandle, topics: Topics, options: Mapping[str, Any]) -> None:
+        self._app = make_app(
+            Orderer(topics=topics),
+            upstream=_REPLICAS,
+            topic_header=_SESSION,
+            route=True,
+            make_transport=lambda: ReplicaTransport(replicas),
+            **options,
+        )
+
+    async def __call__(self, request: Request) -> Response:
+        return AppResponse(self._app)
+
+
+def _below_prefix(scope: Scope) -> Scope:
+    prefix: str = scope.get("root_path", "").rstrip("/")
+    path: str = scope["path"]
+    raw: bytes = scope.get("raw_path") or path.encode()
+    if prefix and path.startswith(prefix + "/"):
+        path = path[len(prefix) :]
+    if prefix and raw.startswith(prefix.encode() + b"/"):
+        raw = raw[len(prefix.encode()) :]
+    return {**scope, "path": path, "raw_path": raw, "root_path": ""}
 
 
 def make_application(
@@ -42,11 +127,10 @@ def make_application(
 
     - `make_engine` makes, in each replica, an ASGI application with OpenAI's API: `EmbeddedEngine`, or a function that
       returns the proxy's `make_app` for the replica's own server. Ray pickles it.
-    - `topics` are the same in all processes of the ingress; across deployments they need a secret.
-    - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Above
-      `max_ongoing_requests` (64) of a replica its requests go to the next one.
-    - `proxy`: options of the proxy's `make_app` that find documents or limit clients (`template`, `api_key`, `hosts`,
-      `body_limit`, `timeouts`, …).
+    - `topics`: across deployments they need a secret.
+    - `replicas`, `ingress`: options of the two deployments. Above `max_ongoing_requests` (64) of a replica its requests
+      go to the next one.
+    - `proxy`: options of the proxy's `make_app` that find documents or limit clients.
 
     Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for a request router in `replicas`.
     """
@@ -54,8 +138,87 @@ def make_application(
     options = dict(replicas or {})
     if "request_router_config" in options:
         raise ValueError("topics need Ray's ConsistentHashRouter: leave request_router_config out")
-    router = RequestRouterConfig(request_router_class=_BY_SESSION)
+    router = RequestRouterConfig(request_router_class=BY_SESSION)
     options = {"name": "Engine", "max_ongoing_requests": _MOST_IN_FLIGHT, **options}
     engines = serve.deployment(request_router_config=router, **options)(EngineReplica).bind(make_engine)
     front = {"name": "Ingress", "max_ongoing_requests": _MOST_AT_INGRESS, **(ingress or {})}
     return serve.deployment(**front)(TopicIngress).bind(engines, topics or Topics(), proxy)
+
+
+class UnsupportedRayError(RagorderError, RuntimeError): ...
+
+
+def check_ray() -> None:
+    """Raise UnsupportedRayError, which says what to install; warn of a version without tests."""
+    installed = ray.__version__
+    if missing := missing_parts():
+        raise UnsupportedRayError(
+            f"Ray {installed} lacks {', '.join(missing)}: {install_hint('ray')}, which brings Ray {SUPPORTED_RAY}.x"
+        )
+    if installed.rpartition(".")[0] != SUPPORTED_RAY:
+        message = (
+            f"ragorder is tested with Ray {SUPPORTED_RAY}.x, and Ray {installed} is installed: its request routers may "
+            f"have changed; {install_hint('ray')} brings the tested one"
+        )
+        warnings.warn(message, DegradedWarning, stacklevel=3)
+
+
+def missing_parts() -> list[str]:
+    return [name for name, parameters in CONTRACT.items() if not _has(name, parameters)]
+
+
+def _has(name: str, parameters: tuple[str, ...]) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        part: Any = import_module(module)
+        for each in path.split("."):
+            part = getattr(part, each)
+    except (ImportError, AttributeError):
+        return False
+    if not parameters:
+        return True
+    taken = inspect.signature(part).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    return takes_any or all(each in taken for each in parameters)
+
+
+class EmbeddedEngine:
+    """Maker of an engine with the model in `folder` and an orderer of its tiers, in each replica.
+
+        app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
+
+    `orderer` has the settings of its orderer (default: the engine's sizes), `options` are the proxy's. In the replica
+    it raises ImportError without torch, and the errors of `TieredEngine.load`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        settings: EngineSettings | None = None,
+        *,
+        orderer: Settings | None = None,
+        max_unfinished: int = 1024,
+        **options: Any,
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.orderer = orderer
+        self.max_unfinished = max_unfinished
+        self.options = options
+
+    def __call__(self) -> ASGIApp:
+        # A driver that only deploys needs no torch.
+        from ragorder.adapters.embedded import AppTransport, EngineWorker, hosted, make_engine_app, with_sizes
+        from ragorder.kernels.engine import TieredEngine
+
+        worker = EngineWorker(TieredEngine.load(self.folder, self.settings), max_unfinished=self.max_unfinished)
+        engine = make_engine_app(worker)
+        proxy = make_app(
+            Orderer(with_sizes(self.orderer or Orderer().settings, worker)),
+            upstream=_EMBEDDED,
+            tokenizer=deepcopy(worker.engine.tokenizer),
+            send_facts=True,
+            make_transport=lambda: AppTransport(engine),
+            **self.options,
+        )
+        return hosted(proxy, worker)

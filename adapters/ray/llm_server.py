@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.serve.config import RequestRouterConfig
 
+from ragorder.adapters.ray import application
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.common.extras import needs
 from ragorder.orderer import Orderer
@@ -17,9 +18,7 @@ with needs("ray,vllm", "Ray's LLM server"):
 
 __all__ = ["BY_SESSION", "OrderedLLMServer"]
 
-BY_SESSION = RequestRouterConfig(
-    request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-)
+BY_SESSION = RequestRouterConfig(request_router_class=application.BY_SESSION)
 """The `request_router_config` that sends requests with the same `x-session-id` to the same replica."""
 
 
@@ -38,8 +37,8 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
     """
 
     def make_calls(self) -> OrderedCalls:
-        """Return the calls with the orderer of this replica's cache, by default from the environment
-        (RAGORDER_CAPACITY_TOKENS, …). A subclass may give another orderer, a tokenizer or a template."""
+        """Return the calls with the orderer of this replica's cache, by default from the environment. A subclass may
+        give another one, a tokenizer or a template."""
         return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:

@@ -32,10 +32,7 @@ class MalformedDocumentsError(RagorderError, ValueError):
 
 
 class OrderedCalls:
-    """Orders the documents of requests to `LLMServer.chat` or `.completions`, and learns from the answers.
-
-    As in the proxy, documents are in the field `ragorder`, or found by `template`.
-    """
+    """Orders the documents of requests to `LLMServer.chat` or `.completions`, found as in the proxy."""
 
     def __init__(
         self, orderer: OrdererLike, *, tokenizer: Any = None, template: DocumentTemplate | None = None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, cast
 
 import httpx2
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragorder.adapters.http_server.app_transport import AppTransport
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, is_json
 from ragorder.adapters.proxy.held_answer import HeldAnswer
-from ragorder.adapters.ray.lifespan import Lifespan
 
-__all__ = ["EngineReplica", "ReplicaRequest"]
+__all__ = ["EngineReplica", "Lifespan", "ReplicaRequest"]
 
 _OF_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _REPLICA = b"x-ragorder-replica"
@@ -24,6 +24,58 @@ _READY = b"/ragorder/ready"
 # Nothing listens there.
 _HERE = "http://replica"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Lifespan:
+    """Starts an application before its first request, and ends it. Both are idempotent; for one event loop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._given: asyncio.Queue[Message] = asyncio.Queue()
+        self._answered: asyncio.Queue[Message] = asyncio.Queue()
+        self._lock = asyncio.Lock()
+        self._run: asyncio.Task[None] | None = None
+        self._start: asyncio.Task[asyncio.Task[None]] | None = None
+
+    async def begin(self) -> None:
+        """Raises RuntimeError if the application cannot start."""
+        if self._run is not None:
+            return
+        async with self._lock:
+            if self._run is not None:
+                return
+            # After a cancelled request the next one starts the application.
+            if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
+                self._start = asyncio.ensure_future(self._begun())
+            self._run = await asyncio.shield(self._start)
+
+    async def end(self) -> None:
+        if self._run is not None and not self._run.done():
+            await self._ask("lifespan.shutdown", self._run)
+
+    async def _begun(self) -> asyncio.Task[None]:
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+        run = asyncio.ensure_future(self._quietly(scope))
+        answer = await self._ask("lifespan.startup", run)
+        if answer is not None and answer["type"] == "lifespan.startup.failed":
+            raise RuntimeError("the engine's application cannot start")
+        return run
+
+    async def _ask(self, what: str, run: asyncio.Task[None]) -> Message | None:
+        self._given.put_nowait({"type": what})
+        answer = asyncio.ensure_future(self._answered.get())
+        await asyncio.wait([answer, run], return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        return None
+
+    async def _quietly(self, scope: Message) -> None:
+        try:
+            await self._app(scope, self._given.get, self._answered.put)
+        except Exception:
+            # An application without a lifespan raises, and a server continues.
+            return
 
 
 class ReplicaRequest(NamedTuple):
@@ -41,17 +93,13 @@ class ReplicaRequest(NamedTuple):
 
     @property
     def session(self) -> str | None:
-        """The topic, or the client's own session."""
         named = header(self.headers, b"x-session-id")
         return named.decode("latin-1") if named else None
 
 
 class EngineReplica:
-    """Replica that answers requests by the ASGI application that `make_engine` makes in this process.
-
-    Chats and completions yield no item before their first token, whole ones none before their end: until then a caller
-    may send the request to another replica.
-    """
+    """Replica that answers requests by an ASGI application in this process. Chats and completions yield no item before
+    their first token, whole ones none before their end: until then a caller may send the request to another replica."""
 
     def __init__(self, make_engine: Callable[[], ASGIApp]) -> None:
         app = make_engine()
@@ -89,7 +137,7 @@ class EngineReplica:
         return await self._transport.handle_async_request(sent)
 
     async def __del__(self) -> None:
-        """End the application. Ray calls it when the replica is drained."""
+        """Ray calls it when the replica is drained."""
         await self._lifespan.end()
 
 

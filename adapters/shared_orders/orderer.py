@@ -1,30 +1,245 @@
-"""Orderer that shares its orders with other processes."""
+"""Orderer that shares its orders, by a stream of Valkey or Redis."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import secrets
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import count
+from threading import Event, Lock, Thread
+from time import sleep
 from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakMethod, finalize, ref
 
-from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError
-from ragorder.adapters.shared_orders.log import OrderLog
+import msgspec
+
+from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.extras import needs
+from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Estimate
+from ragorder.errors import RagorderError
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths, RequestReader, read_length
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.histories import History
 
-__all__ = ["SharedOrderer"]
+__all__ = ["LENGTH", "OrderLog", "SharedOrder", "SharedOrderer", "UnreadableError", "is_shareable", "read_order"]
 
 D = TypeVar("D")
 
+# Limits on the data that a writer of the log can make a reader keep.
+_MOST_DOCUMENTS = 4096
+_MOST_TOKENS = 10_000_000
+_LONGEST_NAME = 1024
+_MOST_BYTES = 1 << 20
+LENGTH = 10_000
+"""Approximate number of orders that the stream keeps: a new process reads them."""
+_FIELD = b"order"
+# Number of an order in its process: identifies orders written or read twice.
+_NUMBER = b"number"
+_PROCESSES = 4096
+_AT_ONCE = 256
+_BLOCK_MS = 1000
+# Each round trip and each waking of a thread costs as much as ten orders: orders of this time are sent together. An
+# engine takes longer to compute a request.
+_GATHERED_S = 0.01
+# A server that does not answer in this time counts as lost; far more than a read blocks.
+_TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0}
+_RETRY_S = 1.0
+_START = b"0-0"
 _STREAM = "ragorder:orders"
 _NOT_SHARED = (
     "orders are not shared whose keys or scope are neither strings nor bytes of at most 1,024 nor integers of 64 bits, "
     "nor those of more than 4,096 documents or 10,000,000 tokens"
 )
+
+
+class UnreadableError(RagorderError, ValueError):
+    """Not an order of this version."""
+
+
+@readable_by_threads
+class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. Keys and scopes
+    are texts or bytes of at most 1,024, or integers; a scope may be None."""
+
+    process: bytes
+    scope: Any
+    keys: list[Any]
+    tokens: list[int]
+    permutation: list[int]
+    estimated: bool = False
+    suffix_tokens: int | None = None
+    prefix_tokens: int | None = None
+
+    def encode(self) -> bytes:
+        """Raises UnreadableError, OverflowError for integers above 64 bits, UnicodeEncodeError for a text that UTF-8
+        cannot encode."""
+        _check(self)
+        return _bounded(msgspec.msgpack.encode(self))
+
+
+def read_order(content: bytes) -> SharedOrder:
+    try:
+        order = msgspec.msgpack.decode(_bounded(content), type=SharedOrder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise UnreadableError("not an order") from None
+    _check(order)
+    return order
+
+
+def is_shareable(key: Hashable) -> bool:
+    if isinstance(key, str | bytes):
+        return type(key) in (str, bytes) and len(key) <= _LONGEST_NAME
+    return type(key) is int
+
+
+def _bounded(content: bytes) -> bytes:
+    if len(content) > _MOST_BYTES:
+        raise UnreadableError(f"an order has at most {_MOST_BYTES:,} bytes")
+    return content
+
+
+def _check(order: SharedOrder) -> None:
+    count = len(order.keys)
+    numbers = [*order.tokens, order.suffix_tokens or 0, order.prefix_tokens or 0]
+    fits = count == len(order.tokens) <= _MOST_DOCUMENTS and sorted(order.permutation) == list(range(count))
+    if not fits or min(numbers) < 0 or sum(numbers) > _MOST_TOKENS or not all(map(is_shareable, order.keys)):
+        raise UnreadableError("not an order of these documents")
+    if not is_shareable(order.process) or not (order.scope is None or is_shareable(order.scope)):
+        raise UnreadableError("not a writer and a scope")
+
+
+class OrderLog:
+    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise.
+
+    One thread writes, one reads. Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and
+    `lost` is called. Afterwards the stream is read from its start, but no order is applied twice: a new primary may
+    lack the last entries. Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
+    """
+
+    def __init__(
+        self, url: str, stream: str, apply: Callable[[SharedOrder], None], lost: Callable[[str], None]
+    ) -> None:
+        with needs("proxy", "sharing orders"):
+            import redis
+        self.process = secrets.token_bytes(8)
+        self.appended = self.applied = self.unreadable = 0
+        self._errors: Any = (redis.RedisError, OSError)
+        self._connect: Callable[[], Any] = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
+        # Raises errors in the URL at once.
+        with self._connect() as client:
+            try:
+                client.connection_pool.make_connection()
+            except (TypeError, *self._errors):
+                raise ValueError("the URL has an option unknown to redis-py: leave it out") from None
+        self._stream = stream
+        self._apply = apply
+        self._lost = lost
+        self._waiting: deque[bytes] = deque(maxlen=LENGTH)
+        self._unsent: list[tuple[int, bytes]] = []
+        self._numbers = count(1)
+        self._known: LRUCache[int] = LRUCache(_PROCESSES)
+        self._news = Event()
+        self._stopped = False
+        self._started = False
+        self._starting = Lock()
+        self.last = _START
+
+    def start(self) -> None:
+        with self._starting:
+            if self._started or self._stopped:
+                return
+            self._started = True
+            for name, work in (("ragorder-log-writer", self._write), ("ragorder-log-reader", self._read)):
+                Thread(target=self._again, args=(work,), name=name, daemon=True).start()
+
+    def append(self, order: SharedOrder) -> None:
+        """Above `LENGTH` the oldest order is dropped."""
+        self._waiting.append(order.encode())
+        self._news.set()
+        if not self._started:
+            self.start()
+
+    def close(self) -> None:
+        """End the threads after their next wait. Callable by a finaliser: takes no lock."""
+        self._stopped = True
+
+    def _again(self, work: Callable[[Any], None]) -> None:
+        while not self._stopped:
+            client = self._connect()
+            try:
+                work(client)
+            except Exception as error:
+                # The thread continues after any error, whose message may quote an address with a password.
+                self._lost(type(error).__name__)
+                sleep(_RETRY_S)
+            finally:
+                with suppress(*self._errors):
+                    client.close()
+
+    def _write(self, client: Any) -> None:
+        while not self._stopped:
+            self._news.wait(_RETRY_S)
+            self._news.clear()
+            while self._fill():
+                with client.pipeline(transaction=False) as pipeline:
+                    for number, entry in self._unsent:
+                        fields = {_FIELD: entry, _NUMBER: number}
+                        pipeline.xadd(self._stream, fields, maxlen=LENGTH, approximate=True)
+                    pipeline.execute()
+                self.appended += len(self._unsent)
+                self._unsent = []
+            sleep(_GATHERED_S)
+
+    def _fill(self) -> bool:
+        while self._waiting and len(self._unsent) < _AT_ONCE:
+            self._unsent.append((next(self._numbers), self._waiting.popleft()))
+        return bool(self._unsent)
+
+    def _read(self, client: Any) -> None:
+        # Another server may have answered at this address since, with orders between those that were read.
+        self.last = _START
+        while not self._stopped:
+            read = client.xread({self._stream: self.last}, count=_AT_ONCE, block=_BLOCK_MS)
+            for _, entries in read or ():
+                for entry in entries:
+                    self._take(*entry)
+                if len(entries) < _AT_ONCE:
+                    sleep(_GATHERED_S)
+            if not read and self._ends_before(client):
+                self.last = _START
+
+    def _ends_before(self, client: Any) -> bool:
+        """A stream that started over may end before the last entry read."""
+        newest = client.xrevrange(self._stream, count=1)
+        return _place(newest[0][0] if newest else _START) < _place(self.last)
+
+    def _take(self, id: bytes, fields: Any) -> None:
+        self.last = id
+        try:
+            order, number = read_order(fields[_FIELD]), int(fields[_NUMBER])
+        except (UnreadableError, KeyError, TypeError, ValueError):
+            self.unreadable += 1
+            return
+        if order.process == self.process or self._is_known(order.process, number):
+            return
+        self._apply(order)
+        self.applied += 1
+
+    def _is_known(self, process: bytes, number: int) -> bool:
+        if number <= (self._known.get(process) or 0):
+            return True
+        self._known.put(process, number)
+        return False
+
+
+def _place(id: bytes) -> tuple[int, int]:
+    milliseconds, _, number = id.partition(b"-")
+    return int(milliseconds), int(number)
 
 
 class _Document(NamedTuple):
@@ -37,24 +252,17 @@ class SharedOrderer(Orderer):
 
         orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
 
-    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server. The other processes add them to
-    their trees; a new process reads those of the last 10,000 requests. Ordering reads memory only. Without the server
-    each process continues with its own orders, with one `DegradedWarning`, and catches up later. The stream has digests
-    and lengths of documents, and scopes, but no texts. With `at_once=False` only `share` shares an order, for a caller
-    that may send another one (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed URL, ImportError
-    without ragorder[proxy].
+    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, without texts. The other
+    processes add them to their trees; a new process reads those of the last 10,000 requests. Ordering reads memory
+    only. Without the server each process continues alone, with one `DegradedWarning`, and catches up later. With
+    `at_once=False` only `share` shares an order (`make_app(on_sent=orderer.share)`). Raises ValueError for a malformed
+    URL, ImportError without ragorder[proxy].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
 
     def __init__(
-        self,
-        url: str,
-        settings: Settings | None = None,
-        *,
-        stream: str = _STREAM,
-        at_once: bool = True,
-        **options: Any,
+        self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, at_once: bool = True, **options: Any
     ) -> None:
         super().__init__(settings, **options)
         self._at_once = at_once
@@ -76,14 +284,9 @@ class SharedOrderer(Orderer):
         return clone
 
     def share(
-        self,
-        documents: Sequence[Any],
-        permutation: Sequence[int],
-        *,
-        scope: Hashable = None,
-        lengths: Lengths = USUAL,
+        self, documents: Sequence[Any], permutation: Sequence[int], *, scope: Hashable = None, lengths: Lengths = USUAL
     ) -> None:
-        """Share that these documents are sent in the order of this permutation of their ranks."""
+        """Share that these documents are sent in this order of their ranks."""
         given: list[Any] = list(documents)
         if not given:
             return
@@ -113,12 +316,10 @@ class SharedOrderer(Orderer):
         return self._log
 
     def close(self) -> None:
-        """Share nothing more."""
         self._log.close()
         super().close()
 
     def after_fork(self) -> None:
-        """Connect again, with the child's first order."""
         super().after_fork()
         self._share(*self._shared)
 

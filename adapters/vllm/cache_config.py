@@ -1,4 +1,4 @@
-"""Cache configuration of a vLLM server, from its metrics."""
+"""Cache configuration and load of a vLLM server, from its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder.common.extras import needs
 from ragorder.settings import Settings
 from ragorder.trie.policies import POLICIES
 
-__all__ = ["CacheConfig", "ServerError", "read_cache_config"]
+__all__ = ["CacheConfig", "ServerError", "read_cache_config", "requests_on"]
 
 _GAUGE = "vllm:cache_config_info"
 _CAPACITY = re.compile(
@@ -20,18 +20,19 @@ _CAPACITY = re.compile(
 )
 _POLICY = re.compile(r'^vllm:ragorder_policy\{[^}\n]*\bpolicy="(\w+)"[^}\n]*\} 1(?:\.0)?$', re.MULTILINE)
 _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache of one engine of a server.
+    """The KV cache of one engine of a server, or of each of its data-parallel `engines`.
 
         read_cache_config("http://host:8000").capacity_tokens
 
-    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: the tokens of all blocks. Each of several
-    data-parallel `engines` has such a cache. `prefix_caching`: None if not published. `host_tokens`, `disk_tokens` and
-    `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these order its device.
-    `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not published.
+    `block_size`: the unit of prefix hits, in tokens. `prefix_caching`: None if not published. `host_tokens`,
+    `disk_tokens` and `tier_policy` belong to ragorder's tiers, published from an engine's first request on if these
+    order its device. `hybrid`: layers such as Mamba and GDN resume only at stored states (docs/vllm.md); None if not
+    published.
     """
 
     block_size: int
@@ -54,8 +55,7 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """Return the cache configuration of the vLLM server at `base_url` (with or without /v1). Raises ServerError with
-    advice, also without an answer within `timeout_s` or with missing metrics; ImportError without ragorder[live]."""
+    """Return the cache configuration of a vLLM server. Raises ServerError; ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 
@@ -84,8 +84,7 @@ def cache_config(server: Server) -> CacheConfig:
 
 
 def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
-    """Return the sizes of one engine's tiers after the device; `capacity_tokens` of all engines take the device's
-    bytes."""
+    """Return the sizes of one engine's tiers after the device, whose bytes `capacity_tokens` of all engines take."""
     sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
     for tier, size in _CAPACITY.findall(page):
         sizes[tier] = sizes.get(tier, 0.0) + float(size)
@@ -130,3 +129,9 @@ def _why(page: str) -> str:
     if "vllm:" in page:
         return "this is another version of vLLM, update it"
     return "start vLLM without --disable-log-stats"
+
+
+def requests_on(page: str) -> int | None:
+    """Return the number of waiting and running requests in a /metrics page, or None if it is missing."""
+    counts = [int(float(count)) for count in _REQUESTS.findall(page)]
+    return sum(counts) if counts else None

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
-from ragorder.clouds import hybrid_rules
+from ragorder.clouds import CacheRules
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["connect"]
+__all__ = ["connect", "hybrid_rules"]
 
 
 class _LiveOrderer(Protocol):
@@ -57,14 +58,14 @@ def connect(
             "carry tokens, which identify the documents"
         )
     settings, missing, hybrid = _read_settings(base_url, settings, api_key)
-    if hybrid:
-        return _for_hybrid(for_cloud, settings, builder, missing)
     options: dict[str, Any] = {}
-    if builder is not None:
+    if builder is not None and not hybrid:
         options["tokens"] = builder.document_tokens
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
-    if builder is None or settings.events_endpoint is None:
+    if hybrid:
+        orderer = for_cloud(rules=hybrid_rules(settings.block_size), settings=settings, builder=builder)
+    elif builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
         orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
@@ -77,18 +78,29 @@ def connect(
     return orderer
 
 
-def _for_hybrid(
-    for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
-) -> OrdererT:
-    rules = hybrid_rules(settings.block_size)
-    orderer = for_cloud(rules=rules, settings=settings, builder=builder)
-    for reason in missing:
-        orderer.degrade(reason)
-    return orderer
+def hybrid_rules(block_tokens: int) -> CacheRules:
+    """Return the cache rules of a hybrid model with blocks of this size (vLLM 0.32, docs/vllm.md).
+
+    A layer of Mamba, GDN and the like has one state for a whole prefix, and an engine keeps few states. By default
+    (`mamba_cache_mode "align"`, `prefix_cache_retention_interval 0`) vLLM keeps the state at the last block of a
+    prompt, and the state where requests diverge, which it detects at the second one.
+    """
+    return CacheRules(
+        f"hybrid model, blocks of {block_tokens}",
+        resume="junctions",
+        interval_tokens=block_tokens,
+        marks=0,
+        ttl_s=inf,
+        write=1.0,
+        read=0.0,
+        readable="start",
+        source="vLLM 0.32, v1/core/sched/scheduler.py and v1/core/single_type_kv_cache_manager.py",
+        date="2026-11-24",
+    )
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
-    """Return the settings completed by the server, its deficiencies, and whether its model is treated as hybrid."""
+    """Return the completed settings, the server's deficiencies, and whether its model is treated as hybrid."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -128,8 +140,8 @@ def _is_proxy(server: Server) -> bool:
 def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bool:
     if cache.hybrid is None:
         _logger.info(
-            "the server does not publish whether its model is hybrid (Mamba, GDN): if it is, use "
-            "Orderer.for_cloud(rules=hybrid_rules(block_size))"
+            "the server does not publish whether its model is hybrid (Mamba, GDN): if it is, Orderer.for_vllm needs a "
+            "newer vLLM, or give Orderer.for_cloud the rules hybrid_rules(block_size) of ragorder.adapters.vllm.connect"
         )
     usual = type(settings).model_fields
     kept = [name for name in _ORDINARY if getattr(settings, name) != usual[name].default]
@@ -153,11 +165,7 @@ def _following_events(
     options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
     orderer = orderer_class(settings, **options)
     orderer.events = KVEventSubscriber(
-        blocks,
-        endpoint,
-        settings.replay_endpoint,
-        topic=settings.events_topic,
-        on_pause=_degrade_on_silence(orderer),
+        blocks, endpoint, settings.replay_endpoint, topic=settings.events_topic, on_pause=_degrade_on_silence(orderer)
     )
     return orderer
 

@@ -1,4 +1,4 @@
-"""Subscription to a vLLM server's KV events over ZMQ."""
+"""Subscription to KV events of vLLM and SGLang over ZMQ."""
 
 from __future__ import annotations
 
@@ -8,18 +8,35 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from itertools import chain
 from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
-from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
 from ragorder.common.extras import needs
+from ragorder.trie.residency import Place
 from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["EventCounters", "KVEventSubscriber"]
+__all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "KVEventSubscriber"]
 
+LARGEST_MESSAGE_BYTES = 1 << 26
+"""Batches have some kilobytes. Without a limit a message is read into memory first."""
+# Events are maps; from SGLang and older vLLM, arrays in this order.
+_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+# Names of vLLM and SGLang; other media count as the device.
+_PLACES: dict[Any, Place] = {
+    "GPU": Place.DEVICE,
+    "CPU": Place.HOST,
+    "CPU_PINNED": Place.HOST,
+    "STORAGE": Place.DISK,
+    "DISK": Place.DISK,
+}
+_BELOW = (Place.HOST, Place.DISK)
 _logger = logging.getLogger("ragorder")
-
 _POLL_MS = 100
 _REPLAY_TIMEOUT_S = 5.0
 # In longer answers a server drops messages that the connection does not take at once, including the end.
@@ -29,6 +46,93 @@ _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 5.0
 _REMEMBERED_BATCHES = 4096
 _END = (-1).to_bytes(8, "big", signed=True)
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """`start_overs`: the engine's first events were no longer available; `restarts`: new engines; `silences`: no
+    answer; `garbage`: unreadable messages and events; `orphans`: stored blocks with an unknown parent."""
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    gaps: int = 0
+    replays: int = 0
+    start_overs: int = 0
+    restarts: int = 0
+    silences: int = 0
+    garbage: int = 0
+    other_topics: int = 0
+    orphans: int = 0
+
+
+class EventReader:
+    def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
+        self.counters = counters
+        self._decode = decode
+        self._warned_block_size = False
+
+    def read(self, payload: bytes, blocks: EngineBlocks) -> None:
+        """Unreadable parts are skipped."""
+        self.counters.batches += 1
+        try:
+            told = self._decode(payload)
+            # Some versions of vLLM send the batch as a map, too.
+            events = list(told["events"] if isinstance(told, dict) else told[1])
+        except Exception:
+            self.counters.garbage += 1
+            return
+        for event in events:
+            try:
+                self._apply(event, blocks)
+            except Exception:
+                self.counters.garbage += 1
+
+    def _apply(self, event: Any, blocks: EngineBlocks) -> None:
+        kind, fields = _fields(event)
+        # Other groups of a hybrid model have their own blocks for the same tokens.
+        if fields.get("group_idx") or fields.get("locality") == "REMOTE":
+            return
+        hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
+        medium = _PLACES.get(medium, medium)
+        if kind == "BlockStored" and medium in _BELOW and not fields.get("extra_keys"):
+            # vLLM omits the salt here: only a block known from the device has known content.
+            self.counters.orphans += blocks.keep(hashes, medium)
+            self.counters.stored += len(hashes)
+        elif kind == "BlockStored":
+            parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
+            self._compare(fields.get("block_size"), len(token_ids), len(hashes), blocks.block_size)
+            adapter = fields.get("lora_name") or fields.get("lora_id")
+            if adapter:
+                # In the extra keys it looks like a salt; older engines omit it there.
+                extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
+            orphans = blocks.orphans
+            blocks.store(hashes, parent, token_ids, extra_keys, medium)
+            self.counters.orphans += blocks.orphans - orphans
+            self.counters.stored += len(hashes)
+        elif kind == "BlockRemoved":
+            blocks.remove(hashes, medium)
+            self.counters.removed += len(hashes)
+        elif kind == "AllBlocksCleared":
+            blocks.clear()
+            self.counters.cleared += 1
+
+    def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
+        """A size counts only if the event's own tokens confirm it."""
+        if theirs == ours or not (tokens and tokens == theirs * blocks) or self._warned_block_size:
+            return
+        self._warned_block_size = True
+        _logger.warning(
+            "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d", theirs, ours, theirs
+        )
+
+
+def _fields(event: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(event, dict):
+        return event["type"], event
+    kind, *values = event
+    return kind, dict(zip(_FIELDS.get(kind, ()), values, strict=False))
 
 
 class _EventBatch(NamedTuple):
@@ -46,7 +150,7 @@ class KVEventSubscriber:
 
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
     batches and restarts. Without one a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
-    Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
+    Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 
     def __init__(
@@ -59,7 +163,10 @@ class KVEventSubscriber:
         check_interval_s: float = 1.0,
         on_pause: Callable[[KVEventSubscriber], None] | None = None,
     ) -> None:
-        self._zmq, decode = _import()
+        with needs("live", "the subscription to KV events"):
+            import zmq
+            from msgspec.msgpack import decode
+        self._zmq: Any = zmq
         self.blocks = blocks
         self.counters = EventCounters()
         self._reader = EventReader(decode, self.counters)
@@ -96,15 +203,12 @@ class KVEventSubscriber:
 
     @property
     def synchronised(self) -> bool:
-        """Whether `blocks` should match the engine."""
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
-        """Return whether `blocks` matches the engine before the timeout."""
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
-        """Idempotent."""
         self._stop.set()
         self._thread.join()
 
@@ -264,7 +368,7 @@ class KVEventSubscriber:
                         wanted, heard = batch.number + 1, heard + 1
 
     def _ask(self, first: int) -> Generator[_EventBatch, None, None]:
-        """Yield one answer of the server; a long one may lack batches and its end."""
+        """A long answer may lack batches and its end."""
         heard = 0
         with self._context.socket(self._zmq.DEALER) as socket:
             self._connect(socket, self._replay_endpoint or "")
@@ -304,10 +408,3 @@ class KVEventSubscriber:
         if len(self._recent) > _REMEMBERED_BATCHES:
             self._recent.popitem(last=False)
         self._reader.read(batch.payload, blocks)
-
-
-def _import() -> tuple[Any, Any]:
-    with needs("live", "the subscription to KV events"):
-        import zmq
-        from msgspec.msgpack import decode
-    return zmq, decode

@@ -28,8 +28,7 @@ class PrefillCosts(Protocol):
 
 
 class AwaitedProfile:
-    """The cached profile of `key`; until it exists, every token costs the same. Looks for the file when a cost is
-    needed, at most every 5 s."""
+    """The cached profile of `key`, looked for at most every 5 s; until it exists, every token costs the same."""
 
     def __init__(
         self, key: str, cache: ProfileCache | None = None, clock: Callable[[], float] = time.monotonic
@@ -68,8 +67,8 @@ def _changed_ns(path: Path) -> int | None:
 
 
 def note_profile(vllm_config: Any) -> None:
-    """Add the key of this engine's profile to `kv_connector_extra_config`; only vLLM's whole configuration gives it.
-    Never raises: without a key every token costs the same."""
+    """Add the key of this engine's profile, from vLLM's whole configuration, to `kv_connector_extra_config`. Never
+    raises: without a key every token costs the same."""
     try:
         key = profile_key(_identity(vllm_config))
     except Exception as error:

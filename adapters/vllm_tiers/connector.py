@@ -1,7 +1,4 @@
-"""vLLM's offloading connector with fallible copies.
-
-vLLM imports this module first: it checks the version.
-"""
+"""vLLM's offloading connector with fallible copies."""
 
 from __future__ import annotations
 
@@ -19,15 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from ragorder.adapters.vllm_tiers.awaited_profile import note_profile  # noqa: E402
 from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker  # noqa: E402
 from ragorder.adapters.vllm_tiers.disk_identity import note_model  # noqa: E402
-from ragorder.adapters.vllm_tiers.manager import TierManager  # noqa: E402
+from ragorder.adapters.vllm_tiers.spec import TierManager  # noqa: E402
 
 __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """Worker metadata with the host chunks of failed stores."""
-
     failed_chunks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> TierWorkerMetadata:
@@ -37,11 +32,9 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for an offloading connector whose copies may fail, unlike vLLM's.
-
-    Our worker reports failed copies as finished, and separately. vLLM's scheduler recomputes failed loads
-    (`failed_recving`); the manager drops chunks of failed stores.
-    """
+    """Mixin for an offloading connector whose copies may fail, unlike vLLM's. Our worker reports failed copies as
+    finished, and separately. vLLM's scheduler recomputes failed loads (`failed_recving`); the manager drops chunks of
+    failed stores."""
 
     connector_scheduler: Any
     connector_worker: Any

@@ -13,13 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -36,8 +30,6 @@ class FailedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Block `block` of the device is part `part` of chunk `chunk`."""
-
     block: int
     chunk: int
     part: int

@@ -7,8 +7,9 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import islice
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
@@ -18,13 +19,15 @@ from ragorder.trie.tree import Key
 
 __all__ = ["DeviceOrder", "WatchedQueue"]
 
+P = ParamSpec("P")
+
 _logger = logging.getLogger("ragorder")
 
 _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher, which must not raise: it sees every block taken or freed."""
+    """vLLM's free queue; the watcher sees every block taken or freed, and must not raise."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -59,20 +62,27 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._watcher.returned(blocks)
 
     def bring_forward(self, blocks: Iterable[Any]) -> None:
-        """Move blocks of the queue to its front, unwatched. The queue is consistent after each block."""
+        """Move blocks to the queue's front, unwatched. The queue is consistent after each block."""
         for block in blocks:
             if block.prev_free_block is not None and block.next_free_block is not None:
                 super().remove(block)
                 super().prepend_n([block])
 
 
+def _safe(step: Callable[Concatenate[DeviceOrder, P], None]) -> Callable[Concatenate[DeviceOrder, P], None]:
+    @wraps(step)
+    def run(self: DeviceOrder, /, *arguments: P.args, **named: P.kwargs) -> None:
+        self._safely(step, *arguments, **named)
+
+    return run
+
+
 class DeviceOrder:
     """Eviction of cached blocks from vLLM's block pool by a tier's policy, in O(log n) a block.
 
     vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds cached
-    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks with the
-    same content, vLLM finds one; the other is spare, and evicted first. An error turns this order off for good: no
-    allocation fails.
+    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. A block whose content
+    vLLM finds in another one is spare, and evicted first. An error turns this order off for good.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -96,86 +106,12 @@ class DeviceOrder:
     def oldest_seconds(self) -> float:
         return 0.0 if not self._blocks else self._now() - next(iter(self._blocks.values()))[1]
 
+    @_safe
     def finished(
-        self,
-        block_ids: Sequence[int],
-        cached_tokens: int,
-        cost: float | None,
-        facts: RequestFacts = _NO_FACTS,
+        self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
         """Count the use of a request's blocks, in order, about to be free. Tokens after `cached_tokens` were computed
         at `cost` seconds each; blocks after the documents of `facts` do not count as used."""
-        self._safely(self._use, block_ids, cached_tokens, cost, facts)
-
-    def leaving(self, count: int) -> None:
-        self._safely(self._make_room, count)
-
-    def left(self, blocks: Sequence[Any]) -> None:
-        self._safely(self._overwritten, blocks)
-
-    def hit(self, block: Any) -> None:
-        """Pin a block whose content was found."""
-        self._safely(self._pin, block)
-
-    def returned(self, blocks: Sequence[Any]) -> None:
-        self._safely(self._freed, blocks)
-
-    def _safely(self, step: Callable[..., None], *arguments: Any) -> None:
-        if self.failures:
-            return
-        try:
-            if self._contents is not self._pool.cached_block_hash_to_block:
-                self._contents = self._pool.cached_block_hash_to_block
-                self._clear()
-            step(*arguments)
-        except Exception as error:
-            self.failures += 1
-            self._clear()
-            _logger.warning(
-                "the order of the device's blocks is off (%s in %s): vLLM evicts the least recently used first",
-                type(error).__name__,
-                step.__name__.strip("_"),
-            )
-        self.cached = len(self._blocks)
-
-    def _make_room(self, count: int) -> None:
-        for block in islice(self._queue.iter_blocks_after(None), count):
-            if block.block_hash is not None:
-                break
-            count -= 1
-        self._queue.bring_forward(reversed(self._victims(count)))
-
-    def _victims(self, count: int) -> list[Any]:
-        victims: list[Any] = []
-        while self._spare and len(victims) < count:
-            victims.append(self._spare.popitem(last=False)[1])
-        missing = count - len(victims)
-        keys = self._tier.evict(missing)
-        if keys is None:
-            # Fewer are evictable: evict those.
-            keys = [key for _ in range(missing) for key in self._tier.evict(1) or ()]
-        self.evicted += len(keys)
-        return victims + [self._forget(key) for key in keys]
-
-    def _overwritten(self, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            self._spare.pop(block.block_id, None)
-            if block.block_id in self._keys:
-                self._drop(self._keys[block.block_id])
-                self.evicted += 1
-
-    def _pin(self, block: Any) -> None:
-        if self._spare.pop(block.block_id, None) is None and block.block_id in self._keys:
-            self._tier.pin(self._keys[block.block_id])
-
-    def _freed(self, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            if self._is_known(block):
-                self._tier.unpin(block.block_hash)
-            elif block.block_hash is not None and not self._admit(block, None):
-                self._spare[block.block_id] = block
-
-    def _use(self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts) -> None:
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
@@ -189,6 +125,65 @@ class DeviceOrder:
         computed = {key for key, end in zip(keys, ends, strict=True) if end > cached_tokens}
         within = bisect_right(ends, facts.documents[-1]) if facts.documents else len(ends)
         self._tier.use(keys[:within], cost=cost, computed=computed, expected=facts.forecast(keys, ends))
+
+    def _safely(self, step: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        if self.failures:
+            return
+        try:
+            if self._contents is not self._pool.cached_block_hash_to_block:
+                self._contents = self._pool.cached_block_hash_to_block
+                self._clear()
+            step(self, *arguments, **named)
+        except Exception as error:
+            self.failures += 1
+            self._clear()
+            _logger.warning(
+                "the order of the device's blocks is off (%s in %s): vLLM evicts the least recently used first",
+                type(error).__name__,
+                step.__name__,
+            )
+        self.cached = len(self._blocks)
+
+    @_safe
+    def leaving(self, count: int) -> None:
+        for block in islice(self._queue.iter_blocks_after(None), count):
+            if block.block_hash is not None:
+                break
+            count -= 1
+        self._queue.bring_forward(reversed(self._victims(count)))
+
+    @_safe
+    def left(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            self._spare.pop(block.block_id, None)
+            if block.block_id in self._keys:
+                self._drop(self._keys[block.block_id])
+                self.evicted += 1
+
+    @_safe
+    def hit(self, block: Any) -> None:
+        if self._spare.pop(block.block_id, None) is None and block.block_id in self._keys:
+            self._tier.pin(self._keys[block.block_id])
+
+    @_safe
+    def returned(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            if self._is_known(block):
+                self._tier.unpin(block.block_hash)
+            elif block.block_hash is not None and not self._admit(block, None):
+                self._spare[block.block_id] = block
+
+    def _victims(self, count: int) -> list[Any]:
+        victims: list[Any] = []
+        while self._spare and len(victims) < count:
+            victims.append(self._spare.popitem(last=False)[1])
+        missing = count - len(victims)
+        keys = self._tier.evict(missing)
+        if keys is None:
+            # Fewer are evictable: evict those.
+            keys = [key for _ in range(missing) for key in self._tier.evict(1) or ()]
+        self.evicted += len(keys)
+        return victims + [self._forget(key) for key in keys]
 
     def _is_known(self, block: Any) -> bool:
         key = self._keys.get(block.block_id)

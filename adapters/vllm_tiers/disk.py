@@ -24,11 +24,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ragorder.adapters.vllm_tiers.disk_identity import disk_identity
+from ragorder.adapters.vllm_tiers.disk_identity import UnknownWeightsError, disk_identity
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
-from ragorder.adapters.vllm_tiers.request_state import path_of, state_of
-from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
+from ragorder.adapters.vllm_tiers.policy import path_of, state_of
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ class _DiskTransfer:
     is_load: bool
 
 
-class _Written(set[OffloadKey]):
-    """Chunks that a request has stored, which counts as their use."""
+class _Written(set[OffloadKey]): ...
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
@@ -58,7 +56,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
     them.
 
     A corrupt chunk is dropped and recomputed by vLLM. With an unusable folder (another engine's or model's) the tier
-    stays empty, which is logged and counted. At most `bytes`, in a folder for each data-parallel engine.
+    stays empty, which is logged and counted.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE

@@ -1,4 +1,4 @@
-"""Identity of an engine's KV: all inputs of a chunk's bytes.
+"""Identity of an engine's KV and weights: all inputs of a chunk's bytes.
 
 vLLM's keys are digests of tokens alone; `note_model` adds facts that only a connector's configuration has. Not covered:
 LoRA adapters or weights replaced under the same path in a running engine.
@@ -9,20 +9,40 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ragorder.adapters.vllm_tiers.versions import vllm_version
-from ragorder.adapters.vllm_tiers.weights import MEMORY, WeightDigests
+from ragorder.common.jsonl import decode
+from ragorder.errors import RagorderError
+from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-__all__ = ["disk_identity", "model_facts", "note_model", "this_machine"]
+__all__ = [
+    "MEMORY",
+    "UnknownWeightsError",
+    "WeightDigests",
+    "disk_identity",
+    "model_facts",
+    "note_model",
+    "this_machine",
+]
 
+MEMORY = "weights.json"
+_TOKENS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config")
+_NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)
+_NOT_WEIGHTS = frozenset({".md", ".txt", ".jinja", ".png", ".jpg"})
+# A file changed this shortly before it was read may change again within the same time stamp.
+_SETTLED_NS = 2 * 10**9
+_MAX_MEMORY_BYTES = 1 << 20
 _NOTE = "ragorder_model"
 _FORMAT = 2
 _IN_FILES = frozenset({"revision", "draft", "downloads"})
@@ -32,8 +52,137 @@ _LENGTH_MATTERS = ('"longrope"', '"dynamic"', '"su"')
 _CHOICES = ("quantization", "dtype", "model_impl", "disable_sliding_window", "override_attention_dtype")
 
 
+class UnknownWeightsError(RagorderError): ...
+
+
+class WeightDigests:
+    """Digests of models, over all bytes of their files; cached in the file `memory` by inode, size and times, including
+    ctime, which no copying tool sets back. A memory that other users can write is ignored."""
+
+    def __init__(self, memory: Path | None = None) -> None:
+        self._memory = memory
+        self._known = _read(memory) if memory is not None else {}
+
+    def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
+        """`model`: a folder, a file, or a name on the Hub with its commit `revision`. `dummy` weights are made from the
+        configuration. Raises UnknownWeightsError, OSError."""
+        path = Path(model)
+        if path.is_file():
+            return "file " + self._digest([path])
+        if path.is_dir():
+            files = _files(path)
+            if dummy or any(file.suffix != ".json" for file in files):
+                return "files " + self._digest(files)
+            raise UnknownWeightsError(f"the weights of {model} cannot be identified: the folder has none")
+        commits = _commits(model, hub)
+        if revision is None or len(revision) != 40:
+            if len(commits) != 1:
+                found = f"{len(commits)} revisions of it are" if commits else "it is not"
+                raise UnknownWeightsError(
+                    f"the weights of {model} cannot be identified ({found} in the cache of the Hugging Face hub): give "
+                    "vLLM the folder of the model, or --revision with a whole commit"
+                )
+            [revision] = commits
+        # The commit identifies the download, the files any change since then.
+        files = _files(commits[revision]) if revision in commits else []
+        return f"commit {revision} of {model}, files {self._digest(files)}"
+
+    def _digest(self, files: Iterable[Path]) -> str:
+        found = sha256()
+        with digest_threads() as threads:
+            for path in sorted(files, key=lambda path: path.name):
+                found.update(f"{path.name}\n{self._file(path.resolve(), threads)}\n".encode("utf-8", "surrogateescape"))
+        self._remember()
+        return found.hexdigest()
+
+    def _file(self, path: Path, threads: Executor) -> str:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            facts = _facts(os.fstat(descriptor))
+            known = self._known.get(str(path))
+            if known is not None and known[:-1] == facts:
+                return str(known[-1])
+            began = time.time_ns()
+            digest = digest_in_pieces(
+                lambda start, end: _read_piece(descriptor, start, end), os.fstat(descriptor).st_size, threads
+            )
+            if _facts(os.fstat(descriptor)) != facts:
+                raise UnknownWeightsError(
+                    f"the weights in {path} cannot be identified: the file changes while it is read"
+                )
+        finally:
+            os.close(descriptor)
+        if began - max(facts[-2:]) > _SETTLED_NS:
+            self._known[str(path)] = [*facts, digest]
+        return digest
+
+    def _remember(self) -> None:
+        if self._memory is None:
+            return
+        with suppress(OSError):
+            self._memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = self._memory.with_name(f"{self._memory.name}.{os.getpid()}.tmp")
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self._known, file)
+            temporary.replace(self._memory)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in folder.iterdir()
+        if file.is_file() and not file.name.startswith(_NOT_THE_MODEL) and file.suffix not in _NOT_WEIGHTS
+    ]
+
+
+def _facts(status: os.stat_result) -> list[int]:
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _read_piece(descriptor: int, start: int, end: int) -> bytes:
+    read = os.pread(descriptor, end - start, start)
+    while len(read) < end - start:
+        more = os.pread(descriptor, end - start - len(read), start + len(read))
+        if not more:
+            raise UnknownWeightsError("the model's weights cannot be identified: a file shrinks while it is read")
+        read += more
+    return read
+
+
+def _read(memory: Path) -> dict[str, list[int | str]]:
+    try:
+        descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return {}
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return {}
+        found = decode(os.read(descriptor, _MAX_MEMORY_BYTES))
+    except (OSError, ValueError):
+        return {}
+    finally:
+        os.close(descriptor)
+    if not isinstance(found, dict):
+        return {}
+    return {path: facts for path, facts in found.items() if isinstance(facts, list) and len(facts) == 6}
+
+
+def _commits(model: str, hub: Path | None) -> dict[str, Path]:
+    if hub is None:
+        try:
+            from huggingface_hub.constants import HF_HUB_CACHE
+        except ImportError:
+            return {}
+        hub = Path(HF_HUB_CACHE)
+    snapshots = hub / f"models--{model.replace('/', '--')}" / "snapshots"
+    return {path.name: path for path in sorted(snapshots.iterdir())} if snapshots.is_dir() else {}
+
+
 def note_model(vllm_config: Any) -> None:
-    """Add facts of vLLM's whole configuration to `kv_connector_extra_config`. Never raises."""
     vllm_config.kv_transfer_config.kv_connector_extra_config[_NOTE] = model_facts(vllm_config)
 
 

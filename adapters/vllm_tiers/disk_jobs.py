@@ -32,8 +32,7 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Threads that run urgent jobs first, also between steps of other jobs. A step that raises has failed.
-    Thread-safe."""
+    """Threads that run urgent jobs first, also between steps of others. A step that raises has failed. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
@@ -54,7 +53,7 @@ class JobThreads:
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
-        """Add a job. Once closing, it ends at once and counts as failed."""
+        """Once closing, a job ends at once and counts as failed."""
         with self._changed:
             self._unended += 1
             if self._closing or not job.worked:
@@ -71,7 +70,6 @@ class JobThreads:
         return ended
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 

@@ -1,22 +1,128 @@
-"""Eviction from the host tier: a `CachePolicy` of vLLM."""
+"""Eviction from the host tier, a `CachePolicy` of vLLM, and its requests."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
+from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.awaited_profile import PrefillCosts
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
-from ragorder.adapters.vllm_tiers.request_state import RequestPath, facts_of, path_of
-from ragorder.trie.policies import AwaitedNodes, History, Tier, make_policy
+from ragorder.trie.policies import AwaitedNodes, History, Key, Tier, make_policy
 from ragorder.trie.profile import LINEAR
 
-__all__ = ["HostPolicy"]
+__all__ = ["HostPolicy", "ReadFacts", "RequestPath", "facts_of", "path_of", "state_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class RequestPath:
+    """The chunks of a request's prompt, root first. `last` and `admitted`: numbers of chunks that count as used, and
+    that may be stored (None for all)."""
+
+    # vLLM's own dictionary, which grows while the request is answered.
+    _positions: dict[OffloadKey, int]
+    keys: list[OffloadKey] = field(init=False)
+    ends: list[int] = field(init=False)
+    places: dict[OffloadKey, int] = field(init=False)
+    _device: int | None = None
+    _loaded: int = 0
+    counted: bool = False
+    last: int | None = None
+    admitted: int | None = None
+    cost: float | None = None
+    # Chunks that the host reserves while the request waits.
+    awaited: tuple[Key, ...] = ()
+    # Forecast uses of chunks.
+    expected: dict[OffloadKey, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._read()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._positions
+
+    def parent_of(self, key: OffloadKey) -> OffloadKey | None:
+        place = self._place(key)
+        return self.keys[place - 1] if place else None
+
+    def looked_up(self, key: OffloadKey) -> None:
+        """Note the first chunk looked up: the device has all chunks before it."""
+        if self._device is None:
+            self._device = self._place(key)
+
+    def loaded(self, keys: Iterable[OffloadKey]) -> None:
+        places = [place for key in keys if (place := self._place(key)) is not None]
+        self._loaded = max([self._loaded, *(place + 1 for place in places)])
+
+    @property
+    def cached(self) -> int:
+        """Number of cached chunks; all if vLLM looked up none."""
+        return len(self.keys) if self._device is None else max(self._device, self._loaded)
+
+    def counts(self, key: OffloadKey) -> bool:
+        place = self._place(key)
+        return self.counted and place is not None and (self.last is None or place < self.last)
+
+    def admits(self, key: OffloadKey) -> bool:
+        place = self._place(key)
+        return self.admitted is None or place is None or place < self.admitted
+
+    def before(self, end: int) -> int:
+        return bisect_right(self.ends, end)
+
+    def _place(self, key: OffloadKey) -> int | None:
+        place = self.places.get(key)
+        if place is None and key in self._positions:
+            self._read()
+            place = self.places.get(key)
+        return place
+
+    def _read(self) -> None:
+        in_order = sorted(self._positions.items(), key=lambda chunk: chunk[1])
+        self.keys = [key for key, _ in in_order]
+        self.ends = [end for _, end in in_order]
+        self.places = {key: place for place, key in enumerate(self.keys)}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFacts:
+    facts: RequestFacts | None
+    readable: bool = True
+
+
+def path_of(request: ReqContext) -> RequestPath:
+    # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks that
+    # were on the device. They count as used, too.
+    return state_of(request, RequestPath, lambda: RequestPath(request._offload_key_positions))
+
+
+def facts_of(request: ReqContext) -> ReadFacts:
+    return state_of(request, ReadFacts, lambda: _read_facts(request.kv_transfer_params))
+
+
+def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
+    state: T | None = request.get_state(kind)
+    if state is None:
+        state = make()
+        request.set_state(state)
+    return state
+
+
+def _read_facts(kv_transfer_params: object) -> ReadFacts:
+    try:
+        return ReadFacts(read_facts(kv_transfer_params))
+    except ValueError:
+        return ReadFacts(None, readable=False)
 
 
 class _Either:
@@ -31,7 +137,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     """Policy for chunks in host memory; the leaf with the lowest priority is evicted first.
 
     A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
-    request that computed it: T(cached, new) / new, or the cost in its facts, which may also forecast uses.
+    request that computed it: T(cached, new) / new, or the cost in its facts.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -65,8 +171,8 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         return self._path
 
     def expect(self, request: ReqContext) -> Sequence[OffloadKey]:
-        """Reserve the chunks of a waiting request: other chunks are evicted first, while reserved ones take up to half
-        of the tier. Returns the request's reserved chunks."""
+        """Reserve the chunks of a waiting request, up to half of the tier: other chunks are evicted first. Returns its
+        reserved chunks."""
         self.settle(request)
         path = path_of(request)
         path.awaited = self._awaited.add((key, 1) for key in path.keys)

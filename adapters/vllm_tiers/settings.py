@@ -38,9 +38,7 @@ class TierSettings(KVTierSettings):
         return self
 
     def kv_transfer_config(self) -> dict[str, Any]:
-        settings = self.model_copy(
-            update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)},
-        )
+        settings = self.model_copy(update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)})
         extra: dict[str, Any] = {
             "spec_name": "TierSpec",
             "spec_module_path": f"{_PACKAGE}.spec",

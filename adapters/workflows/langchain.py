@@ -1,40 +1,34 @@
-"""LangChain: retriever for workflows on a shared server."""
+"""LangChain and LangGraph: retriever and node for workflows on a shared server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
-
-from ragorder.common.extras import install_hint
-
-try:
-    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
-    from langchain_core.documents import Document
-    from langchain_core.retrievers import BaseRetriever
-except ImportError as error:
-    message = f"ragorder.adapters.workflows.langchain needs langchain-core: {install_hint('langchain')}"
-    raise ImportError(message, name=error.name) from error
 
 from pydantic import ConfigDict, SkipValidation
 
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows
+from ragorder.common.extras import needs
 from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
 
-__all__ = ["WorkflowRetriever"]
+__all__ = ["WorkflowRetriever", "workflow_node"]
+
+with needs("langchain", "ragorder.adapters.workflows.langchain"):
+    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+    from langchain_core.documents import Document
+    from langchain_core.retrievers import BaseRetriever
 
 
 class WorkflowRetriever(BaseRetriever):
-    """Retriever of the documents that a workflow finds, best first. Thread-safe.
+    """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
     - `documents`: their name in the workflow's state.
     - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
-    - `scope`: the tenant. Scopes share no cache.
-
-    Raises the server's errors.
+    - `scope`: the tenant.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -61,3 +55,49 @@ class WorkflowRetriever(BaseRetriever):
 
 def _document(document: ragorder.Document) -> Document:
     return Document(document.text, id=document.id, metadata=dict(document.metadata))
+
+
+with needs("langchain", "ragorder.adapters.workflows.langchain"):
+    from langchain_core.runnables import RunnableLambda
+
+
+def workflow_node(
+    workflows: SharedWorkflows,
+    graph: CompiledGraph,
+    *,
+    question: str | Callable[[Any], str] = "question",
+    answer: str | Callable[[WorkflowResult], Any] = "answer",
+    inputs: Sequence[str] = (),
+    scope: Callable[[Any], Hashable] | None = None,
+) -> RunnableLambda[Any, Any]:
+    """Return a node for `StateGraph.add_node`, in `invoke` and `ainvoke`.
+
+        builder.add_node("research", workflow_node(workflows, multistep().compile()))
+
+    - `question`: its name in LangGraph's state, or a function of the state.
+    - `answer`: the name under which the answer's text is stored, or a function from the result to the update.
+    - `inputs`: names that are passed on as the graph's `inputs`.
+    - `scope`: the tenant, a function of the state.
+
+    Raises the server's errors, KeyError for a name that the state lacks.
+    """
+
+    def arguments(state: Any) -> dict[str, Any]:
+        asked = question(state) if callable(question) else _read(state, question)
+        given = {name: _read(state, name) for name in inputs}
+        return {"question": asked, "state": given, "scope": None if scope is None else scope(state)}
+
+    def update(result: WorkflowResult) -> Any:
+        return answer(result) if callable(answer) else {answer: result.text}
+
+    def call(state: Any) -> Any:
+        return update(workflows.run(graph, **arguments(state)))
+
+    async def acall(state: Any) -> Any:
+        return update(await workflows.arun(graph, **arguments(state)))
+
+    return RunnableLambda(call, acall, name=graph.name)
+
+
+def _read(state: Any, name: str) -> Any:
+    return state[name] if isinstance(state, Mapping) else getattr(state, name)

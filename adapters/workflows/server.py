@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragorder import Document, PromptBuilder
-from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest
-from ragorder.adapters.openai.server_load import PromptLoad
-from ragorder.adapters.openai.system_prefix import SystemPrefix
-from ragorder.adapters.workflows.prompts import WorkflowPrefix, WorkflowPrompts
+from ragorder import Document, Ordering, PromptBuilder
+from ragorder.adapters.openai.pipelined import PromptLoad, SystemPrefix
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
 from ragorder.orderer import OrdererLike
-from ragorder.pipelining import StreamingEngine, WarmUp
+from ragorder.pipelining import CachedLengths, CommittedRequest, StreamingEngine, Usage, WarmUp
 from ragorder.pipelining.servers import observer_of
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import Prefetch, Transformation, all_transformations
@@ -19,12 +17,73 @@ from ragorder.pipelining.workflow.transformations import Prefetch, Transformatio
 if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch
 
-__all__ = ["OrderedWorkflows", "ordered_workflows"]
+__all__ = ["OrderedWorkflows", "WorkflowPrefix", "WorkflowPrompts", "ordered_workflows"]
+
+
+class WorkflowPrompts:
+    """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template."""
+
+    def __init__(self, prompts: OrderedPrompts) -> None:
+        self._prompts = prompts
+
+    def lengths(self, question: NodeQuestion, documents: Sequence[Document], /) -> Callable[[], CachedLengths] | None:
+        """Return None for retrieval order, which the orderer does not track."""
+        return self._prompts.lengths(_question(question), documents) if question.ordered or not documents else None
+
+    def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
+        asked = _question(question)
+        if question.ordered or not documents:
+            return self._prompts.preview(asked, documents)
+        return self._ranked(asked, documents)
+
+    def commit(self, question: NodeQuestion, documents: Sequence[Document], /) -> CommittedRequest[PromptRequest]:
+        asked = _question(question)
+        if question.ordered or not documents:
+            return self._prompts.commit(asked, documents)
+        request = self._ranked(asked, documents)
+        self._prompts.note_sent(request)
+        return _Ranked(request)
+
+    def _ranked(self, question: Question, documents: Sequence[Document]) -> PromptRequest:
+        ordering = Ordering(list(documents), list(range(len(documents))))
+        return self._prompts.request(question.query, ordering, question.scope, question.all_options())
+
+
+class _Ranked:
+    def __init__(self, request: PromptRequest) -> None:
+        self.request = request
+
+    def confirm(self, usage: Usage | None, /) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
+
+
+def _question(question: NodeQuestion) -> Question:
+    return Question(question.text, question.scope, question.max_tokens, question.temperature, question.options)
+
+
+class WorkflowPrefix:
+    """The system prompt of all generations, for warm-ups: a generation of one token without documents."""
+
+    def __init__(self, prefix: SystemPrefix, prompts: WorkflowPrompts) -> None:
+        self._prefix = prefix
+        self._prompts = prompts
+
+    def scope(self, question: NodeQuestion, /) -> Hashable:
+        return question.scope
+
+    def is_cached(self, question: NodeQuestion, /) -> bool:
+        return self._prefix.is_cached(_question(question))
+
+    async def prefill(self, question: NodeQuestion, /) -> None:
+        """Raises the engine's errors; cancelling aborts the request."""
+        committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
+        await self._prefix.engine.prefill(committed.request, committed.confirm, committed.discard)
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
-    """See `ordered_workflows`."""
-
     warm_up: WarmUp[NodeQuestion] | None = None
 
     async def close(self) -> None:
@@ -47,11 +106,8 @@ def ordered_workflows(
     max_prefill_bs: int | None = None,
     token_budget: int = 8192,
     requests: Callable[[], int | None] | None = None,
-    max_requests: int = 64,
-    max_waiting: int = 1024,
-    max_generations: int | None = None,
-    window: int = 32,
     observers: Sequence[Callable[[WorkflowTrace], None]] = (),
+    **options: Any,
 ) -> OrderedWorkflows:
     """Return a workflow server that orders the documents of its generations, on `OpenAIStreams`, `AsyncVLLM` or
     `EmbeddedStreams`.
@@ -60,15 +116,14 @@ def ordered_workflows(
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
-    - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: see `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.
-    - `max_prefill_bs`, `token_budget`, `requests`: see `ordered_pipeline`; they admit speculative generations.
-    - `observers` are called with the trace of each ended request; one that fails is logged once and left out.
+    - `max_prefill_bs`, `token_budget`, `requests`: as for `ordered_pipeline`; they admit speculative generations.
+    - `observers`: get the trace of each ended request; one that fails is logged once and dropped.
 
-    A builder's question template should be "{query}", since nodes have whole prompts. Raises ValueError for invalid
-    `prompts` and for limits below 1.
+    Other options as for `WorkflowServer`. A builder's question template should be "{query}", since nodes have whole
+    prompts. Raises ValueError for invalid `prompts` and for limits below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
@@ -85,11 +140,8 @@ def ordered_workflows(
         made,
         transformations=transformations,
         load=load,
-        max_requests=max_requests,
-        max_waiting=max_waiting,
-        max_generations=max_generations,
-        window=window,
         observer=observer_of(observers, "workflows"),
+        **options,
     )
     server.warm_up = warming
     return server

@@ -18,13 +18,13 @@ class ServerLike(Protocol):
 
 
 class SharedWorkflows:
-    """Workflow server in an event loop on its own thread, for LangGraph, LangChain and Haystack.
+    """Workflow server in an event loop on its own thread, for LangGraph, LangChain and Haystack. Thread-safe.
 
         with SharedWorkflows(lambda: ordered_workflows(engine, search, embed, document, **parts)) as workflows:
             print(workflows.run(graph, "Which drawer?").text)
 
-    `make` is called on that thread, where clients that belong to an event loop must be made. Thread-safe; `arun` is for
-    callers with an event loop. Closed, it raises RuntimeError.
+    `make` is called on that thread, where clients that belong to an event loop must be made. `arun` is for callers with
+    an event loop. Closed, it raises RuntimeError.
     """
 
     def __init__(self, make: Callable[[], ServerLike]) -> None:

@@ -70,7 +70,7 @@ class TorchModel:
         """From a folder or the Hub. Raises ImportError, ValueError for an unknown model."""
         need_torch()
         from ragorder.kernels.engine import EngineSettings
-        from ragorder.kernels.engine.loading import load_config, load_model, load_tokenizer
+        from ragorder.kernels.models.loading import load_config, load_model, load_tokenizer
 
         if (Path(model) / RANDOM_WEIGHTS).is_file():
             return cls.random(load_config(model), load_tokenizer(model))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.reading import Results
@@ -34,12 +35,13 @@ class Part:
 
 
 def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
-    """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, or None."""
+    """Return what `make_part(suite, results)` makes, of the experiment's module or of `report` beside it, else the
+    tables that the experiment declares, or None."""
     module = import_module(experiment.__module__)
     if not hasattr(module, "make_part"):
         name = f"{experiment.__module__.rpartition('.')[0]}.report"
         if find_spec(name) is None:
-            return None
+            return Part(tables_of(experiment, suite, results)) if experiment.tables else None
         module = import_module(name)
     part: Part = module.make_part(suite, results)
     return part

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model, model_validator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
     "SessionRecord",
     "UnavailableRecord",
     "as_column",
+    "declared_record",
     "json_schema",
     "key_of",
 ]
@@ -101,6 +102,7 @@ class Record(_Line):
     """Two records that agree in these measure the same."""
     is_run: ClassVar[bool] = True
     """Whether the report counts it among the runs."""
+    columns_of_all: ClassVar[tuple[str, ...]] = ()
     facts_needed: ClassVar[tuple[str, ...]] = ()
 
     type: str
@@ -129,7 +131,7 @@ class Record(_Line):
     @property
     def columns_needed(self) -> tuple[str, ...]:
         """Columns of one length."""
-        return ()
+        return self.columns_of_all
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -138,7 +140,7 @@ class Record(_Line):
 
     @property
     def requests(self) -> int:
-        return 0
+        return len(self.rows[self.columns_of_all[0]]) if self.columns_of_all else 0
 
     def column(self, name: str) -> Floats | None:
         """The figures after the warm-up, NaN where one is missing; None without any."""
@@ -187,6 +189,17 @@ class RunRecord(Record):
 
         column = self.column("prompt_tokens")
         return 0 if column is None else int(np.isfinite(column).sum())
+
+
+def declared_record(
+    base: type[Record], kind: str, columns: tuple[str, ...], facts: tuple[str, ...], *, runs: bool
+) -> type[Record]:
+    """Return the record whose type is the kind; a `RunRecord` is counted among the runs in any case."""
+    fields: Any = {"type": (Literal[kind], kind)}
+    made: type[Record] = create_model(kind, __base__=base, **fields)
+    made.is_run = runs or issubclass(base, RunRecord)
+    made.columns_of_all, made.facts_needed = columns, facts
+    return made
 
 
 def as_column(values: Iterable[Any]) -> Floats:

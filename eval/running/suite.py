@@ -2,7 +2,8 @@
 
 An experiment is a subclass of `Experiment` in a folder with suites (`*.toml`) below `ragorder.eval.suites` or, in a
 checkout, `ragorder.benchmarks`: in the folder's module `experiment`, or in any of its modules if it has none.
-`make_part` in the same module, or in `report` beside `experiment`, makes its part of the report.
+Its part of the report are the `tables` that it declares, or what `make_part` makes, in the same module or in `report`
+beside `experiment`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ragorder.eval.running.cells import STRICT, Display, PaperRow, Reduced, Suit
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.policies import POLICIES
 from ragorder.eval.running.progress import Progress
-from ragorder.eval.running.record import Record
+from ragorder.eval.running.record import Record, declared_record
 from ragorder.eval.running.store import Store
 
 __all__ = [
@@ -282,15 +283,29 @@ class Experiment(ABC):
 
     kind: ClassVar[str]
     """What a suite's file says as `kind`."""
-    record: ClassVar[type[Record]]
     cell: ClassVar[type[SuiteCell]]
+    columns: ClassVar[tuple[str, ...]] = ()
+    facts: ClassVar[tuple[str, ...]] = ()
+    """What every record has, of one length and besides."""
+    base: ClassVar[type[Record]] = Record
+    """`RunRecord`, if requests are served."""
+    record: ClassVar[type[Record]]
+    """By default made of `base`, `kind`, `columns`, `facts` and `runs`."""
+    runs: ClassVar[bool] = False
+    """Whether the report counts the records among the runs, which those of served requests are."""
+    tables: ClassVar[Sequence[Any]] = ()
+    """Each a `TableForm` of the report, in an experiment without `make_part`."""
     policies: ClassVar[Collection[str] | None] = None
     """Those that a suite may name; None: see `check`."""
     unit: ClassVar[str] = "requests"
     """What the progress bar counts."""
+    counts: ClassVar[Literal["requests", "policies"]] = "requests"
+    """What a measurement announces to the progress bar, unless `steps` says otherwise."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"
     packages: ClassVar[Mapping[str, str]] = {}
     """What a measurement imports, and the extras that have it."""
+    simulated: ClassVar[bool] = False
+    """Whether it simulates what --engine would choose."""
     one_job: ClassVar[bool] = False
     """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
@@ -301,6 +316,10 @@ class Experiment(ABC):
     """Whether the report names cells, and not policies, of what is missing."""
     checks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Checks that the experiment's own tables show, with the fields that they need."""
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls) and "record" not in vars(cls):
+            cls.record = declared_record(cls.base, cls.kind, cls.columns, cls.facts, runs=cls.runs)
 
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress
@@ -336,8 +355,8 @@ class Experiment(ABC):
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
         """The jobs that the store lacks, and what cannot be measured. Raises CorpusError."""
-        asked = self.asked(suite)
         for cell in suite.cells:
+            asked = [policy for policy in self.asked(suite) if self.applies(suite, cell, policy)]
             reasons = {policy: self.obstacle(suite, cell, policy) for policy in asked}
             said = (self.missing(suite, cell, policy, why) for policy, why in reasons.items() if why)
             yield from (each for each in said if each is not None)
@@ -359,8 +378,14 @@ class Experiment(ABC):
         chosen = self.options.policies
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
+    def applies(self, suite: Suite, cell: Any, policy: str) -> bool:
+        """Whether a policy means something in a cell, or is measured in another one; nothing is said if not."""
+        return True
+
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
         """The reason why a policy cannot be measured in a cell, such as a missing package or corpus."""
+        if self.simulated and self.options.engine != "sim":
+            return "the engine is simulated: run it without --engine"
         for package, extra in self.packages.items():
             if find_spec(package) is None:
                 return f"the measurement needs {package}: {install_hint(extra)}"
@@ -414,7 +439,7 @@ class Experiment(ABC):
 
     def steps(self, job: Job) -> int:
         """Steps of the progress bar; 0: the measurement announces its own."""
-        return job.requests * len(job.policies)
+        return len(job.policies) * (job.requests if self.counts == "requests" else 1)
 
     @abstractmethod
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:

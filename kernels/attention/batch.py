@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -15,20 +15,18 @@ __all__ = ["PackedBatch", "Span"]
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""Begin and end of a request's new tokens, and its context's length."""
+"""Begin and end of a request's new tokens, and tokens of its context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
 
+        PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
+
     - `query_starts` int32 (R + 1,): first new token of each request, then T.
     - `context_lengths` int32 (R,): cached tokens. `longest_query`, `longest_context`: maxima.
     - `block_tables` int32 (R, blocks): blocks of the context; further entries are ignored.
-
-        PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
-
-    Raises ValueError for inconsistent shapes.
     """
 
     query_starts: Tensor
@@ -61,7 +59,6 @@ class PackedBatch:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
-        """Raises ValueError for different counts."""
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
             raise ValueError("give one query length, one context length and one block table for each request")
         width = max(map(len, block_tables), default=0)
@@ -80,25 +77,16 @@ class PackedBatch:
         batch._memo["spans"] = spans
         return batch
 
-    def with_rows(self, counts: Sequence[int]) -> PackedBatch:
-        starts = list(accumulate(counts, initial=0))
-        query_starts = torch.tensor(starts, dtype=torch.int32).to(self.query_starts.device, non_blocking=True)
-        batch = replace(self, query_starts=query_starts, longest_query=max(counts, default=0))
-        ends = zip(starts, starts[1:], self.spans, strict=False)
-        batch._memo["spans"] = [(begin, end, context) for begin, end, (_, _, context) in ends]
-        return batch
-
     @property
     def requests(self) -> int:
         return len(self.context_lengths)
 
     @property
     def spans(self) -> list[Span]:
-        # One per request. Waits for the device once, unless `pack` made the batch.
+        # Waits for the device once, unless `pack` made the batch.
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Make the value of `key`, or return the one that an earlier layer made."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

@@ -1,7 +1,6 @@
 """Ahead-of-time compilation of the table's kernels, without a GPU.
 
-`python -m ragorder.kernels.attention.compile` fails for spilled registers, too much shared memory, or tiles of 64 or
-more rows without wgmma (Hopper).
+Fails for spilled registers, too much shared memory, or tiles of 64 or more rows without wgmma (Hopper).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, attend_at, merge
 from ragorder.kernels.attention.launch import INTERPRETED, constants, options
-from ragorder.kernels.attention.sparse_kernel import attend_at
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, ROWS, Tile, choose_tile
-from ragorder.kernels.attention.tiles import ANYWHERE, CHANGING
 
-__all__ = ["Compiled", "Variant", "compile_variant", "main", "merge_resources", "variants"]
+__all__ = ["Compiled", "Variant", "variants"]
 
 _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -45,12 +42,11 @@ class Variant:
     softcap: bool = False
     split: bool = False
     sparse: bool = False
-    """Rows at any positions. Windows are for the other kernel only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Registers per thread, bytes of memory (`local`: spills), and counts of instructions."""
+    """Registers per thread, bytes of memory (`local`: spills), counts of instructions."""
 
     registers: int
     stack: int
@@ -74,7 +70,7 @@ class Compiled:
 
 def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence[int] = HEAD_DIMS,
              dtypes: Sequence[str] = ("bf16", "fp32")) -> Iterator[Variant]:  # fmt: skip
-    # All distinct configurations of the table. fp16 differs from bf16 only in the instruction.
+    # fp16 differs from bf16 only in the instruction.
     seen = set()
     for family, head_dim, dtype, rows in product(families, head_dims, dtypes, ROWS):
         variant = Variant(family, head_dim, dtype, choose_tile(family, head_dim, _DTYPES[dtype], rows))
@@ -114,7 +110,7 @@ def _types(variant: Variant) -> dict[str, str]:
 def _compile(
     kernel: Any, types: dict[str, str], constexprs: Mapping[str, int], family: str, how: dict[str, Any]
 ) -> Compiled:
-    # Compile as a launch does: integers that do not change are multiples of 16.
+    # As in a launch, integers that do not change are multiples of 16.
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
     attributes = {
@@ -164,27 +160,20 @@ def main(
     head_dims: Sequence[int],
     dtypes: Sequence[str],
     rows: Sequence[int],
-    group: int,
-    block_size: int,
-    split: bool,
-    window: bool,
-    softcap: bool,
-    sparse: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Compile the table's kernels without a GPU; print registers, spills, shared memory and instructions."""
     if INTERPRETED:
         raise click.ClickException("TRITON_INTERPRET is set: nothing is compiled")
-    if sparse and window:
+    if options["sparse"] and options["window"]:
         raise click.UsageError("--sparse has no --window: rows at any positions see all keys before them")
     faulty = False
     chosen = variants(families or tuple(ARCHITECTURES), head_dims or HEAD_DIMS, dtypes or ("bf16", "fp32"))
     for plain in chosen:
         if rows and plain.tile.rows not in rows:
             continue
-        variant = Variant(
-            plain.family, plain.head_dim, plain.dtype, plain.tile, group, block_size, window, softcap, split, sparse
-        )
+        variant = replace(plain, **options)
         compiled = compile_variant(variant)
         faults = compiled.faults(variant)
         faulty |= bool(faults)

@@ -1,9 +1,8 @@
-"""Triton kernels: attention to a paged prefix and to new tokens, and the merge of splits.
+"""Triton kernels: attention to a paged prefix and new tokens, to cached keys alone, and the merge.
 
-Keys are numbered as positions: 0 to context - 1 are in the cache, by the block table, and the request's new tokens
-follow. Tiles that all rows see fully are computed without masks in two loops, over the cache and over new tokens. A
-third loop computes the other tiles (a window's edge, the end of the cache, the diagonal). See `tiles` for rows, tiles
-and the softmax.
+A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are ordered by token, then by head in
+the group, which shares loaded keys (GQA packing). Tiles that all rows see are computed without masks, the others in a
+last loop. The softmax is online, in base 2, with a finite first maximum: exp2(-inf - -inf) is NaN.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
@@ -13,9 +12,113 @@ No `from __future__ import annotations`: Triton's interpreter reads the annotati
 import triton
 import triton.language as tl
 
-from ragorder.kernels.attention.tiles import ANYWHERE, CHANGING, find_request, see, see_in_part
+__all__ = ["ANYWHERE", "CHANGING", "attend", "attend_at", "merge"]
 
-__all__ = ["attend", "merge"]
+# These change between steps: specialising on them would recompile the kernel each time.
+CHANGING = ("requests", "tokens", "window", "table_row", "splits")
+ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
+
+
+@triton.jit
+def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a tile's request. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r; the last may be empty."""
+    low = 0
+    high = requests
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) * GROUP // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _scores(queries, tail_queries, keys, tail_keys, TAIL: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:
+        queries = queries.to(tl.float32)
+        keys = keys.to(tl.float32)
+    scores = tl.dot(queries, keys.T, input_precision="ieee")
+    if TAIL:
+        if UPCAST:
+            tail_queries = tail_queries.to(tl.float32)
+            tail_keys = tail_keys.to(tl.float32)
+        scores = tl.dot(tail_queries, tail_keys.T, scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _weigh(weights, values, sums, UPCAST: tl.constexpr):
+    weights = weights.to(values.dtype)
+    if UPCAST:
+        weights = weights.to(tl.float32)
+        values = values.to(tl.float32)
+    return tl.dot(weights, values, sums, input_precision="ieee")
+
+
+@triton.jit
+def _cap(scores, scale, cap):
+    rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
+    bent = cap * (1.0 - rest) / (1.0 + rest)
+    return tl.where(scores < 0, -bent, bent)
+
+
+@triton.jit
+def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
+          CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    highest = tl.maximum(top, tl.max(scores, 1))
+    if CAPPED:
+        weights = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(top - highest)
+    else:
+        weights = tl.exp2(scores * scale - (highest * scale)[:, None])
+        shrink = tl.exp2((top - highest) * scale)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = _weigh(weights, values, sums * shrink[:, None], UPCAST)
+    if TAIL:
+        tail_sums = _weigh(weights, tail_values, tail_sums * shrink[:, None], UPCAST)
+    return highest, total, sums, tail_sums
+
+
+@triton.jit
+def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
+        CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Fold in the keys at `key_at`, which every row sees. Return the running maximum, sum and sum of values."""
+    keys = tl.load(key_at[:, None] + dims[None, :])
+    tail_keys = keys
+    if TAIL:
+        tail_keys = tl.load(key_at[:, None] + tail_dims[None, :])
+    scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+    if CAPPED:
+        scores = _cap(scores, scale, cap)
+    values = tl.load(value_at[:, None] + dims[None, :])
+    tail_values = values
+    if TAIL:
+        tail_values = tl.load(value_at[:, None] + tail_dims[None, :])
+    return _fold(scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST)
+
+
+@triton.jit
+def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
+                top, total, sums, tail_sums, scale, cap,
+                BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """As `see`, for keys at `position` that exist (`is_key`), before `row_high` and, if BOUNDED, from `row_low`."""
+    keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+    tail_keys = keys
+    if TAIL:
+        tail_keys = tl.load(key_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+    scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+    if CAPPED:
+        scores = _cap(scores, scale, cap)
+    seen = position[None, :] < row_high[:, None]
+    if BOUNDED:
+        seen = seen & (position[None, :] >= row_low[:, None])
+    scores = tl.where(seen, scores, float("-inf"))
+    values = tl.load(value_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+    tail_values = values
+    if TAIL:
+        tail_values = tl.load(value_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+    return _fold(scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -31,9 +134,10 @@ def attend(
 ):  # fmt: skip
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
-    `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
-    dimensions). With SPLIT each split processes a share of the tile's keys, and writes a float32 part to `out` (splits,
-    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (without dimensions).
+    Positions 0 to context - 1 are in the cache, by the block table; the request's new tokens follow. `scale` is in base
+    2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads, dimensions). With SPLIT each
+    split writes a float32 part of its share of keys to `out` (splits, tokens, query heads, dimensions) and the base-2
+    logarithm of its weight to `lse`.
     """
     # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -74,8 +178,7 @@ def attend(
         tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
         tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
 
-    # In whole tiles of keys: the tile sees keys from `low` to `high`, and all of its rows see those from `free` to
-    # `edge`.
+    # In whole tiles of keys: the tile sees keys from `low` to `high`, all its rows those from `free` to `edge`.
     low = 0
     free = 0
     if WINDOWED:
@@ -90,7 +193,7 @@ def attend(
         low = tl.minimum(low, high)
     free = tl.minimum(tl.maximum(free, low), high)
     edge = tl.minimum(tl.maximum(edge, free), high)
-    # The tile of keys that begins in the cache and ends after it, if there is one.
+    # The tile of keys, if any, that begins in the cache and ends after it.
     seam = context // BLOCK_N * BLOCK_N
     after_seam = tl.cdiv(context, BLOCK_N) * BLOCK_N
     slots = tl.arange(0, BLOCK_N)
@@ -167,16 +270,138 @@ def attend(
         tl.store(out_at[:, None] + tail_dims[None, :], tail_sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
+def attend_at(
+    q_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, lows_ptr, highs_ptr, out_ptr, lse_ptr,
+    scale, cap,
+    requests, tokens, splits,
+    q_token, q_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, out_token, out_head,
+    GROUP: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low` (FusionRAG 4.3).
+    With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
+    begin = tl.load(starts_ptr + request)
+    length = tl.load(starts_ptr + request + 1) - begin
+    context = tl.load(contexts_ptr + request)
+    first_row = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M
+    if first_row // GROUP >= length:
+        return
+
+    token = (first_row + tl.arange(0, BLOCK_M)) // GROUP
+    head = kv_head * GROUP + (first_row + tl.arange(0, BLOCK_M)) % GROUP
+    is_row = token < length
+    dims = tl.arange(0, MAIN)
+    q_ptr += begin.to(tl.int64) * q_token
+    key_cache_ptr += kv_head * key_head
+    value_cache_ptr += kv_head * value_head
+    tables_ptr += request * table_row
+
+    # Rows without keys, including those past the request's end, do not change the bounds.
+    row_high = tl.minimum(tl.load(highs_ptr + begin + token, mask=is_row, other=0), context)
+    row_low = tl.zeros([BLOCK_M], tl.int32)
+    if BOUNDED:
+        row_low = tl.maximum(tl.load(lows_ptr + begin + token, mask=is_row, other=0), 0)
+    sees = row_low < row_high
+    last = tl.max(tl.where(sees, row_high, 0), 0)
+    high = tl.cdiv(last, BLOCK_N) * BLOCK_N
+    edge = tl.min(tl.where(sees, row_high, last), 0) // BLOCK_N * BLOCK_N
+    low = 0
+    free = 0
+    if BOUNDED:
+        low = tl.min(tl.where(sees, row_low, last), 0) // BLOCK_N * BLOCK_N
+        free = tl.cdiv(tl.max(tl.where(sees, row_low, 0), 0), BLOCK_N) * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv((high - low) // BLOCK_N, splits) * BLOCK_N
+        low += tl.program_id(2) * share
+        high = tl.minimum(high, low + share)
+        low = tl.minimum(low, high)
+    free = tl.minimum(tl.maximum(free, low), high)
+    edge = tl.minimum(tl.maximum(edge, free), high)
+
+    q_at = q_ptr + token * q_token + head * q_head
+    queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    # Placeholders without a tail.
+    tail_queries = queries
+    tail_dims = dims
+    tail_sums = total
+    if TAIL:
+        tail_dims = MAIN + tl.arange(0, TAIL)
+        tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
+        tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
+    slots = tl.arange(0, BLOCK_N)
+
+    following = tl.load(tables_ptr + (free + slots) // BLOCK_SIZE, mask=free + slots < edge, other=0)
+    for start in tl.range(free, edge, BLOCK_N):
+        block = following.to(tl.int64)
+        slot = (start + slots) % BLOCK_SIZE
+        ahead = start + BLOCK_N + slots
+        following = tl.load(tables_ptr + ahead // BLOCK_SIZE, mask=ahead < edge, other=0)
+        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+        top, total, sums, tail_sums = see(
+            queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
+            CAPPED, TAIL, UPCAST,
+        )  # fmt: skip
+
+    at_low = (free - low) // BLOCK_N
+    for number in tl.range(0, at_low + (high - edge) // BLOCK_N):
+        start = tl.where(number < at_low, low + number * BLOCK_N, edge + (number - at_low) * BLOCK_N)
+        position = start + slots
+        is_key = position < last
+        block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slot = position % BLOCK_SIZE
+        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+        top, total, sums, tail_sums = see_in_part(
+            queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
+            top, total, sums, tail_sums, scale, cap, BOUNDED, CAPPED, TAIL, UPCAST,
+        )  # fmt: skip
+
+    # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check this.
+    is_weighed = (row_low < row_high) & (total > 0)
+    total = tl.where(is_weighed, total, 1.0)
+    shrink = tl.where(is_weighed, 1.0 / total, 0.0)
+    sums = sums * shrink[:, None]
+    # Read again: values needed only by the stores would occupy registers throughout.
+    begin = tl.load(starts_ptr + request, volatile=True)
+    rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = token < length
+    out_at = begin.to(tl.int64)
+    if SPLIT:
+        out_at += tl.program_id(2).to(tl.int64) * tokens
+    if SPLIT or WEIGHED:
+        heads = tl.num_programs(1) * GROUP
+        if not CAPPED:
+            top = top * scale
+        weight = top + tl.log2(total)
+        if not SPLIT:
+            weight = weight * 0.6931471805599453
+        weight = tl.where(is_weighed, weight, float("-inf"))
+        tl.store(lse_ptr + out_at * heads + token * heads + head, weight, mask=is_row)
+    out_at = out_ptr + out_at * out_token + token * out_token + head * out_head
+    tl.store(out_at[:, None] + dims[None, :], sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    if TAIL:
+        tail_sums = tail_sums * shrink[:, None]
+        tl.store(out_at[:, None] + tail_dims[None, :], tail_sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
 @triton.jit(do_not_specialize=("tokens", "splits"))
 def merge(
     parts_ptr, lse_ptr, out_ptr, weight_ptr, tokens, splits, out_token, out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the weighted mean of its parts.
-
-    WEIGHED also writes the natural logarithm of their total weight to `weight` (tokens, query heads). WIDTH and MOST
-    are HEAD_DIM and `splits`, rounded up to powers of two.
-    """
+    """Program (token, query head): the weighted mean of its parts. WEIGHED also writes the natural logarithm of their
+    total weight to `weight` (tokens, query heads). WIDTH and MOST are powers of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)

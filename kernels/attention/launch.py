@@ -12,9 +12,8 @@ import triton
 from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch
-from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.kernel import attend, attend_at, merge
 from ragorder.kernels.attention.ranges import Ranges
-from ragorder.kernels.attention.sparse_kernel import attend_at
 from ragorder.kernels.attention.table import (
     SCATTERED_ROWS,
     Tile,
@@ -46,8 +45,7 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`tile` and `splits` override the table. Raises ValueError for cache rows not aligned to 16 bytes, the kernel's
-    smallest copy."""
+    """`tile` and `splits` override the table. Raises ValueError for cache rows that are not aligned to 16 bytes."""
     _check_alignment(key_cache, value_cache)
     q, k, v = map(_aligned, (q, k, v))
     tokens, heads, head_dim = q.shape
@@ -94,7 +92,6 @@ def triton_sparse_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `triton_attention`; also return the rows' log-sum-exp (None without `lse`)."""
     _check_alignment(key_cache, value_cache)
     q = _aligned(q)
     tokens, heads, head_dim = q.shape
@@ -133,7 +130,6 @@ def triton_sparse_attention(
 
 
 def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Buffers for weights and parts of splits. Without splits nothing is written to the first."""
     if splits == 1:
         return out, out
     return (
@@ -164,13 +160,13 @@ def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[st
 
 
 def options(tile: Tile) -> dict[str, Any]:
-    # Compiler options. Multiply and add are always fused in scores * scale - maximum, independent of Triton's default.
+    # Fuse multiply and add in scores * scale - maximum; Triton's default has changed before.
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
 @lru_cache
 def _device(device: torch.device) -> tuple[str, int]:
-    # Family and multiprocessors. The interpreter counts as an H100.
+    # The interpreter counts as an H100.
     if device.type != "cuda":
         return "sm_90", 132
     return (

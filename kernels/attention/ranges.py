@@ -13,29 +13,28 @@ from ragorder.kernels.attention.batch import PackedBatch
 __all__ = ["Chunk", "Ranges"]
 
 _SLACK_TOKENS = 128
-"""Keys computed and masked before a chunk is split; for long ranges, an eighth of their keys."""
+"""Keys masked before a chunk is split; for long ranges, an eighth of their keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Rows `begin` to `end` of a step with keys from `first` to before `last`."""
+    """Rows `begin` to `end` with keys from `first` to before `last`; `whole`: each row attends to all of these."""
 
     begin: int
     end: int
     first: int
     last: int
     whole: bool
-    """All rows attend to all of these keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Row t attends to keys from `low[t]` (0 without `low`) to before `high[t]`; int32 (T,)."""
+    """Row t attends to keys from `low[t]` (0 without `low`) to before `high[t]`; int32 (T,). `given` tensors are kept
+    so that their `id`s stay unique."""
 
     low: Tensor | None
     high: Tensor
     given: tuple[Tensor, Tensor | None, Tensor | None]
-    """Kept, so that their `id`s stay unique."""
 
     @classmethod
     def of(cls, batch: PackedBatch, positions: Tensor, low: Tensor | None, high: Tensor | None) -> Ranges:
@@ -45,7 +44,7 @@ class Ranges:
         )
 
     def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
-        """Return each request's chunks, up to `rows` rows with similar ranges. Waits for the device once a step."""
+        """Return each request's chunks of up to `rows` rows with similar ranges. Waits for the device once a step."""
         return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
 
     def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:

@@ -1,4 +1,4 @@
-"""Tables of tiles and splits by rows per KV head, head dim, dtype and shared memory (docs/kernels.md)."""
+"""Tiles and splits by rows, head dim, dtype and device (docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
 ROWS = (16, 32, 64, 256, 512)
-"""Upper bounds of the table's row classes; the last one also serves more rows."""
+"""Upper bounds of the row classes; the last one also serves more rows."""
 
 SCATTERED_ROWS = 64
-"""Largest class for rows at any positions: fewer rows per tile need fewer masked keys."""
+"""Largest class for rows at any positions: fewer rows mask fewer keys."""
 
 MAX_SPLITS = 32
 
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
-"""Shared memory of a program in bytes: A100, consumer cards from Ampere, H100 and later."""
+"""Bytes of shared memory of a program: A100, consumer cards from Ampere, H100 and later."""
 
 _MIN_SPLIT_TOKENS = 256
-"""A split with fewer keys is mostly overhead."""
+"""Smaller splits are mostly overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Tile:
     stages: int
 
 
-# By family, head dim and bytes per number: a tile per class of ROWS; the last tile also serves larger classes. Measured
+# By family, head dim and bytes per number: a tile per class of ROWS; the last one also serves larger classes. Measured
 # on an H200: sm_90 with head dim 128, and with 64 up to 16 rows and from 65 (docs/kernels-h200.md).
 _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
     ("sm_90", 64, 2): (
@@ -69,7 +69,7 @@ _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
     ("sm_86", 256, 2): (Tile(16, 16, 4, 3), Tile(32, 16, 4, 3), Tile(64, 16, 4, 3), Tile(64, 16, 4, 3)),
 }
 
-# Single precision is computed without tensor cores. These small tiles are for checks more than for speed.
+# Single precision has no tensor cores; these are for checks.
 _SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
     80: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
@@ -80,7 +80,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Unknown devices count as the family with the least memory."""
+    """Return the family; unknown devices count as the one with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -88,7 +88,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """Return the tile for up to `rows` rows. Raises KeyError if the table has none."""
+    """Return the tile for up to `rows` rows. Raises KeyError if there is none."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
@@ -100,7 +100,6 @@ def halves(head_dim: int) -> tuple[int, int]:
 
 
 def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads: int) -> int:
-    """Return a lower bound of the programs with work, exact for equal requests."""
     return max(-(-tokens * group // tile.rows), requests) * kv_heads
 
 
@@ -109,7 +108,7 @@ def choose_splits(tile: Tile, programs: int, keys: int, multiprocessors: int) ->
     """Return the key splits that keep all multiprocessors busy, as in FlashAttention."""
     # The registers of eight warps fill a multiprocessor.
     room = multiprocessors * max(1, 8 // tile.warps)
-    # The fewest splits that fill the last wave of programs within 15 % of the best; 1 if there are enough programs.
+    # The fewest splits that fill the last wave of programs within 15 % of the best.
     if programs >= 0.8 * room:
         return 1
     most = min(MAX_SPLITS, keys // _MIN_SPLIT_TOKENS)

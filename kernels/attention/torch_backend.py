@@ -1,67 +1,58 @@
-"""Attention in torch: reference, and backend on CPUs."""
+"""Attention in torch: reference, and backend on CPUs.
+
+A request's cached and new keys are gathered, and its queries are processed in chunks. One mask per step, cut to size,
+serves all chunks, requests and layers. Decoding requests of similar length are batched.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.kernels.attention.batch import PackedBatch, Span
-from ragorder.kernels.attention.dense import Rule, attend, product
+from ragorder.kernels.attention.ranges import Chunk, Ranges
 
-__all__ = ["torch_attention"]
+__all__ = ["Rule", "torch_attention", "torch_sparse_attention"]
+
+_ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN, which reads a mask in words of 16 bytes from any address: a lasting CUDA error."""
+
+_MASK_ALIGNMENT = 8
+"""Numbers. Some backends read a mask's rows in words without checking."""
 
 _CHUNK = 256
-"""Queries per chunk; masked keys are computed too."""
+"""Rows per chunk; masked keys are computed too."""
 
 _SLACK_TOKENS = 64
 """Padding that costs less than another call; for long contexts, an eighth of their length."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Decoding:
-    """R requests with one new token each, padded to L keys."""
-
-    tokens: Tensor
-    """int64 (R,): indices of their new tokens."""
-
-    blocks: Tensor
-    """(R x blocks,)"""
-
-    places: Tensor
-    """int64 (R,): indices of the new keys in L."""
-
-    mask: Tensor
-    """(R, 1, 1, L), additive."""
-
-    hidden: Tensor
-    """int64: indices of hidden keys in R x L."""
+_SCORES = 1 << 24
+"""Scores per chunk where torch's own attention is not used: 64 MiB."""
 
 
-# Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
-# gathered, and its queries are processed in chunks. One mask per step, cut to size, serves all chunks, requests and
-# layers. Decoding requests of similar length are batched.
+class Rule(NamedTuple):
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
-def torch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    rule, caches = Rule(scale, window, softcap), (key_cache, value_cache)
-    spans = batch.spans
+Caches = tuple[Tensor, Tensor]
+"""A layer's keys and values: (blocks, block size, KV heads, D)."""
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, rule: Rule) -> Tensor:
+    spans, window = batch.spans, rule.window
     if len(spans) == 1:
         return _one(q, k, v, caches, batch, 0, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_size = key_cache.shape[1]
+    block_size = caches[0].shape[1]
     together: set[int] = set()
     for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
         together.update(rows)
@@ -74,9 +65,49 @@ def torch_attention(
     return out
 
 
-def _one(
-    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: Rule
-) -> Tensor:
+def torch_sparse_attention(
+    q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, rule: Rule, lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    rows = _CHUNK
+    if lse or rule.softcap is not None:
+        rows = max(1, min(_CHUNK, _SCORES // (q.shape[1] * max(1, batch.longest_context))))
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    weight = torch.full(q.shape[:2], -math.inf, device=q.device) if lse else None
+    for request, chunks in enumerate(ranges.chunks(batch, rows)):
+        if not chunks:
+            continue
+        first, last = min(chunk.first for chunk in chunks), max(chunk.last for chunk in chunks)
+        table = batch.block_tables[request]
+        keys, values = (_gather(cache, table, first, last) for cache in caches)
+        for chunk in chunks:
+            own, seen = slice(chunk.begin, chunk.end), slice(chunk.first - first, chunk.last - first)
+            mask, blind = (None, None) if chunk.whole else _range_mask(chunk, ranges, q.dtype)
+            if weight is None:
+                found = _attend(q[own], keys[seen], values[seen], mask, rule)
+                # torch versions differ in their values for rows without keys.
+                out[own] = found if blind is None else found.masked_fill(blind[:, None, None], 0)
+            else:
+                out[own], weight[own] = _attend_with_weight(q[own], keys[seen], values[seen], mask, rule)
+    return out, weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """R requests with one new token each, padded to L keys.
+
+    - `tokens` int64 (R,): indices of their new tokens; `blocks` (R x blocks,).
+    - `places` int64 (R,): indices of the new keys in L.
+    - `mask` (R, 1, 1, L), additive; `hidden` int64: indices of hidden keys in R x L.
+    """
+
+    tokens: Tensor
+    blocks: Tensor
+    places: Tensor
+    mask: Tensor
+    hidden: Tensor
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, row: int, rule: Rule) -> Tensor:
     new, context, window = len(q), batch.spans[row][2], rule.window
     # Key 0 is the first of the block in which the window begins.
     first = 0 if window is None else max(0, context + 1 - window)
@@ -88,14 +119,14 @@ def _one(
             for cache, own in zip(caches, (k, v), strict=True)
         )
     elif rule.softcap is None and (window is None or window >= new):
-        return attend(q, k, v, None, rule, causal=new > 1)
+        return _attend(q, k, v, None, rule, causal=new > 1)
     parts = []
     for begin in range(0, new, _CHUNK):
         end = min(new, begin + _CHUNK)
         low = 0 if window is None else max(0, before + begin + 1 - window)
         mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
         keys = slice(low, before + end)
-        parts.append(attend(q[begin:end], k[keys], v[keys], mask, rule))
+        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, rule))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -111,8 +142,6 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """Return the additive mask of the last `queries` of `keys` positions: a corner of the step's mask."""
-
     def make() -> Tensor:
         height = min(_CHUNK, batch.longest_query)
         width = batch.longest_context + batch.longest_query
@@ -164,11 +193,11 @@ def _decoding(
     )
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: Rule) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, caches: Caches, group: _Decoding, rule: Rule) -> Tensor:
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
     keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
-    return product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
+    return _product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
 
 
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
@@ -179,3 +208,89 @@ def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
     keys = keys.view(requests, -1, kv_heads, head_dim)
     keys[torch.arange(requests, device=new.device), group.places] = new[group.tokens]
     return keys.transpose(1, 2)
+
+
+def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
+    block_size = cache.shape[1]
+    skipped = first // block_size
+    blocks = table[skipped : -(-last // block_size)]
+    begin = first - skipped * block_size
+    return cache.index_select(0, blocks).flatten(0, 1)[begin : begin + last - first]
+
+
+def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    own = slice(chunk.begin, chunk.end)
+    high = ranges.high[own, None]
+    position = torch.arange(chunk.first, chunk.last, device=high.device)
+    hidden = position >= high
+    if ranges.low is not None:
+        hidden |= position < ranges.low[own, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf), hidden.all(1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
+    """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
+    new, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    if new == 1 and mask is None:
+        # Each head of a group is a query of its one KV head and sees all keys.
+        q = q.view(1, kv_heads, group, head_dim)
+        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
+        return found.reshape(1, heads, head_dim)
+    # A group shares its keys by a stride of 0. KV heads are the batch, so that no backend needs to support groups.
+    q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
+    found = _product(q, k, v, mask, rule, causal=causal)
+    return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
+    """(batch, heads, n, D). In float32 with a softcap, which torch's function lacks."""
+    if rule.softcap is None:
+        if not q.is_cuda:
+            return _sdpa(q, k, v, mask, rule, causal)
+        with sdpa_kernel(_ON_GPU):
+            return _sdpa(q, k, v, None if mask is None else _aligned(mask), rule, causal)
+    scores = _scores(q.float(), k.float(), rule)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def _attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """As `_attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
+    new, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    queries = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).reshape(kv_heads, group * new, head_dim)
+    keys, values = (each.transpose(0, 1).float() for each in (k, v))
+    scores = _scores(queries.float(), keys, rule)
+    if mask is not None:
+        scores.view(kv_heads, group, *mask.shape).add_(mask)
+    top = scores.amax(-1, keepdim=True)
+    shares = scores.sub_(top.masked_fill(top == -math.inf, 0)).exp_()
+    total = shares.sum(-1, keepdim=True)
+    found = torch.matmul(shares, values).div_(total.masked_fill(total == 0, 1))
+    found = found.view(kv_heads, group, new, head_dim).permute(2, 0, 1, 3)
+    weight = top + total.log()
+    weight = weight.view(heads, new).T
+    return found.reshape(new, heads, head_dim).to(q.dtype), weight
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:
+    found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
+    return found
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
+    return padded[..., :width].copy_(mask)
+
+
+def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    if rule.softcap is None:
+        return scores.mul_(rule.scale)
+    return scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)

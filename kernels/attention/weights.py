@@ -15,7 +15,7 @@ _ROWS = 256
 """Queries per chunk."""
 
 _WEIGHTS = 1 << 22
-"""Weights of all heads per chunk; at least one block of keys."""
+"""Weights of all heads per chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +36,8 @@ class Queries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D).
-
-    `cache` (blocks, block size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV; None
-    marks all.
-    """
+    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D). `cache` (blocks, block
+    size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV, by default all."""
 
     cache: Tensor
     table: Tensor
@@ -52,14 +49,12 @@ class Keys:
         return self.tokens + (0 if self.own is None else len(self.own))
 
     def chunks(self, most: int) -> list[tuple[int, int]]:
-        """Begins and ends of chunks in whole blocks, of `most` tokens or one block."""
         size = self.cache.shape[1]
         step = max(size, most - most % size)
         borders = [*range(0, self.tokens, step), *range(self.tokens, len(self), step), len(self)]
         return list(pairwise(borders))
 
     def read(self, begin: int, end: int) -> Tensor:
-        """fp32 (HKV, D, end - begin)"""
         if self.own is not None and begin >= self.tokens:
             rows = self.own[begin - self.tokens : end - self.tokens]
         else:
@@ -68,7 +63,6 @@ class Keys:
         return rows.float().permute(1, 2, 0)
 
     def hidden(self, begin: int, end: int, queries: Queries, rows: slice) -> Tensor:
-        """bool (n, end - begin)"""
         at = torch.arange(begin, end, device=self.cache.device)
         positions = queries.positions[rows, None]
         hidden = at > positions
@@ -80,7 +74,7 @@ class Keys:
 
 
 def attention_received(queries: Queries, keys: Keys) -> Tensor:
-    """Return fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
+    """Return fp32 (keys,): weights of each key, summed over queries, mean over heads (FusionRAG 3.2)."""
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
     for (begin, end), weights in _weights(queries, keys):
@@ -89,8 +83,7 @@ def attention_received(queries: Queries, keys: Keys) -> Tensor:
 
 
 def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield chunks of keys with the weights (HQ, n, chunk) of some queries."""
-    # Scores are computed twice, because their sum over all keys is needed first: less work than a layer of the model.
+    # Scores are computed twice: their sum over all keys is needed first.
     count, heads = queries.rows.shape[:2]
     for first in range(0, count, _ROWS):
         rows = slice(first, min(first + _ROWS, count))

@@ -1,9 +1,10 @@
-"""Documents' KV on device, host and disk, shared by prefix (RAGCache section 5.1; states in `node`)."""
+"""Documents' KV on device, host and disk, shared by prefix (RAGCache section 5.1)."""
 
 from ragorder.kernels.cache.cache import KnowledgeCache
-from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
+from ragorder.kernels.cache.contents import Contents, CopyKind
 from ragorder.kernels.cache.disk import DiskSettings
 from ragorder.kernels.cache.lease import Borrowed, KVLease
+from ragorder.kernels.cache.node import CopyLocation
 from ragorder.kernels.cache.segments import Segment, content_of, segments_of
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.paging import OutOfBlocksError

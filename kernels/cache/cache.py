@@ -9,14 +9,13 @@ from itertools import chain
 
 import torch
 
-from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
+from ragorder.kernels.cache.contents import Contents, CopyKind, DocumentIndex
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
-from ragorder.kernels.cache.document_index import DocumentIndex
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import BlockTables, Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
+from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.resizing import PoolSizes, load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
@@ -26,13 +25,13 @@ from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transf
 from ragorder.trie.policies import Key
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["KnowledgeCache", "prefetch", "purge"]
+__all__ = ["KnowledgeCache"]
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
     """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""
     loaded: list[DeviceCopy] = []
-    # One by one: a document that appears twice is loaded once.
+    # One by one, so that a document that appears twice is loaded once.
     for node in nodes:
         absent = node.device is None
         try:
@@ -56,7 +55,6 @@ class _Prefetched:
 
 
 def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) -> list[DeviceCopy]:
-    """See `KnowledgeCache.purge`. Return the copies that were on the device."""
     disk = tiers.disk
     tiers.drain()
     if disk is not None:
@@ -89,7 +87,6 @@ def _with_descendants(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes
 
 
 def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
-    """Return whether a node's KV in memory contains NaN or inf."""
     node = tiers.nodes.get(key)
     if node is None:
         return False
@@ -98,7 +95,7 @@ def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
 
 
 def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bool:
-    # Tokens of other nodes in the first and last block do not count.
+    # The first and last block may have tokens of other nodes.
     first = node.start % pool.shape.block_size
     rows = pool.kv[list(blocks)].movedim(3, 1).flatten(0, 1)
     return bool(rows[first : first + node.tokens].isfinite().all())
@@ -113,13 +110,9 @@ class KnowledgeCache:
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. The last block of a PENDING node cannot be copied, so other requests compute its tokens again.
-
-    A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV between `extend` and
-    `give_back`.
-
-    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
-    ValueError for invalid settings, MemoryError for oversized pools.
+    its leases first. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV
+    between `extend` and `give_back`. `identity` names the model for the disk. The `replicate_nodes` most used nodes are
+    copied to the host early.
     """
 
     def __init__(
@@ -168,26 +161,20 @@ class KnowledgeCache:
         self._closed = False
 
     def find(self, path: Sequence[Segment]) -> TierTokens:
-        """Return the tokens of the longest cached prefix, by tier."""
         return tokens_by_tier(self._tiers.match(path))
 
     def find_copies(self, path: Sequence[Segment]) -> TierTokens:
-        """Return the tokens of documents after that prefix that have a copy, by tier."""
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        """Return each document's best kind of copy, or None."""
         return self._index.kinds(path)
 
     def acquire(
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
     ) -> KVLease:
-        """Pin the longest cached prefix and begin to load it.
-
-        `borrow` also pins copies of later documents, if they fit beside the path or the request's `tokens`. A
-        `background` lease does not count as a use and never evicts everything. Raises OutOfBlocksError, changing
-        nothing; ValueError for empty segments or a path longer than the pool.
-        """
+        """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit
+        beside the request's `tokens`. A `background` lease does not count as a use and never evicts everything. Raises
+        OutOfBlocksError, changing nothing."""
         lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
@@ -204,10 +191,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the loads and grow the block table to `tokens` tokens. Implies `mark_computed`.
-
-        Raises OutOfBlocksError, changing nothing; ValueError if the pool is too small.
-        """
+        """Wait for the loads and grow to `tokens` tokens. Implies `mark_computed`. Raises OutOfBlocksError."""
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
@@ -222,10 +206,7 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """End the borrowing, once the KV is copied or its copy is queued on the device.
-
-        Returns the borrowed tokens by tier, without nodes `computed` for this request.
-        """
+        """End the borrowing, once the KV's copy is queued. Return the borrowed tokens without `computed` nodes."""
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -239,10 +220,7 @@ class KnowledgeCache:
         return found
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`.
-
-        Raises ValueError if the lease is shorter.
-        """
+        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
         self.mark_computed(lease)
         if tokens > lease.tokens:
             raise ValueError(
@@ -256,7 +234,8 @@ class KnowledgeCache:
 
     def mark_computed(self, lease: KVLease) -> None:
         """Mark pending nodes as READY: their step has run or is queued on the device."""
-        self._check_open(lease)
+        if lease.closed:
+            raise ValueError("the lease was released: acquire another one")
         for copy in lease.pending:
             if copy.state is CopyState.PENDING:
                 copy.state = CopyState.READY
@@ -273,7 +252,6 @@ class KnowledgeCache:
         """End the lease after a failed step and remove its pending nodes."""
         if lease.closed:
             return
-        # Children before their parents.
         for copy in reversed(lease.pending):
             if copy.resident:
                 self._tiers.remove(copy)
@@ -282,10 +260,8 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove suspect nodes, of `found` those with NaN or inf in memory, and all their descendants, from all tiers.
-
-        Waits for running transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
-        """
+        """Remove suspect nodes, of `found` those with NaN or inf, and all their descendants, from all tiers. Leases
+        keep their blocks; a lease with such a node commits nothing after it."""
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
             for lease in self._leases.values():
@@ -294,11 +270,8 @@ class KnowledgeCache:
 
     def adopt(self, content: bytes, copy: CopyLocation, kv: BlockPool) -> bool:
         """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
-
         `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
-        (`store.variants`), or `content` for KV computed directly after `copy.parent`. A cached key stays as it is.
-        Raises ValueError for blocks of another shape or number.
-        """
+        (`store.variants`), or `content` for KV computed directly after `copy.parent`."""
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
         self.poll()
@@ -317,15 +290,13 @@ class KnowledgeCache:
         return True
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
-        """Announce a waiting request: the host evicts its nodes last, up to half of the host. Return the argument of
-        `settle`."""
+        """Announce a waiting request, until `settle`: the host evicts its nodes last, up to half of the host."""
         nodes = [(segment.key, segment.tokens) for segment in path]
         if borrow:
             nodes += [(node.key, node.tokens) for _, node in self._index.nodes(path, len(self._tiers.match(path)))]
         return self._tiers.awaited.add(nodes)
 
     def settle(self, expected: Sequence[Key]) -> None:
-        """End one `expect`."""
         self._tiers.awaited.remove(expected)
 
     def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
@@ -340,12 +311,8 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Change the pools' numbers of blocks, between two steps.
-
-        A smaller pool evicts by the policy. Leases keep their blocks, which may get other numbers. Raises
-        OutOfBlocksError if the used blocks do not fit, MemoryError without room for old and new pool together (both
-        change nothing), and ValueError for a device pool without blocks.
-        """
+        """Change the pools' numbers of blocks, between two steps. Blocks of leases may get other numbers. Raises
+        OutOfBlocksError if the used blocks do not fit, MemoryError without room for both pools; both change nothing."""
         if device_blocks is not None:
             if device_blocks < 1:
                 raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
@@ -354,14 +321,10 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Move the device's KV down a tier, free the pool, then allocate the new one.
-
-        Raises ValueError if there are leases, and MemoryError.
-        """
+        """Move the device's KV down a tier, free the pool, then allocate the new one. Raises MemoryError."""
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
-        """Drop all nodes from an untrusted device. Raises ValueError if there are leases."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.forget_device()
@@ -375,7 +338,6 @@ class KnowledgeCache:
         self.contents.clear()
 
     def close(self) -> None:
-        """Finish copies and writes, and release the disk's folder."""
         if not self._closed:
             self._closed = True
             self._tiers.close()
@@ -456,7 +418,7 @@ class KnowledgeCache:
         return copy
 
     def _withdraw(self, gone: DeviceCopy) -> None:
-        # Shorten the leases that have found a node whose load or step has failed.
+        # Shorten the leases that found a node whose load or step failed.
         for lease in self._leases.values():
             lease.borrowed = [borrowed for borrowed in lease.borrowed if borrowed.copy is not gone]
             if not lease.started and gone in lease.pinned:
@@ -477,10 +439,6 @@ class KnowledgeCache:
         self.pool.release(lease.block_table)
         lease.pinned, lease.block_table = [], []
         del self._leases[id(lease)]
-
-    def _check_open(self, lease: KVLease) -> None:
-        if lease.closed:
-            raise ValueError("the lease was released: acquire another one")
 
     def _check_fits(self, tokens: int) -> None:
         if self.shape.blocks_for(tokens) > self.pool.blocks:

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
-__all__ = ["Contents", "CopyKind", "CopyLocation"]
+from ragorder.kernels.cache.disk import StoreTier
+from ragorder.kernels.cache.hierarchy import Hierarchy
+from ragorder.kernels.cache.node import CachedNode, CopyLocation
+from ragorder.kernels.cache.segments import Segment
 
-# Minimum number of entries before dead ones are searched for.
+__all__ = ["Contents", "CopyKind", "DocumentIndex"]
+
+# Entries before dead ones are searched for.
 _FEWEST = 1024
-# Copies per document; all are read whenever a request waits.
+# Copies per document; all are read when a request waits.
 _MOST_COPIES = 32
-
-
-class CopyLocation(NamedTuple):
-    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
-
-    key: bytes
-    parent: bytes | None
-    start: int
-    tokens: int
 
 
 class CopyKind(IntEnum):
     """How a copy was computed; better kinds first."""
 
     PREPROCESSED = 0
-    """Computed after similar documents (FusionRAG 3.1)."""
+    """After similar documents (FusionRAG 3.1)."""
     STANDALONE = 1
-    """Computed directly after the system prompt."""
+    """Directly after the system prompt."""
     AFTER_DOCUMENTS = 2
-    """Computed after other documents."""
 
 
 _Copy = tuple[CopyKind, CopyLocation]
 
 
 class Contents:
-    """Index of nodes by a document's content (`Segment.content`). Not thread-safe.
-
-    Entries are dropped once no tier has their node. Of the copies made after other documents only the latest are kept.
-    """
+    """Index of nodes by a document's content (`Segment.content`). Not thread-safe. Entries are dropped once no tier has
+    their node. Of the copies after other documents only the latest are kept."""
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -64,11 +56,8 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """Return the copy to use, or None, for each of consecutive documents.
-
-        First choice is a preprocessed copy, then the copy that continues the last one, because such copies have
-        attended to each other, then the copy that begins the longest run; ties go to a stand-alone copy.
-        """
+        """Return the copy to use, or None, for each of consecutive documents: a preprocessed one, else the one that
+        continues the last copy, else the one that begins the longest run."""
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
         following: dict[bytes, int] = {}
@@ -118,3 +107,44 @@ def _preferred(copies: Iterable[_Copy], lengths: dict[bytes, int], last: bytes |
         return kind is not CopyKind.PREPROCESSED, not continues, -lengths[copy.key], kind, copy.key
 
     return min(copies, key=preference, default=(None, None))[1]
+
+
+class DocumentIndex:
+    def __init__(self, contents: Contents, tiers: Hierarchy, disk: StoreTier | None) -> None:
+        self._contents = contents
+        self._tiers = tiers
+        self._disk = disk
+
+    def add(self, segment: Segment, parent: bytes | None, start: int) -> None:
+        if segment.content:
+            kind = CopyKind.STANDALONE if segment.content == segment.key else CopyKind.AFTER_DOCUMENTS
+            self._contents.add(segment.content, CopyLocation(segment.key, parent, start, segment.tokens), kind)
+
+    def nodes(self, path: Sequence[Segment], cached: int) -> Iterator[tuple[int, CachedNode]]:
+        """Yield positions in the prompt and copies of documents after the first `cached` segments."""
+        later = path[cached:]
+        if self._disk is not None:
+            self._find_on_disk(self._disk, path, later)
+        start = sum(segment.tokens for segment in path[:cached])
+        # No document has an empty content.
+        copies = self._contents.cover([b"" if segment.exact else segment.content for segment in later])
+        for segment, where in zip(later, copies, strict=True):
+            node = self._tiers.find(where) if where is not None else None
+            if node is not None and node.tokens == segment.tokens:
+                yield start, node
+            start += segment.tokens
+
+    def kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
+        if self._disk is not None:
+            self._find_on_disk(self._disk, path, path)
+        return [self._contents.best(segment.content) for segment in path]
+
+    def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
+        # Copies made directly after the prefix are found by content alone, even after a restart.
+        front = path[0] if path and not path[0].content else None
+        parent, begin = (front.key, front.tokens) if front is not None else (None, 0)
+        for content, tokens in ((segment.content, segment.tokens) for segment in later if segment.content):
+            if content in disk:
+                self._contents.add(content, CopyLocation(content, parent, begin, tokens), CopyKind.STANDALONE)
+            if (made := disk.variant(content)) is not None:
+                self._contents.add(content, CopyLocation(made, parent, begin, tokens), CopyKind.PREPROCESSED)

@@ -11,11 +11,8 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer that retains its blocks.
-
-    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before the copy was
-    known to have ended.
-    """
+    """A transfer that retains its blocks. `leaving`: only this copy holds the source's blocks. `distrusted`: the
+    source's device failed before it ended."""
 
     __slots__ = (
         "distrusted",
@@ -49,7 +46,6 @@ class Copy:
 
     @property
     def failed(self) -> bool:
-        """Whether the copy failed; its target may hold anything."""
         return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:
@@ -119,7 +115,6 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def distrust(self, pool: BlockPool) -> None:
-        """Let running copies from a failed device end as failed."""
         for copy in self._running:
             copy.distrusted |= copy.source is pool
 

@@ -28,10 +28,8 @@ def store_identity(identity: str, shape: KVShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """`bytes` in the folder `path`, for one process at a time.
-
-    Nodes to write take up to `backlog_bytes` of memory; more are dropped. Raises ValueError for invalid numbers.
-    """
+    """`bytes` in the folder `path`, for one process at a time. Nodes to write take up to `backlog_bytes` of memory;
+    more are dropped. Raises ValueError for invalid numbers."""
 
     path: Path
     bytes: int
@@ -51,10 +49,8 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog and can be read from it.
-
-    A store that cannot be opened is logged and counted once; the tier stays empty.
-    """
+    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, where they can be read. A store that
+    cannot be opened is logged and counted once; the tier stays empty."""
 
     def __init__(
         self,
@@ -88,12 +84,10 @@ class StoreTier:
         return key in self._backlog or (self._store is not None and key in self._store)
 
     def variant(self, content: bytes) -> bytes | None:
-        """Return the key of a document's preprocessed KV from an earlier process, or None."""
         key = self._variants.get(content)
         return key if key is not None and key in self else None
 
     def pin(self, key: bytes) -> bool:
-        """Keep the node until `unpin`. Return False if it is absent."""
         if self._store is None:
             return False
         self._store.pin((key,))
@@ -115,7 +109,6 @@ class StoreTier:
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Begin to write a node. Return the copy out of `blocks`, or None."""
         store = self._store
         if store is None or key in self:
             return None
@@ -164,12 +157,10 @@ class StoreTier:
         return {} if self._store is None else self._store.parents()
 
     def remove(self, key: bytes) -> None:
-        """Remove a node that is not being written; see `wait`."""
         if self._store is not None:
             self._store.remove(key)
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """Return the node's blocks in a separate pool, or None if unreadable."""
         waiting = self._backlog.get(key)
         try:
             return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)

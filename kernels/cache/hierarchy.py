@@ -7,24 +7,20 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise
 
-from ragorder.kernels.cache.contents import CopyLocation
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
+from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
-from ragorder.trie.policies import AwaitedNodes
+from ragorder.trie.policies import AwaitedNodes, Tier
 
 __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """The nodes in memory by key, and their tiers.
-
-    Nodes evicted from the device are copied to the host; from the host they are written to the disk with their
-    ancestors. The host evicts nodes of waiting requests last. Blocks are reused after the copies from them.
-    `on_load_failed` gets the GONE copy.
+    """The nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there to
+    the disk with their ancestors. Nodes of waiting requests leave the host last. `on_load_failed` gets the GONE copy.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Hierarchy:
 
     def poll(self) -> None:
         if self.disk is not None:
-            # Before `copies.poll`, so that the copies of finished writes release their blocks in this call.
+            # First, so that `copies.poll` also frees the blocks of finished writes.
             self.disk.poll()
         self.copies.poll()
         if self.loads:
@@ -66,7 +62,6 @@ class Hierarchy:
             self.poll()
 
     def match(self, path: Sequence[Segment]) -> list[CachedNode]:
-        """Return the longest prefix of the path in any tier."""
         found: list[CachedNode] = []
         start, parent = 0, None
         for segment in path:
@@ -87,28 +82,25 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost.
-
-        Raises OutOfBlocksError, changing nothing, if they do not fit beside pinned and `protected` nodes.
-        """
-        pinned: list[CachedNode] = []
+        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost. Raises
+        OutOfBlocksError, changing nothing."""
+        pinned: list[tuple[Tier | StoreTier, CachedNode]] = []
         for node in nodes:
-            if not self._pin_source(node):
+            source = self._source(node)
+            if source is None or source.pin(node.key) is False:
                 break
-            pinned.append(node)
-        missing = sum(len(self._covering(node)) for node in pinned if node.device is None)
+            pinned.append((source, node))
+        missing = sum(len(self._covering(node)) for _, node in pinned if node.device is None)
         try:
             self.make_room(missing, protected)
             blocks = iter(self.device.pool.allocate(missing))
         except OutOfBlocksError:
-            for node in pinned:
-                self._unpin_source(node)
+            for source, node in pinned:
+                source.unpin(node.key)
             raise
-        return [node.device or self._begin_load(node, blocks) for node in pinned]
+        return [node.device or self._begin_load(node, blocks) for _, node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Evict until `blocks` blocks are free on the device. Raises OutOfBlocksError; blocks in use stay as they
-        are."""
         # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
@@ -164,7 +156,6 @@ class Hierarchy:
         return copy
 
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
-        """Return a device node's host copy, made if absent, or None if it does not fit."""
         if node.host is None and node.device is not None:
             self._to_host(node, node.device)
         return node.host
@@ -175,7 +166,7 @@ class Hierarchy:
         if self.disk is not None:
             self.disk.discard_distrusted()
         self.drain()
-        # The failure may have interrupted an eviction: the node has left the tier, but not the tree.
+        # An interrupted eviction may have taken the node from the tier, but not from the tree.
         for node in list(self.nodes.values()):
             if node.device is not None:
                 self._detach(node.device)
@@ -210,14 +201,13 @@ class Hierarchy:
             self.drain()
 
     def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
-        # Free the parent's last block if only the parent uses it: the child's first block covers the same positions of
-        # the same path, so it has the parent's tokens too.
+        # Free the parent's last block if only the parent uses it: the child's first block has the parent's tokens too.
         pool = self.device.pool
         own, common = parent.blocks[-1], child.blocks[0]
         if own == common or not child.node.start % pool.shape.block_size or not child.ready:
             return
         if child.node.parent != parent.node.key:
-            # Nodes between them could not be loaded: these blocks cover other positions.
+            # Without the nodes between them, these blocks cover other positions.
             return
         enders = self._ending_in(own, parent)
         if pool.references(own) > len(enders) or not all(copy.ready for copy in enders):
@@ -242,22 +232,10 @@ class Hierarchy:
     def _covering(self, node: CachedNode) -> range:
         return self.device.pool.shape.covering(node.start, node.tokens)
 
-    def _pin_source(self, node: CachedNode) -> bool:
+    def _source(self, node: CachedNode) -> Tier | StoreTier | None:
         if node.device is not None:
-            self.device.tier.pin(node.key)
-        elif node.host is not None:
-            self.host.tier.pin(node.key)
-        else:
-            return self.disk is not None and self.disk.pin(node.key)
-        return True
-
-    def _unpin_source(self, node: CachedNode) -> None:
-        if node.device is not None:
-            self.device.tier.unpin(node.key)
-        elif node.host is not None:
-            self.host.tier.unpin(node.key)
-        elif self.disk is not None:
-            self.disk.unpin(node.key)
+            return self.device.tier
+        return self.disk if node.host is None else self.host.tier
 
     def _begin_load(self, node: CachedNode, free: Iterator[int]) -> DeviceCopy:
         blocks = list(islice(free, len(self._covering(node))))
@@ -270,7 +248,7 @@ class Hierarchy:
             reading = self.disk.read(node.key, len(blocks))
         self.nodes[node.key] = node
         self._enter(copy)
-        # One pin for the caller, one for the load: the caller may unpin before the load has ended.
+        # One pin for the caller, one for the load, which may end later.
         self.device.tier.pin(node.key)
         self.device.tier.pin(node.key)
         copy.load = DeviceLoad(copy, reading)
@@ -315,7 +293,6 @@ class Hierarchy:
         self._on_load_failed(copy)
 
     def _offload(self, node: CachedNode) -> None:
-        # Move a node evicted by the device's tier to the host, or else to the disk.
         copy = node.device
         assert copy is not None
         self._detach(copy)
@@ -337,8 +314,7 @@ class Hierarchy:
         return there.arrival
 
     def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
-        # Write a node and its ancestors: after a restart only the disk is left, and nodes are found through their
-        # parents.
+        # With its ancestors: after a restart, nodes are found through their parents.
         if self.disk is None:
             return None
         for above in reversed(self._not_on_disk(node.parent)):
@@ -376,21 +352,20 @@ class Hierarchy:
             self._forget(node)
 
     def make_host_room(self, blocks: int) -> bool:
-        """Evict until `blocks` blocks are free in the host. Return False if that is impossible."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:
-                host.refuse("size")
+                host.refused["size"] += 1
             return False
         try:
             evicted = self._evict_host(blocks)
         except OutOfBlocksError:
-            # Copies into the host are pinned until they have ended.
+            # Copies into the host are pinned until they end.
             self.copies.wait()
             try:
                 evicted = self._evict_host(blocks)
             except OutOfBlocksError:
-                host.refuse("room")
+                host.refused["room"] += 1
                 return False
         for key in evicted:
             self._leave_host(self.nodes[key])

@@ -15,8 +15,6 @@ __all__ = ["BlockTables", "Borrowed", "KVLease"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Borrowed:
-    """A copy of a document at position `start` of the request."""
-
     start: int
     copy: DeviceCopy
 
@@ -29,10 +27,9 @@ class Borrowed:
 class KVLease:
     """Blocks of one request: cached ones and its own. Written by the cache only.
 
-    - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls before `extend` if a load fails.
-    - `block_table`: the pool's blocks of the first `tokens` tokens, writable from index `writable_from`.
-    - `pinned`: nodes of the path kept on the device, root first, up to token `committed`. The running step writes the
-      `pending` ones.
+    - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls if a load fails.
+    - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
+    - `pinned`: nodes of the path, root first, up to token `committed`; the running step writes the `pending` ones.
     - `borrowed`: copies of documents after the cached prefix, to be copied into own blocks.
     - `background`: belongs to no request and does not count as a use.
     """
@@ -57,7 +54,7 @@ class KVLease:
     def ready(self) -> bool:
         """Whether all cached KV is on the device. Advances the loads."""
         self.poll()
-        # A borrowed copy is read before the step that may be computing it now.
+        # A borrowed copy is read before the step that may be computing it.
         return all(copy.load is None for copy in self.pinned) and not any(
             borrowed.copy.resident and not borrowed.copy.ready for borrowed in self.borrowed
         )
@@ -82,7 +79,7 @@ class BlockTables:
         kept, tokens = self._usable(pinned)
         table: list[int] = []
         for copy in kept:
-            # Where two nodes cover a block, the deeper node's block has the tokens of both.
+            # Where two nodes cover a block, the deeper node's has the tokens of both.
             del table[copy.node.start // self._size :]
             table += copy.blocks
         del table[self._pool.shape.blocks_for(tokens) :]
@@ -100,12 +97,10 @@ class BlockTables:
         return pinned[len(kept) :]
 
     def needed(self, lease: KVLease, tokens: int) -> int:
-        """Return the free blocks needed to grow to `tokens` tokens."""
         missing = self._pool.shape.blocks_for(tokens) - len(lease.block_table)
         return max(0, missing) + self._must_copy(lease)
 
     def grow(self, lease: KVLease, tokens: int) -> None:
-        """Allocate writable blocks for up to `tokens` tokens."""
         place = lease.tokens // self._size
         if self._must_copy(lease):
             [block] = self._pool.allocate(1)
@@ -117,7 +112,7 @@ class BlockTables:
         lease.tokens = tokens
 
     def _must_copy(self, lease: KVLease) -> bool:
-        # Whether the next block to write holds other nodes' tokens after those of the lease.
+        # Whether the next block to write also holds other nodes' later tokens.
         place = lease.tokens // self._size
         if place >= lease.writable_from:
             return False
@@ -131,8 +126,8 @@ class BlockTables:
         return self._pool.references(block) > ours
 
     def _usable(self, pinned: list[DeviceCopy]) -> tuple[list[DeviceCopy], int]:
-        # Return the usable nodes and the number of their usable tokens. A partly filled last block will be copied or
-        # written to, and a PENDING node's block cannot be copied yet.
+        # Return the usable nodes and their usable tokens. A partly filled last block will be copied or written to, and
+        # a PENDING node's block cannot be copied yet.
         end = pinned[-1].node.end if pinned else 0
         whole = end - end % self._size
         if end == whole:

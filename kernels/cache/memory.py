@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from typing import cast
 
@@ -14,13 +15,11 @@ __all__ = ["MemoryTier"]
 
 
 class MemoryTier:
-    """A pool, its replacement tier (sizes in blocks) and its counters."""
-
     def __init__(self, pool: BlockPool, copies: Copies, policy: str, history: int) -> None:
         self.pool = pool
         self.tier = Tier(make_policy(policy), History(history) if history else None)
         self.tokens = self.received = self.evicted = self.failed = self.hit_tokens = 0
-        self.refused: dict[str, int] = {}
+        self.refused: Counter[str] = Counter()
         self._copies = copies
 
     def insert(
@@ -46,16 +45,13 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free after copies. Return the keys, children first.
-
-        Raises OutOfBlocksError, evicting nothing.
-        """
+        """Evict until `blocks` blocks are free after copies. Return the keys, children first. Raises OutOfBlocksError,
+        evicting nothing."""
         missing = blocks - self.pool.free_blocks
         if missing > 0:
             missing -= self._copies.leaving(self.pool)
         if missing <= 0:
             return []
-        # All keys are nodes'.
         evicted = cast("list[bytes] | None", self.tier.evict(missing, protected))
         if evicted is None:
             raise OutOfBlocksError(
@@ -65,15 +61,11 @@ class MemoryTier:
         return evicted
 
     def evict_unpinned(self) -> list[bytes]:
-        """Evict every node that is neither pinned nor an ancestor of a pinned node."""
         evicted = cast("list[bytes]", list(self.tier.victims()))
         for key in evicted:
             self.tier.remove(key)
         self.evicted += len(evicted)
         return evicted
-
-    def refuse(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def stats(self) -> CacheTierStats:
         return CacheTierStats(
@@ -86,5 +78,5 @@ class MemoryTier:
             received=self.received,
             evicted=self.evicted,
             failed=self.failed,
-            refused=self.refused.copy(),
+            refused=dict(self.refused),
         )

@@ -6,13 +6,14 @@ import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.paging import BlockPool
 from ragorder.trie.policies import TierNode
 
-__all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
+__all__ = ["CachedNode", "CopyLocation", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 
 _logger = logging.getLogger("ragorder.kernels")
 
@@ -25,22 +26,26 @@ class CopyState(Enum):
         load ────▶ LOADING ──copied────────────┘
                       └──failed──▶ GONE
 
-    A copy in the host is arriving (`arrival`) or ready. The disk tier keeps chunks by key, without these classes.
+    PENDING: the running step writes it, later steps may read it. GONE: out of the tree; leases may hold its blocks.
     """
 
     PENDING = auto()
-    """Committed: the running step writes it, and later steps may read it."""
     LOADING = auto()
-    """Being loaded from host or disk."""
     READY = auto()
     GONE = auto()
-    """Removed from the tree; leases may still hold its blocks."""
+
+
+class CopyLocation(NamedTuple):
+    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
+
+    key: bytes
+    parent: bytes | None
+    start: int
+    tokens: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class CachedNode:
-    """`tokens` tokens at position `start` of every prompt that contains them."""
-
     key: bytes
     parent: bytes | None
     start: int
@@ -55,11 +60,8 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens.
-
-    `shares_first`: the first block is counted for an ancestor. `load` is set while LOADING, `origin` is its tier.
-    `prefetched`: not used yet. `entry` is the policy's record.
-    """
+    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens. `shares_first`: the first
+    block is counted for an ancestor. `origin` is the tier of its `load`. `prefetched`: not used yet."""
 
     node: CachedNode
     blocks: list[int]
@@ -72,7 +74,6 @@ class DeviceCopy:
 
     @property
     def size(self) -> int:
-        """Blocks that eviction of this copy frees."""
         return len(self.blocks) - self.shares_first
 
     @property
@@ -112,7 +113,6 @@ class DeviceLoad:
         if self.reading is None:
             source = self.copy.node.host
             if source is None:
-                # The copy into the host has failed.
                 self.succeeded = False
             elif source.ready:
                 self._begin(copies, host.pool, source.blocks, device)

@@ -10,7 +10,7 @@ from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
 
 __all__ = ["Replicas"]
 
-# Share of the host's blocks that replicas may pin; evicted nodes of the device use the rest.
+# Share of the host's blocks; evicted nodes of the device use the rest.
 _MOST = 0.5
 
 
@@ -68,7 +68,6 @@ class Replicas:
         return True
 
     def _weaker(self, blocks: int, frequency: int) -> list[_Replica] | None:
-        """Return the replicas to replace, or None if too few are used less."""
         missing_nodes = len(self._nodes) + 1 - self._count
         missing_blocks = self._blocks + blocks - self._most_blocks
         by_use = sorted(self._nodes.values(), key=lambda each: -each.frequency)
@@ -78,7 +77,7 @@ class Replicas:
                 return None
             weakest = by_use.pop()
             if weakest.frequency >= frequency:
-                # Old uses decay, so that a replica used often long ago is replaced in the end.
+                # Old uses decay, so that each replica is replaced in the end.
                 weakest.frequency -= 1
                 return None
             weaker.append(weakest)
@@ -89,7 +88,7 @@ class Replicas:
     def _forget(self, replica: _Replica) -> None:
         del self._nodes[replica.node.key]
         self._blocks -= replica.blocks
-        # Skipped if its copy to the host has failed; making room for another replica waits for that copy.
+        # False if its copy to the host has failed.
         if replica.node.host is replica.copy:
             self._tiers.host.tier.unpin(replica.node.key)
 

@@ -15,18 +15,15 @@ __all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
-    """Resizes a cache's pools. Smaller pools evict by the policy; kept blocks may get other numbers."""
-
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
         self._tiers = tiers
         self._replicas = replicas
         self._leases = leases
 
     def resize_device(self, blocks: int) -> None:
-        """Resize the device. Raises OutOfBlocksError if leases use more, and MemoryError; both keep the size."""
         tiers = self._tiers
         pool = tiers.device.pool
-        # Loads and copies hold blocks by their numbers.
+        # Loads and copies hold blocks by number.
         tiers.drain()
         if blocks < pool.blocks:
             tiers.make_room(pool.blocks - blocks)
@@ -34,7 +31,6 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """See `KnowledgeCache.replace_device`."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.compact(())
@@ -42,7 +38,6 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def resize_host(self, blocks: int) -> None:
-        """Resize the host. Raises OutOfBlocksError if loads use more, and MemoryError; the pool then keeps its size."""
         tiers = self._tiers
         pool = tiers.host.pool
         tiers.drain()
@@ -73,10 +68,8 @@ class PoolSizes:
 
 
 def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:
-    """Pin the cached prefix of a path and load absent nodes; if `alone`, only the part that fits.
-
-    Raises OutOfBlocksError, changing nothing.
-    """
+    """Pin the cached prefix of a path and load absent nodes; if `alone`, only the part that fits. Raises
+    OutOfBlocksError, changing nothing."""
     nodes = tiers.match(path)
     try:
         return tiers.load(nodes)
@@ -93,7 +86,6 @@ def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> li
 
 
 def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
-    """Free enough blocks for a lease to grow to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
     try:
         tiers.make_room(tables.needed(lease, tokens))
     except OutOfBlocksError:

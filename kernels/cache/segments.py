@@ -14,10 +14,8 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant.
-
-    A document's `content` is the key that it would have directly after the system prompt. `exact`: never reuse a copy.
-    """
+    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant. `content` is a
+    document's key directly after the system prompt. `exact`: never reuse a copy."""
 
     key: bytes
     tokens: int
@@ -37,12 +35,10 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """Return the nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
-    is in a node. An end out of order or range is ignored, with all later ones. Without ends, every `chunk_tokens`
-    tokens are a node. Documents after `prefix_tokens` (0 or one of the ends) get their `content`.
-
-    A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's
-    parent is the digest of `salt`. Raises ValueError for `chunk_tokens` below 1.
+    `ends` are the documents' ends in tokens; one out of order or range is ignored, with all later ones. Neither the
+    question nor the prompt's last token (which must be computed) is in a node. Without ends, every `chunk_tokens`
+    tokens are a node. Documents after `prefix_tokens` (0 or one of the ends) get their `content`. A key is the BLAKE2b
+    digest of the parent's key and the tokens; the root's parent is the digest of `salt`.
 
         >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
         [4, 3]
@@ -57,7 +53,6 @@ def segments_of(
 
 
 def content_of(prefix: Sequence[int], document: Sequence[int], *, salt: str | None = None) -> bytes:
-    """Return the content of a document after this system prompt, which may be empty."""
     return _digest(_digest(_root(salt), prefix) if prefix else _root(salt), document)
 
 

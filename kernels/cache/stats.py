@@ -10,8 +10,6 @@ __all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
-    """Tokens by the tier that had them."""
-
     device: int = 0
     host: int = 0
     disk: int = 0
@@ -23,11 +21,9 @@ class TierTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStats:
-    """One tier's snapshot.
-
-    `nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases and copies. `hit_tokens`
-    were found here, `received` nodes copied here, `failed` ones not copied from here. `refused` is by reason.
-    """
+    """One tier's snapshot. `nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases
+    and copies. `hit_tokens` were found here, `received` nodes copied here, `failed` ones not copied from here.
+    `refused` is by reason."""
 
     nodes: int = 0
     tokens: int | None = 0

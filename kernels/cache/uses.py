@@ -16,8 +16,6 @@ __all__ = ["NodeUses", "tokens_by_tier"]
 
 
 class NodeUses:
-    """`requests` begun, and `new_tokens` of nodes that they computed."""
-
     def __init__(self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile) -> None:
         self.requests = self.new_tokens = 0
         self._device = device
@@ -42,7 +40,6 @@ class NodeUses:
         self._count(keys, cost, computed, expected)
 
     def count_borrowed(self, keys: Sequence[bytes], end: int) -> None:
-        """Count borrowed nodes in a request's first `end` tokens, at the cost of computing these."""
         self._count(keys, self._profile.cost(0, end))
 
     def count_adopted(self, node: CachedNode) -> None:
@@ -64,7 +61,6 @@ class NodeUses:
 
 
 def tokens_by_tier(nodes: Iterable[CachedNode]) -> TierTokens:
-    """Count each node in the fastest tier that has it."""
     tokens = dict.fromkeys(TierTokens._fields, 0)
     for node in nodes:
         tier = "device" if node.device is not None else "host" if node.host is not None else "disk"

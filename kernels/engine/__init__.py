@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
-
-try:
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as error:
-    message = f"the embedded engine needs {error.name}: {install_hint('torch')}"
-    raise ImportError(message, name=error.name) from error
-
+# First: its error names the extra to install.
+import ragorder.kernels.models  # noqa: F401
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
-from ragorder.kernels.engine.loading import ModelLoadError
 from ragorder.kernels.engine.request import (
     Completion,
     DeviceLostError,
@@ -26,9 +18,10 @@ from ragorder.kernels.engine.request import (
     Update,
 )
 from ragorder.kernels.engine.stats import TBT_BOUNDS_S, EngineStats
-from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.models.loading import ModelLoadError
+from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = [
     "TBT_BOUNDS_S",

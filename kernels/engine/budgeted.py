@@ -15,7 +15,11 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig
 
 from ragorder.kernels.cache import KnowledgeCache
-from ragorder.kernels.engine.loading import (
+from ragorder.kernels.engine.request import fault_of
+from ragorder.kernels.engine.scheduler import Scheduler
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.loading import (
     ModelLoadError,
     check_loaded,
     first_line,
@@ -23,16 +27,12 @@ from ragorder.kernels.engine.loading import (
     pick_device,
     progress_on_terminals,
 )
-from ragorder.kernels.engine.model import PatchedModel, wanted_tokens
-from ragorder.kernels.engine.request import fault_of
-from ragorder.kernels.engine.scheduler import Scheduler
-from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.support import UnsupportedModelError, check_model, longest_exact_length
-from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.model import PatchedModel, wanted_tokens
+from ragorder.kernels.models.support import UnsupportedModelError, check_model, longest_exact_length
 from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
-from ragorder.kernels.offload.footprint import Footprint, decoder_layers, footprint, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
+from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
@@ -43,9 +43,9 @@ __all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Steps are not made smaller than this while other memory can be given back.
+# Smallest step while other memory can be given back.
 _LEAST_STEP = 64
-# Steps without a memory shortage before a part of the memory is taken back.
+# Steps without a shortage before a part of the memory is taken back.
 _STEPS_TO_GROW = 256
 # Pinned buffers between disk and GPU.
 _STAGES = 2
@@ -53,20 +53,15 @@ _STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model whose decoder layers get their weights from `streamer`; `weights` has all sizes."""
-
     model: Any
     streamer: LayerStreamer
-    weights: Footprint
+    weights: ModelMemory
 
 
 def _plan_streamed(
-    model: Any, settings: EngineSettings, weights: Footprint, shape: KVShape | None = None, slot: int = 0
+    model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """Plan a model (possibly on the meta device) within `device_bytes` and `host_bytes`.
-
-    `shape` of its KV and bytes of a `slot` are given once known. Raises BudgetError.
-    """
+    """`shape` of the KV and bytes of a `slot` are given once known."""
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -91,7 +86,7 @@ def _plan_streamed(
 
 
 class StreamedMemory:
-    """The memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
+    """Memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
 
     def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
         self.streamer = streamer = streamed.streamer
@@ -107,7 +102,6 @@ class StreamedMemory:
         )
 
     def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        """Return `make(blocks, host bytes)` with as large a part of the planned pools as fits. Raises MemoryError."""
         blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
         while True:
             try:
@@ -124,7 +118,6 @@ class StreamedMemory:
                     blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
 
     def place_layers(self) -> None:
-        """Place the layers as planned, if they fit. Raises LayerReadError."""
         plan, streamer = self.plan, self.streamer
         layers = len(streamer.store)
         if plan.streams:
@@ -140,18 +133,15 @@ class StreamedMemory:
             streamer.room = self._room
 
     def _room(self, tokens: int) -> int:
-        # A small step's unused workspace is used for layers read ahead (RAGDoll 4.3).
+        # A small step's unused workspace holds layers read ahead (RAGDoll 4.3).
         most, rows = self.plan.step_tokens, self.settings.max_requests
         spare = self.weights.workspace(most, rows) - self.weights.workspace(min(tokens, most), rows)
         return self.plan.slots * self.streamer.store.slot_bytes + spare
 
 
 class MemoryPressure:
-    """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a
-    tier, then layers.
-
-    Without a streamer only steps shrink. After many steps without a shortage, pool and layers grow back.
-    """
+    """Gives memory back between steps (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a tier, then
+    layers. After many steps without a shortage, pool and layers grow back."""
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
         self._scheduler = scheduler
@@ -163,10 +153,8 @@ class MemoryPressure:
         self._calm = 0
 
     def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """Give memory back after a step of `tokens` tokens; the pool still fits each `unfinished` request.
-
-        After a `failed` step its blocks are useless. Return False if nothing is left to give back.
-        """
+        """Give memory back after a step of `tokens` tokens, so that the pool still fits each `unfinished` request.
+        After a `failed` step its blocks are useless. Return False if nothing is left to give back."""
         self._calm = 0
         if failed:
             self._scheduler.requeue()
@@ -175,12 +163,10 @@ class MemoryPressure:
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
         given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
-        # Shrinking the pool may have found no memory for the new one: it gets the memory that was given back.
+        # The pool may have found no memory for its smaller size: it gets what was given back.
         return self.fit(_needed_tokens(unfinished)) and given
 
     def fit(self, tokens: int) -> bool:
-        """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False without the
-        memory."""
         blocks = self._cache.shape.blocks_for(tokens)
         while self._cache.pool.blocks < min(blocks, self._blocks):
             try:
@@ -191,10 +177,6 @@ class MemoryPressure:
         return True
 
     def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
-        """Enlarge a pool that a shortage left too small for an `unfinished` request. Return whether it changed.
-
-        Raises MemoryError.
-        """
         before = self._cache.pool.blocks
         if before >= self._blocks:
             return False
@@ -203,7 +185,6 @@ class MemoryPressure:
         return self._cache.pool.blocks != before
 
     def step_succeeded(self) -> bool:
-        """Return whether a part of pool or layers has grown back."""
         if self._streamer is None or self._residency is None:
             return False
         self._calm += 1
@@ -216,15 +197,12 @@ class MemoryPressure:
                 return self._streamer.regain(self._residency)
             self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
         except (MemoryError, RuntimeError, LayerReadError):
-            # Not needed now. A failed device also fails in the next step, which is computed again.
+            # Not needed now; a failed device also fails in the next step.
             return False
         return True
 
     def make_blocks(self) -> bool:
-        """Evict layers for a larger pool: the only running request has too few blocks.
-
-        Return False without layers to evict, or without memory.
-        """
+        """Evict layers for the only running request. Return False without layers to evict, or without memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes
@@ -248,7 +226,6 @@ class MemoryPressure:
             self._residency = self._streamer.residency
 
     def place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
-        """See `TieredEngine.place`."""
         streamer, shape = self._streamer, self._cache.shape
         if streamer is None:
             raise ValueError("all layers are on the device: load the engine with device_bytes to place them")
@@ -269,9 +246,6 @@ class MemoryPressure:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes (a device pool
-        that had lost all its blocks keeps the new ones). Raises ValueError for less than one block on the device, or a
-        negative size."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
             raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} (one block) or more")
@@ -287,8 +261,8 @@ class MemoryPressure:
             try:
                 self._cache.resize(host_blocks=host_bytes // shape.block_bytes)
             except (OutOfBlocksError, MemoryError):
-                # If there is no memory for this either, the device's pool grows for the next request that needs more. A
-                # pool that had lost all its blocks keeps the new ones.
+                # Without memory for this either, the pool grows for the next request that needs more. One that had lost
+                # all its blocks keeps the new ones.
                 if before:
                     with suppress(MemoryError):
                         self._cache.resize(device_blocks=before)
@@ -306,7 +280,7 @@ class MemoryPressure:
         try:
             self._cache.resize(device_blocks=blocks)
         except (OutOfBlocksError, MemoryError):
-            # Requests wait for their turn again, and find their cached KV on other tiers.
+            # Requests wait again, and find their KV on other tiers.
             self._scheduler.requeue()
             try:
                 self._cache.replace_device(blocks)
@@ -324,7 +298,6 @@ class MemoryPressure:
 
 
 def _needed_tokens(unfinished: Collection[Sequence]) -> int:
-    """Tokens of the longest request with its answer."""
     return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)
 
 
@@ -334,10 +307,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def load_streamed(
     name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
 ) -> StreamedModel:
-    """Load a causal language model with only the weights outside the decoder layers in memory.
-
-    `source` replaces the checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError,
-    UnsupportedModelError for weights that cannot be streamed, MemoryError, and ValueError for an absent device.
+    """Load a causal language model with only the weights outside the decoder layers in memory. `source` replaces the
+    checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError, UnsupportedModelError.
     """
     device = pick_device(settings.device)
     config = load_config(name)
@@ -367,13 +338,13 @@ def _load(
     dtype = _dtype_of(config, checkpoint, settings)
     empty = skeleton(config, dtype)
     check_model(empty)
-    size = footprint(config, dtype)
+    size = ModelMemory.of(config, dtype)
     _plan_streamed(empty, settings.model_copy(update={"device": str(device)}), size)
     prefix, layers = decoder_layers(empty)
     found = CheckpointMap(empty, prefix, layers, checkpoint)
     weights = {each: checkpoint.tensor(each) for each in found.rest}
     for number, layer in enumerate(layers):
-        # These take no memory: the streamer gives layers their weights.
+        # Without memory: the streamer supplies the weights.
         weights |= {
             f"{prefix}.{number}.{each}": torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             for each, parameter in layer.named_parameters()
@@ -422,7 +393,6 @@ def _check_quantised(name: str | Path, config: Any) -> None:
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint, settings: EngineSettings) -> torch.dtype:
-    """As transformers chooses with dtype="auto"."""
     named = settings.dtype or getattr(config, "dtype", None)
     if isinstance(named, str):
         return getattr(torch, named.removeprefix("torch."))

@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# The tokenizers' text for bytes of an incomplete character.
+# The tokenizers' text for an incomplete character.
 _BROKEN = "\ufffd"
 # For spaces and joined characters tokenizers look back at most 6 tokens. The other lengths are for prompts of single
-# bytes, in which one of four consecutive bytes begins a character, and for prompts that end within a character.
+# bytes (one of four consecutive ones begins a character), and for prompts that end within a character.
 _CONTEXT_TOKENS = (6, 7, 8, 9, 24)
-# A character has at most four bytes: text that is still broken after this number of further tokens stays broken.
+# A character has at most four bytes: text still broken after three more tokens stays broken.
 _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
@@ -21,11 +21,8 @@ _PENDING_TOKENS = 8
 # tokenizers' DecodeStream cannot replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
 # after bytes that do not make a character.
 class TextStream:
-    """Pieces of text that are never revised and add up to `text`; none without a tokenizer.
-
-    Decoded after the prompt's last tokens, for the first word's space. Possible beginnings of `stop` strings are held
-    back.
-    """
+    """Pieces of text that are never revised and add up to `text`; none without a tokenizer. The prompt's last tokens
+    give the first word its space. Possible beginnings of `stop` strings are held back."""
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.text = ""
@@ -34,7 +31,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._tokens = self._tail(prompt)
-        # Tokens before `_read` are in the text; those from `_context` are decoded again with the next tokens.
+        # Tokens before `_read` are in the text; those from `_context` are decoded again.
         self._context = 0
         self._read = len(self._tokens)
         self._waiting = ""
@@ -47,7 +44,6 @@ class TextStream:
         return self._emit(self._decode())
 
     def finish(self) -> str:
-        """Return the text held back, including incomplete characters."""
         if self._tokenizer is None or self.stopped:
             return ""
         new = self._emit(self._decode(to_the_end=True))
@@ -66,7 +62,7 @@ class TextStream:
                 return ""
             end -= _CHARACTER_TOKENS
             after = self._text_of(self._tokens[self._context : end])
-        # All of it, unless the prompt, or text emitted as complete, ended within a character.
+        # All of it, unless the text so far ended within a character.
         known = _common(before, after)
         if len(after) == known:
             return ""

@@ -14,14 +14,10 @@ from typing import Any, Self
 import torch
 
 from ragorder.kernels.cache import TierTokens
-from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
 from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.idle import IdleBuilder
-from ragorder.kernels.engine.loading import load_model, load_tokenizer
-from ragorder.kernels.engine.model import PatchedModel, cache_maker, device_blocks
-from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -33,8 +29,7 @@ from ragorder.kernels.engine.request import (
     UpdateQueues,
     fault_of,
 )
-from ragorder.kernels.engine.runner import ModelRunner
-from ragorder.kernels.engine.sampling import SampledToken
+from ragorder.kernels.engine.runner import ModelRunner, SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import KeptQuestions
@@ -43,13 +38,16 @@ from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.loading import load_model, load_tokenizer
+from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
+from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 
 __all__ = ["TieredEngine"]
 
-# How long a step waits for loads if there is nothing to compute.
+# A step's wait for loads without anything to compute.
 _IDLE_S = 0.001
 _FORWARD_FAILED = "the model's forward failed"
 
@@ -60,21 +58,13 @@ class TieredEngine:
         with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    Answers equal those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. The tiers' policy uses the
-    prefill times of `profile`.
+    Answers equal those of the model without a cache. With `reuse="fused"` marked documents are also reused at other
+    positions, and answers approximate the model's (FusionRAG). A step that fails with the device is computed again
+    (RAGCache section 6). With `device_bytes`, `load` streams the decoder layers that do not fit (RAGDoll 4.2, 4.3).
 
-    With `reuse="fused"` a request with marked documents also reuses KV at other positions, and recomputes a share of
-    its tokens: its answer approximates the model's (FusionRAG). No other request uses such KV.
-
-    A step that fails with the device is computed again, from copies in host memory and on the disk, up to `max_retries`
-    times per request and until its deadline (RAGCache section 6).
-
-    With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
-    the model's files (RAGDoll 4.2, 4.3).
-
-    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool. Each step and `add` raise
-    DeviceLostError once only another process can use the device.
+    Any thread may call; one runs at a time. `generate` and `stream` call `step`. Until `close` the model has the
+    engine's attention. Raises UnsupportedModelError; `step` and `add` raise DeviceLostError once only another process
+    can use the device.
     """
 
     def __init__(
@@ -115,38 +105,24 @@ class TieredEngine:
         self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
         self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
+        ends = model.end_tokens(self.tokenizer)
         self._validator = RequestValidator(
-            model.vocabulary,
-            self.max_model_len,
-            self.device_tokens,
-            shape.block_size,
-            settings.chunk_tokens,
-            self.tokenizer,
-            model.end_tokens(self.tokenizer),
-            settings.deadline_s,
-            settings.max_cached_documents,
-            settings.fusion,
+            model.vocabulary, self.max_model_len, self.device_tokens, self.tokenizer, ends, settings
         )
-        layers = PagedLayers(self._cache.pool)
         fuser = None
         self._questions: KeptQuestions | None = None
         self._idle: IdleBuilder | None = None
         if rotation is not None:
-            scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
+            scorer = Scorer(model.forward, self._cache.pool, rotation, settings.max_batch_tokens)
             self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
         if rotation is not None and settings.build_idle:
             self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
+        window = settings.schedule_window if settings.schedule == "cached-first" else 0
         self._scheduler = Scheduler(
-            self._cache,
-            shape.block_size,
-            settings.max_batch_tokens,
-            settings.max_requests,
-            settings.schedule_window if settings.schedule == "cached-first" else 0,
-            self.profile,
-            fuser,
+            self._cache, settings.max_batch_tokens, settings.max_requests, window, self.profile, fuser
         )
-        self._runner = ModelRunner(model.forward, layers, model.device)
+        self._runner = ModelRunner(model.forward, self._cache.pool)
         self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
@@ -161,10 +137,7 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """Load model and tokenizer from a folder or the Hub.
-
-        Also raises ModelLoadError, and BudgetError if `device_bytes` do not fit a layer and a request.
-        """
+        """Load model and tokenizer from a folder or the Hub. Also raises ModelLoadError, BudgetError."""
         settings = settings or EngineSettings()
         if settings.device_bytes is None:
             return cls(load_model(name, settings), load_tokenizer(name), settings)
@@ -182,7 +155,6 @@ class TieredEngine:
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether a step without requests would compute documents (`build_idle`)."""
         with self._lock:
             return self._idle is not None and self._idle.has_work
 
@@ -237,10 +209,8 @@ class TieredEngine:
         return [completions[request_id] for request_id in ids]
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """Yield a request's updates, the last with its completion. Closing the iterator aborts it.
-
-        The first update raises RequestRefusedError.
-        """
+        """Yield a request's updates, the last with its completion. Closing the iterator aborts it. The first update
+        raises RequestRefusedError."""
         with self._lock:
             request_id = self.add(request)
             self._updates.subscribe(request_id)
@@ -262,11 +232,7 @@ class TieredEngine:
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
 
     def relieve(self) -> bool:
-        """Give memory back between two steps: a smaller step, else a smaller pool with KV moved down a tier, else
-        evicted layers.
-
-        No request is lost; some may wait again. Return False if nothing is left to give back.
-        """
+        """Give memory back between two steps, see `MemoryPressure`. Return False if nothing is left to give."""
         with self._lock:
             self._failures.check_device()
             if self._closed:
@@ -275,11 +241,8 @@ class TieredEngine:
             return self._relieve(self._scheduler.step_tokens)
 
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
-        """Resize the KV pools from the next step on; smaller pools evict by the policy.
-
-        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes. Raises ValueError
-        for less than one block on the device, or a negative size.
-        """
+        """Resize the KV pools from the next step on; smaller pools evict by the policy. Raises OutOfBlocksError if
+        requests need more, and MemoryError; both keep the sizes."""
         with self._lock:
             self._failures.check_device()
             self._forget_work()
@@ -291,11 +254,8 @@ class TieredEngine:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on, reductions first. The largest step and batch stay.
-
-        Raises ValueError for a model that does not stream or has another number of layers, and, after partial changes,
-        the errors of `resize` and `move_layers`.
-        """
+        """Place layers and KV from the next step on, reductions first. Raises ValueError for a model that does not
+        stream or has another number of layers, and, after partial changes, the errors of `resize` and `move_layers`."""
         with self._lock:
             self._failures.check_device()
             self._forget_work()
@@ -306,10 +266,7 @@ class TieredEngine:
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Place the decoder layers from the next step on. Return the reached residency.
-
-        Raises ValueError for a model that does not stream, LayerReadError.
-        """
+        """Place the decoder layers from the next step on. Return the reached residency. Raises LayerReadError."""
         with self._lock:
             return self._memory.move(residency)
 
@@ -365,13 +322,12 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            # Without memory it has only written into its own blocks, so the cache stays valid.
+            # A build without memory wrote only its own blocks: the cache stays valid.
             if fault_of(error) != "memory":
                 builder.give_up()
             self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
-        """Drop work outside requests that reads the cache."""
         if self._idle is not None:
             self._idle.abort()
         if self._questions is not None:
@@ -457,7 +413,6 @@ class TieredEngine:
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Enlarge the pool for a request. Raises ShortOfMemoryError if memory is still short."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._memory.fit(needed):

@@ -20,11 +20,7 @@ Ended = list[tuple[Sequence, str, Fault]]
 
 
 class FailedSteps:
-    """Handles failures of an engine's steps.
-
-    `forget_device` drops all KV on the device. A request is retried `max_retries` times; after unreadable weights with
-    all its cached KV. `lost` is why the device cannot be used any more, or None.
-    """
+    """Handles failed steps. `lost` is why the device cannot be used any more, or None."""
 
     def __init__(
         self,
@@ -42,17 +38,14 @@ class FailedSteps:
         self._forget_device = forget_device
 
     def check_device(self) -> None:
-        """Raises DeviceLostError."""
         if self.lost is not None:
             raise DeviceLostError(self.lost)
 
     def recover(
         self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool] = lambda: False
     ) -> Ended:
-        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`.
-
-        Return the requests without retries left. Raises DeviceLostError.
-        """
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`. Return the requests without
+        retries left. Raises DeviceLostError."""
         fault, why = fault_of(error), describe(error, what)
         if fault == "other":
             return self.fail(sequences, error, what)

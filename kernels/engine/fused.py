@@ -9,15 +9,15 @@ from ragorder.kernels.engine.request import Request
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import KeptQuestions, TokenSelecting
 from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.fusion.assemble import Assembler, Rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.support import UnsupportedModelError, text_config
 
 __all__ = ["Fuser", "check_fusion"]
 
 
 def check_fusion(model: Any) -> None:
-    """Raises UnsupportedModelError for a model with layers that do not see all documents."""
+    """Raises UnsupportedModelError for a model with a sliding window."""
     config = text_config(model)
     types = getattr(config, "layer_types", None)
     if "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None:
@@ -28,8 +28,6 @@ def check_fusion(model: Any) -> None:
 
 
 class Fuser:
-    """Fills the blocks of requests whose leases have borrowed documents, before their first step."""
-
     def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer, questions: KeptQuestions) -> None:
         self._cache = cache
         self._assembler = Assembler(cache.pool, rotation)
@@ -37,11 +35,8 @@ class Fuser:
         self._questions = questions
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
-        """Return sequences that compute the documents without KV after the first borrowed one, each after the system
-        prompt alone.
-
-        Computed among approximate KV they would serve this request only.
-        """
+        """Return sequences that compute documents without KV after the first borrowed one, each after the system prompt
+        alone. Computed among approximate KV they would serve this request only."""
         lease, path = sequence.lease, sequence.path
         assert lease is not None
         if not lease.borrowed:
@@ -78,7 +73,6 @@ class Fuser:
         self.advance(sequence)
 
     def advance(self, sequence: Sequence) -> None:
-        """Schedule the chosen tokens once the selection has ended."""
         if sequence.selecting is not None and not sequence.selecting.pending:
             sequence.choose(sequence.selecting.chosen, in_full=sequence.selecting.in_full)
             sequence.selecting = None

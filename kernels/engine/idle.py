@@ -17,25 +17,20 @@ from ragorder.kernels.cache import (
     Segment,
     segments_of,
 )
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.sequence import Positions, Sequence
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.fusion.assemble import Assembler, Rows
-from ragorder.kernels.fusion.document_kv import as_blocks, moved_rows, read_rows
+from ragorder.kernels.fusion.assemble import Assembler, Rows, as_blocks, moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.store.variants import variant_key
 
 __all__ = ["BuildQueue", "IdleBuilder"]
 
 
 class BuildQueue:
-    """Documents by content, most requested first; ties go to the one that has waited longest.
-
-    `put` and `remove` take constant time, `take` depends on the number of different counts.
-    """
+    """Documents by content, most requested first; ties go to the one that has waited longest."""
 
     def __init__(self) -> None:
         self._requests: dict[bytes, int] = {}
@@ -51,7 +46,6 @@ class BuildQueue:
         self._by_requests.setdefault(requests, OrderedDict())[content] = None
 
     def take(self) -> bytes | None:
-        """Remove and return the next document, or None."""
         if not self._requests:
             return None
         content = next(iter(self._by_requests[max(self._by_requests)]))
@@ -70,11 +64,11 @@ class BuildQueue:
 
 # As in `ragorder fuse build`.
 _NEIGHBOURS = 10
-# Limits: tokens of all known documents and system prompts, documents, and companions counted per document.
+# Tokens of all known documents and system prompts, documents, and companions counted per document.
 _MOST_TOKENS = 1 << 20
 _MOST_DOCUMENTS = 1 << 14
 _MOST_COMPANIONS = 64
-# Documents examined per step: possibly none of them needs work, and requests wait meanwhile.
+# Documents examined per step, while requests wait.
 _MOST_EXAMINED = 8
 
 
@@ -103,8 +97,6 @@ class _Document:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """The document after its neighbours, and the positions to compute once these are copied."""
-
     document: _Document
     neighbours: tuple[bytes, ...]
     token_ids: list[int]
@@ -117,13 +109,9 @@ class _Build:
 
 
 class IdleBuilder:
-    """Computes documents of fused requests without preprocessed KV, most requested first.
-
-    Each is computed after its system prompt and those documents with KV that most often share its requests. Its keys
-    are rotated to the position directly after the system prompt, and the cache adopts it. The total is at most
-    `build_idle` times the tokens that requests compute. A document without neighbours or room waits until it is
-    requested again. The caller serialises all calls.
-    """
+    """Computes documents of fused requests without preprocessed KV, most requested first. The caller serialises all
+    calls. Each is computed after its system prompt and the documents with KV that most often share its requests, within
+    `build_idle` times the tokens that requests compute."""
 
     def __init__(
         self,
@@ -137,7 +125,6 @@ class IdleBuilder:
         self._cache = cache
         self._model = model
         self._rotation = rotation
-        self._layers = PagedLayers(cache.pool)
         self._assembler = Assembler(cache.pool, rotation)
         self._share = settings.build_idle
         self._step_tokens = self._most_step_tokens = settings.max_batch_tokens
@@ -165,7 +152,7 @@ class IdleBuilder:
         if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
             return
         self._exhausted = False
-        # Limited, because each document is counted with each other one.
+        # Limited: each document is counted with each other one.
         others = {segment.content for segment in documents[:_MOST_COMPANIONS]}
         start = front.tokens
         for segment in documents:
@@ -199,27 +186,24 @@ class IdleBuilder:
             token_ids = [build.token_ids[position] for position in positions]
             table = np.asarray(build.lease.block_table, dtype=np.int32)
             piece = Piece(token_ids, int(positions[0]), table, False, positions)
-            packed = pack([piece], self._layers, self._model.device)
-            self._model.forward(packed.token_ids, packed.positions, packed.kept, packed.attention)
+            self._model.forward(*pack([piece], self._cache.pool))
             self._counters.idle_tokens += len(positions)
         if not len(build.todo):
             self._finish(build)
         return len(positions)
 
     def abort(self) -> None:
-        """Return the blocks for a request. The document is started again later."""
         if self._build is not None:
             self._counters.idle_aborted += 1
             self._put_back(self._build)
 
     def give_up(self) -> None:
-        """Drop a document that failed or does not fit."""
         if self._build is not None:
             self._forget(self._build.document.segment.content)
             self._end(self._build)
 
     def shrink(self) -> bool:
-        """Use smaller steps after one without memory, and drop a document that fails in the smallest. Return True."""
+        """Use smaller steps after a memory shortage; drop a document that fails in the smallest. Return True."""
         if self._step_tokens == 1:
             self.give_up()
         elif self._build is not None:
@@ -261,9 +245,9 @@ class IdleBuilder:
         for each in (*neighbours, document):
             token_ids += each.token_ids
             ends.append(len(token_ids))
-        # The last token of a prompt is in no node.
+        # A prompt's last token is in no node.
         path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.prompt.segment.tokens)
-        # It must be computed here, even if it has other copies.
+        # Without a content, other copies of it are not borrowed.
         path = (*path[:-1], path[-1]._replace(content=b""))
         try:
             lease = self._cache.acquire(path, borrow=True, background=True)
@@ -283,7 +267,6 @@ class IdleBuilder:
         return chosen
 
     def _put_neighbours(self, build: _Build) -> Positions:
-        """Copy the borrowed KV into the build's blocks. Return the positions to compute."""
         lease, missing = build.lease, np.ones(len(build.token_ids), dtype=np.bool_)
         self._cache.extend(lease, len(build.token_ids))
         missing[: lease.cached_tokens] = False
@@ -314,7 +297,7 @@ class IdleBuilder:
             self._counters.idle_documents += 1
             self._step_tokens = min(2 * self._step_tokens, self._most_step_tokens)
         else:
-            # There is no room, and the next attempt would find none either.
+            # The next attempt would find no room either.
             self._forget(document.segment.content)
 
     def _end(self, build: _Build) -> None:

@@ -49,12 +49,8 @@ class ShortOfMemoryError(RequestRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Choice of tokens, and the end of an answer.
-
-    `temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text excludes
-    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs` is the number of
-    alternatives per token.
-    """
+    """`temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text
+    excludes `stop` strings; `stop` tokens add to the end-of-text ones. `logprobs`: alternatives per token."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -90,16 +86,12 @@ class Sampling:
 class Request:
     """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
 
-    The first `prefix_tokens` tokens are a separate node, shared by all prompts that begin with them; by default the
-    system prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
-    `expected_uses` forecasts, for each end, future requests with all documents up to it.
-
-    `fusion` reuses documents after the cached prefix in engines with `reuse="fused"`; None means the engine's settings.
-    The first `exact_documents` are computed exactly despite copies. `keep_question` marks a warm-up of a system prompt
-    (its only document) and a question before its fused request.
-
-    `keep_logits` keeps the first token's logits. `deadline_s` runs from `add`; then the request ends with reason
-    "timeout".
+    - `prefix_tokens`: first tokens that are a node of their own, such as the system prompt.
+    - `salt`: requests with the same one share the cache.
+    - `expected_uses`: for each end, a forecast of requests with all documents up to it.
+    - `fusion`: reuse with `reuse="fused"`; None means the engine's settings. The first `exact_documents` are exact.
+    - `keep_question`: warms up a system prompt (its only document) and a question before its fused request.
+    - `keep_logits`: keeps the first token's logits. `deadline_s` runs from `add`.
     """
 
     token_ids: Sequence[int]
@@ -126,11 +118,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,) are the first
-    token's, fp32 on the CPU. `tbt_s` is the mean time between tokens (RAGCache 5.4).
+    """`token_ids` include a stop token, `text` does not. Times run from `add`; `tbt_s` is the mean time between tokens.
+    `logits` (vocabulary,) are fp32 on the CPU.
 
     Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions, and `recomputed` of
-    these were recomputed (FusionRAG). `fault` is the cause of an `error`, or None if the request caused it.
+    these were recomputed. `fault` is the cause of an `error`, or None if the request caused it.
     """
 
     request_id: int
@@ -165,7 +157,7 @@ _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't
 
 
 class DeviceLostError(RagorderError, RuntimeError):
-    """The device does not answer this process any more, as after most CUDA errors: start another process."""
+    """The device does not answer this process any more: start another process."""
 
 
 def fault_of(error: Exception) -> Fault:
@@ -173,7 +165,7 @@ def fault_of(error: Exception) -> Fault:
         return "memory"
     if isinstance(error, LayerReadError):
         return "disk"
-    # torch raises plain RuntimeErrors for devices, but also for some errors of models, so retries are limited.
+    # torch raises plain RuntimeErrors for devices, but also for errors of models: retries are limited.
     if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
         return "other"
     return "memory" if _NO_MEMORY.search(str(error)) else "device"
@@ -182,15 +174,12 @@ def fault_of(error: Exception) -> Fault:
 def describe(error: BaseException, what: str) -> str:
     """Return `what` with the error's place; its message may quote a prompt."""
     if isinstance(error, LayerReadError):
-        # Its message names a file.
         return f"{what}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
 
 
 class UpdateQueues:
-    """A queue of updates per subscribed request, and one for the others."""
-
     def __init__(self) -> None:
         self._others: list[Update] = []
         self._subscribed: dict[int, list[Update]] = {}

@@ -1,37 +1,100 @@
-"""Computation of a step's chunks."""
+"""Computation of a step's chunks, and choice of the next tokens."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Forward, Piece, pack
-from ragorder.kernels.engine.sampling import SampledToken, choose
+from ragorder.kernels.engine.request import Sampling, TokenLogprobs
 from ragorder.kernels.engine.scheduler import ScheduledChunk
+from ragorder.kernels.models.batch import Forward, Piece, pack
+from ragorder.kernels.paging import BlockPool
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "SampledToken", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[SampledToken]:
+    """logits (N, vocabulary), numbers in [0, 1); a sample depends only on its row and number."""
+    logits = logits.float()
+    largest, best = logits.max(dim=-1)
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if drawn:
+        best = best.clone()
+        best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], [numbers[row] for row in drawn])
+    # One synchronisation with the device per step.
+    tokens, finite = torch.stack((best, largest.isfinite().long())).tolist()
+    wanted = {row: sampling.logprobs for row, sampling in enumerate(samplings) if sampling.logprobs is not None}
+    logprobs = _logprobs(logits[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
+    by_row = dict(zip(wanted, logprobs, strict=True))
+    rows = enumerate(zip(tokens, finite, strict=True))
+    return [SampledToken(token if sound else None, by_row.get(row)) for row, (token, sound) in rows]
+
+
+def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
+    # Inverse transform sampling in fp64; int64 (rows,).
+    device = logits.device
+    temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
+    # With the maximum at 0 no temperature is too small.
+    logits = logits.double()
+    probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
+    nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
+    if nuclei:
+        top_p = torch.tensor([samplings[row].top_p for row in nuclei], dtype=torch.float64, device=device)
+        probabilities[nuclei] = _nucleus(probabilities[nuclei], top_p)
+    sums = probabilities.cumsum(-1)
+    points = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * sums[:, -1:]
+    return torch.searchsorted(sums, points, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    # Keep the likeliest tokens that add up to top_p, including ties.
+    ranked = probabilities.sort(dim=-1, descending=True).values
+    inside = ranked.cumsum(-1) - ranked < top_p[:, None]
+    least = ranked.masked_fill(~inside, math.inf).amin(-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < least, 0.0)
+
+
+def _logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    if not tokens:
+        return []
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    rows = zip(tokens, chosen, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, logprob, count, ids, values in rows
+    ]
 
 
 class ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
+    def __init__(self, forward: Forward, pool: BlockPool) -> None:
         self.forward = forward
-        self._layers = layers
-        self._device = device
+        self._pool = pool
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
         """Return the next token, with logits, of each chunk that is its sequence's last."""
         packed = [chunk for chunk in chunks if not chunk.selects]
         found = self._compute(packed) if packed else (torch.empty(0), [])
-        # After the other chunks: they may compute documents before a question.
+        # After the other chunks, which may compute documents of the prompt.
         for chunk in chunks:
             if chunk.selects and chunk.sequence.selecting is not None:
                 chunk.sequence.selecting.compute()
         return found
 
     def _compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
-        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
+        step = pack([self._piece(chunk) for chunk in chunks], self._pool)
+        logits = self.forward(*step)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
         if not chosen:
             return logits, []
@@ -40,13 +103,12 @@ class ModelRunner:
             return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
 
     def recover(self) -> None:
-        """Raise the device's error if it persists."""
-        if self._device.type == "cuda":
+        if self._pool.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._pool.device)
 
     def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
+        sequence, table = chunk.sequence, chunk.sequence.table(self._pool.shape.block_size)
         positions = sequence.positions(chunk.tokens)
         start, end = int(positions[0]), int(positions[-1]) + 1
         if np.array_equal(positions, np.arange(start, end)):

@@ -20,12 +20,12 @@ __all__ = ["ScheduledChunk", "Scheduler"]
 
 # Waiting sequences whose cached prefix is prefetched.
 _PREFETCHED = 8
-# Time to load a token as a share of computing it, if the profile has no load times. Measured on a CPU: 0.01 and 0.03
-# (docs/embedded.md); RAGCache's Figure 7 gives 0.19 for a GPU's host memory.
+# Time to load a token as a share of computing it, without measured load times. On a CPU: 0.01 and 0.03
+# (docs/embedded.md); in RAGCache's Figure 7: 0.19 for a GPU's host memory.
 _LOADS = {"host": 0.1, "disk": 0.2}
 # Tokens of the prompt whose computation is compared with loads.
 _COMPUTED_TOKENS = 1024
-# Steps without a memory shortage before steps may double again.
+# Steps without a shortage before steps may double again.
 _STEPS_TO_GROW = 256
 
 _by_turn = attrgetter("turn")
@@ -33,8 +33,7 @@ _by_turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` tokens of a sequence. After the `last` ones the next token is chosen; `selects`: they belong to
-    its selection."""
+    """The next `tokens` of a sequence: the `last` before a choice, or a part of its selection (`selects`)."""
 
     sequence: Sequence
     tokens: int
@@ -43,18 +42,13 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences.
-
-    The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
-    more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
-    blocks; later ones overtake it while it loads. The `fuser` adds reused documents. If blocks run out, the latest
-    turns are preempted. A sequence keeps its turn until it ends.
-    """
+    """Waiting and running sequences. The next turn goes to the waiting sequence with the largest cached / computation
+    length, but none is overtaken by more than `window` later ones (0: in order of arrival). It runs once its prefix is
+    loaded and all tokens have blocks. If blocks run out, the latest turns are preempted. A sequence keeps its turn."""
 
     def __init__(
         self,
         cache: KnowledgeCache,
-        block_size: int,
         max_batch_tokens: int,
         max_requests: int,
         window: int = 0,
@@ -65,7 +59,7 @@ class Scheduler:
         self._fuser = fuser
         self.preempted = 0
         self._cache = cache
-        self._block_size = block_size
+        self._block_size = cache.shape.block_size
         self._max_batch_tokens = self._step_tokens = max_batch_tokens
         self._max_requests = max_requests
         computing_s = profile.cost(0, _COMPUTED_TOKENS)
@@ -78,7 +72,7 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         # The first of them did not fit, and nothing has been freed since.
         self._full = False
-        # A prefix was still loading during this plan; it may be ready now.
+        # A prefix was still loading during this plan.
         self._awaits_loads = False
         self._steps_since_shortage = 0
 
@@ -103,11 +97,8 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """Plan at most `max_batch_tokens`, beside selections and critical tokens that share a step. Empty while all
-        wait for prefixes.
-
-        Raises OutOfBlocksError if the first sequence never fits.
-        """
+        """Return chunks of at most `max_batch_tokens`; none while all wait for prefixes. Raises OutOfBlocksError if the
+        first sequence never fits."""
         chunks: list[ScheduledChunk] = []
         self._awaits_loads = False
         self._plan_suspect(chunks)
@@ -141,8 +132,7 @@ class Scheduler:
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence with suspect KV, the nodes that it has computed in any step, and found ones with NaN or
-        inf."""
+        """Remove a sequence with suspect KV, its nodes, and found ones with NaN or inf."""
         self.drop(sequence)
         self._cache.purge(sequence.nodes, found=sequence.found)
 
@@ -154,7 +144,7 @@ class Scheduler:
             self.drop(sequence)
 
     def requeue(self) -> None:
-        """Release all blocks after a failed step; none of its nodes stay cached. Turns and tokens are kept."""
+        """Release all blocks after a failed step. Turns and tokens are kept."""
         turns = self.with_turns
         self._admitted = sorted((sequence for sequence in turns if sequence.owner is None), key=_by_turn)
         self.running.clear()
@@ -165,11 +155,9 @@ class Scheduler:
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens of the next step."""
         return self._step_tokens
 
     def shrink(self, tokens: int) -> bool:
-        """Halve the next steps after a shortage at `tokens`. Return False if they cannot shrink."""
         smaller = min(tokens, self._step_tokens) // 2
         if not smaller:
             return False
@@ -218,7 +206,7 @@ class Scheduler:
         if selecting is not None and not sequence.pending:
             chunks.append(ScheduledChunk(sequence, selecting.pending, last=False, selects=True))
             return selecting.pending
-        tokens = sequence.take(left)
+        tokens = min(left, sequence.pending)
         # The first commit also counts the use of found nodes.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.exact_after(tokens))
@@ -308,7 +296,7 @@ class Scheduler:
     def _start_helpers(
         self, sequence: Sequence, helpers: list[Sequence], left: int, chunks: list[ScheduledChunk]
     ) -> int:
-        # The helpers need blocks, and the sequence will find more cached KV after them.
+        # The helpers need blocks, and add to the sequence's cached KV.
         self._release(sequence)
         sequence.helpers = helpers
         place = self._admitted.index(sequence)
@@ -339,8 +327,8 @@ class Scheduler:
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
-        # Waiting sequences hold blocks that others need, or pin nodes found before the rest was computed: give the
-        # first sequence the whole pool, without room for copies of documents.
+        # Waiting sequences hold blocks that others need, or pin nodes found too early: give the first sequence the
+        # whole pool, without room for copies of documents.
         if self.running and not any(sequence.lease and sequence.lease.pinned for sequence in self.running):
             raise OutOfBlocksError("the pool has no room for the only running sequence")
         for sequence in list(self.running):
@@ -351,8 +339,7 @@ class Scheduler:
         for helper in first.helpers:
             self._admitted.remove(helper)
         first.helpers = []
-        # Found nodes may have blocks outside its table, such as the system prompt's last one; without found nodes it
-        # only needs blocks for its tokens.
+        # Found nodes may have blocks outside its table, such as the system prompt's last one.
         try:
             self._acquire_all(first, first.path)
         except OutOfBlocksError:

@@ -12,104 +12,80 @@ from torch import Tensor
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention
 from ragorder.kernels.attention.weights import Keys, Queries, attention_received
-from ragorder.kernels.engine.attention import PagedLayers, PagedStep, StepAttention
-from ragorder.kernels.engine.batch import Forward, ForwardEnded, Piece, pack
 from ragorder.kernels.engine.sequence import Positions
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Measurements, Needs
+from ragorder.kernels.models.attention import AttentionCall
+from ragorder.kernels.models.batch import Forward, ForwardEnded, PackedStep, Piece, pack
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "read_question"]
+__all__ = ["Question", "Scorer", "ScoringInput", "kv_deviation", "read_question"]
 
 
-def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
-    """Return fp32 (keys,): attention from the piece's rows at `positions` to each key in its context, summed over rows,
-    mean over heads and layers. Writes the rows' KV."""
-    step = pack([piece], layers, device)
-    attention = _AllLayers(step.attention, layers, step.positions, piece)
+def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
+    """Return fp32 (keys,): attention from the piece's rows to each key in its context, summed over rows, mean over
+    heads and layers. Writes the rows' KV."""
+    step = pack([piece], pool)
+    attention = _AllLayers(step, pool, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
-    return attention.total / len(layers.key_caches)
+    return attention.total / pool.shape.layers
 
 
 class _AllLayers:
-    """A step's attention (`inner`) that sums its rows' attention and ends in the last layer."""
+    def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
+        self._step = step
+        self._pool = pool
+        self._table = _int64(piece.table, pool)
+        self.total = torch.zeros(piece.context, device=pool.device)
 
-    def __init__(self, inner: PagedStep, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
-        self._inner = inner
-        self._layers = layers
-        self._positions = positions
-        self._table = torch.as_tensor(piece.table, dtype=torch.int64, device=positions.device)
-        self.total = torch.zeros(piece.context, device=positions.device)
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        out = self._inner.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        keys = Keys(self._layers.key_caches[layer], self._table, len(self.total))
-        self.total += attention_received(Queries(query, self._positions, scale, window, softcap), keys)
-        if layer == len(self._layers.key_caches) - 1:
+    def attend(self, call: AttentionCall) -> Tensor:
+        out = self._step.attention.attend(call)
+        keys = Keys(self._pool.views.key_caches[call.layer], self._table, len(self.total))
+        queries = Queries(call.query, self._step.positions, call.scale, call.window, call.softcap)
+        self.total += attention_received(queries, keys)
+        if call.layer == self._pool.shape.layers - 1:
             raise ForwardEnded
         return out
 
 
-def kv_deviation(
-    forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str, most_tokens: int
-) -> Tensor:
-    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in the second
-    layer.
-
-    The `start` tokens before it have exact KV. Its own tokens may have no KV: theirs in the first layer is written,
-    and depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
-    """
-    if len(layers.key_caches) < 2:
-        return torch.zeros(len(piece.token_ids), device=device)
+def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
+    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1. KV of
+    layer 0 is written: it depends on no other token, so reused KV is exact there."""
+    if pool.shape.layers < 2:
+        return torch.zeros(len(piece.token_ids), device=pool.device)
     parts = []
     for begin in range(0, len(piece.token_ids), most_tokens):
         chunk = replace(piece, token_ids=piece.token_ids[begin : begin + most_tokens], start=piece.start + begin)
-        step = pack([chunk], layers, device)
-        attention = _SecondLayer(step.attention, layers, step.positions, piece)
+        step = pack([chunk], pool)
+        attention = _SecondLayer(step, pool, piece)
         forward.until_ended(step.token_ids, step.positions, attention)
         parts.append(attention.deviation)
     return torch.cat(parts)
 
 
 class _SecondLayer:
-    """First-layer attention; ends in the second layer with the distance of its KV from the pool's."""
+    """Ends in layer 1 with the distance of its KV from the pool's."""
 
     deviation: Tensor
 
-    def __init__(self, inner: StepAttention, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
-        self._inner = inner
-        self._layers = layers
-        table = torch.as_tensor(piece.table, dtype=torch.int64, device=positions.device)
-        self._places = table[positions // layers.block_size], positions % layers.block_size
+    def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
+        self._step = step
+        self._pool = pool
+        size = pool.shape.block_size
+        self._places = _int64(piece.table, pool)[step.positions // size], step.positions % size
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if not layer:
-            return self._inner.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+    def attend(self, call: AttentionCall) -> Tensor:
+        if not call.layer:
+            return self._step.attention.attend(call)
         old_key, old_value = (
-            caches[layer][self._places] for caches in (self._layers.key_caches, self._layers.value_caches)
+            caches[call.layer][self._places] for caches in (self._pool.views.key_caches, self._pool.views.value_caches)
         )
-        self.deviation = _distance(key, old_key) + _distance(value, old_value)
+        self.deviation = _distance(call.key, old_key) + _distance(call.value, old_value)
         raise ForwardEnded
+
+
+def _int64(table: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]], pool: BlockPool) -> Tensor:
+    return torch.as_tensor(table, dtype=torch.int64, device=pool.device)
 
 
 def _distance(new: Tensor, old: Tensor) -> Tensor:
@@ -125,68 +101,44 @@ class Question:
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """The same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
         return Question(queries, turn.apply(self.keys, last), start)
 
-    def attention(self, layers: PagedLayers, table: Tensor, held: Tensor | None = None) -> Tensor:
-        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
-
-        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over its tokens,
-        mean over heads.
-        """
-        keys = Keys(layers.key_caches[-1], table, self.start, self.keys, held)
+    def attention(self, pool: BlockPool, table: Tensor, held: Tensor | None = None) -> Tensor:
+        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64). Softmax over
+        the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads."""
+        keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
 
 
-def read_question(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Question:
+def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
     """Compute a question after the `start` tokens with KV in its blocks. Writes nothing."""
-    count = len(piece.token_ids)
-    attention = _LastLayer(layers, PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device))
+    count, device = len(piece.token_ids), pool.device
+    batch = PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device)
+    attention = _LastLayer(pool, batch)
     positions = torch.arange(piece.start, piece.start + count, device=device)
     forward.until_ended(torch.tensor(piece.token_ids, device=device), positions, attention)
-    return Question(replace(attention.queries, positions=positions), attention.keys, piece.start)
+    call = attention.call
+    return Question(Queries(call.query, positions, call.scale, call.window, call.softcap), call.key, piece.start)
 
 
 class _LastLayer:
-    """Attention that ends with the arguments of the last layer."""
+    call: AttentionCall
 
-    queries: Queries
-    keys: Tensor
-
-    def __init__(self, layers: PagedLayers, batch: PackedBatch) -> None:
-        self._layers = layers
+    def __init__(self, pool: BlockPool, batch: PackedBatch) -> None:
+        self._views = pool.views
         self._batch = batch
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        layers = self._layers
-        if layer == len(layers.key_caches) - 1:
-            self.queries, self.keys = Queries(query, query.new_empty(0), scale, window, softcap), key
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, query, key, value, scale, window, softcap = call
+        views = self._views
+        if layer == len(views.key_caches) - 1:
+            self.call = call
             raise ForwardEnded
-        out: Tensor = prefix_attention(
-            query,
-            key,
-            value,
-            layers.key_caches[layer],
-            layers.value_caches[layer],
-            self._batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return out
+        caches = views.key_caches[layer], views.value_caches[layer]
+        return prefix_attention(query, key, value, *caches, self._batch, scale=scale, window=window, softcap=softcap)
 
 
 Span = tuple[int, int]
@@ -194,12 +146,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A prompt before its first step, and its blocks.
-
-    - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
-    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents hold anything.
-    - `asked`: the question's vectors after the system prompt, if a warm-up has computed them.
-    """
+    """A prompt before its first step, and its blocks. `exact_tokens` are its exact prefix, `spans` its reused
+    documents; rows of others hold anything. `asked`: the question's vectors after the system prompt, from a warm-up."""
 
     token_ids: Sequence[int]
     table: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -214,7 +162,6 @@ class ScoringInput:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -222,26 +169,16 @@ class ScoringInput:
 
 
 class Scorer:
-    """Measures the input of selections in forwards of `most_tokens`; only the last tokens of a longer question
-    count."""
+    """Measures the input of selections in forwards of `most_tokens`; of a longer question the last tokens count."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        pool: BlockPool,
-        rotation: Rotation,
-        device: torch.device | str,
-        most_tokens: int = 2048,
-    ) -> None:
+    def __init__(self, forward: Forward, pool: BlockPool, rotation: Rotation, most_tokens: int = 2048) -> None:
         self._forward = forward
-        self._layers = PagedLayers(pool)
+        self._pool = pool
         self._rotation = rotation
-        self._device = device
+        self._device = pool.device
         self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
-        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix, which is
-        exact."""
         steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
             try:
@@ -266,24 +203,20 @@ class Scorer:
         return replace(measurements, deviation=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """In steps, return fp32: attention of the `chosen` tokens to each token before the question, summed over them,
-        mean over heads and layers. Recomputes them and writes their KV."""
+        """Recompute the `chosen` tokens, in steps. Return their attention to each token, as `attended`."""
         found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
             yield len(rows)
             ids = [inputs.token_ids[row] for row in rows]
             piece = Piece(ids, int(rows[0]), inputs.table, False, rows)
-            received = attended(self._forward, self._layers, piece, self._device)
+            received = attended(self._forward, self._pool, piece)
             found[: len(received)] += received
         return found
 
     def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
-        """Return fp32: the question's attention to each earlier token.
-
-        Its vectors are computed after the documents or, with `alone` or if some have no KV, after the system prompt and
-        then moved. The latter needs no documents, so a warm-up may have computed it (`ScoringInput.asked`).
-        """
+        """Return fp32: the question's attention to each earlier token. Its vectors are computed after the documents or,
+        with `alone` or without all KV, after the system prompt and moved."""
         held = inputs.held(self._device)
         if inputs.asked is not None:
             question = inputs.asked.moved(inputs.question[0], self._rotation)
@@ -292,22 +225,20 @@ class Scorer:
         else:
             question = self.read(inputs, min(inputs.prefix_tokens, inputs.exact_tokens), most_tokens)
             question = question.moved(inputs.question[0], self._rotation)
-        table = torch.as_tensor(inputs.table, dtype=torch.int64, device=self._device)
-        return question.attention(self._layers, table, held)
+        return question.attention(self._pool, _int64(inputs.table, self._pool), held)
 
     def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
         """Compute the question, or its last `most_tokens`, after the prompt's first `start` tokens, which have KV."""
         begin, end = inputs.question
         ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
-        return read_question(self._forward, self._layers, Piece(ids, start, inputs.table, False), self._device)
+        return read_question(self._forward, self._pool, Piece(ids, start, inputs.table, False))
 
     def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32 for each token up to the last reused document; 0 in the exact prefix."""
         parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
         for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(
                 inputs.token_ids[begin : min(begin + most_tokens, inputs.spans[-1][1])], begin, inputs.table, False
             )
             yield len(piece.token_ids)
-            parts.append(kv_deviation(self._forward, self._layers, piece, self._device, most_tokens))
+            parts.append(kv_deviation(self._forward, self._pool, piece, most_tokens))
         return torch.cat(parts)

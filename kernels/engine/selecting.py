@@ -21,8 +21,7 @@ __all__ = ["KeptQuestions", "TokenSelecting"]
 
 
 class KeptQuestions:
-    """Vectors of questions directly after a system prompt, by tenant and tokens, for `seconds`; the latest, up to
-    `most_tokens` in total."""
+    """Vectors of questions after a system prompt, for `seconds`; the latest, up to `most_tokens` in total."""
 
     def __init__(
         self,
@@ -48,7 +47,6 @@ class KeptQuestions:
         return len(self._entries)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep the question of a computed warm-up, whose prompt is a system prompt and the question."""
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
@@ -100,11 +98,8 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 
 class TokenSelecting:
-    """The selection among a sequence's reused tokens in `spans`.
-
-    `pending` is the tokens of the next forward, at most `most_tokens` where it can be split, and 0 at the end. Then
-    `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`.
-    """
+    """The selection among a sequence's reused tokens in `spans`. `pending` is the tokens of the next forward, 0 at the
+    end. Then `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`."""
 
     def __init__(
         self,
@@ -131,7 +126,6 @@ class TokenSelecting:
         self.compute()
 
     def compute(self) -> None:
-        """Compute the pending forward; nothing in the first call. Raises the errors of a failing device."""
         try:
             self.pending = next(self._steps, 0)
         except Exception as error:
@@ -152,7 +146,7 @@ class TokenSelecting:
         asked = self._questions.find(self._sequence) if selection.needs == "question" else None
         measurements = yield from self._scorer.measuring(selection.needs, self._inputs(asked), self._most_tokens)
         rounds = self._fusion.rounds
-        # A policy may return any positions: rows outside belong to others, or are computed anyway.
+        # A policy may return any positions.
         self.chosen = np.intersect1d(everywhere, selection.choose(measurements, -(-budget // rounds)).cpu().numpy())
         for number in range(2, rounds + 1):
             wanted = -(-budget * number // rounds)

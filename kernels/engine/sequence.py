@@ -17,7 +17,7 @@ from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Req
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.trie.policies import Key
 
-__all__ = ["Positions", "ScatteredPrefill", "Selecting", "Sequence", "Spans"]
+__all__ = ["Positions", "ScatteredPrefill", "Sequence", "Spans"]
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 Spans = abc.Sequence[tuple[int, int]]
@@ -25,11 +25,9 @@ Spans = abc.Sequence[tuple[int, int]]
 
 
 class ScatteredPrefill:
-    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
-
-    First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
-    the chosen tokens and the rest.
-    """
+    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV. First
+    the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then the
+    chosen tokens and the rest."""
 
     def __init__(
         self, tokens: int, computed: int, reused: Spans, path_tokens: int, *, documents_first: bool = False
@@ -46,7 +44,6 @@ class ScatteredPrefill:
         self._todo, self._rest = places[first], places[~first]
 
     def __len__(self) -> int:
-        """Number of positions to compute, without those that wait for a choice."""
         return len(self._todo)
 
     def choose(self, chosen: Positions) -> None:
@@ -57,7 +54,6 @@ class ScatteredPrefill:
         self._todo = np.concatenate((self._todo, later))
 
     def choose_all(self) -> None:
-        """Compute everything with full attention, including positions that a selection has overwritten."""
         first = self._todo[self._todo < self.exact_tokens]
         begin = int(first[0]) if len(first) else self.exact_tokens
         self._todo = np.arange(begin, self._tokens)
@@ -67,7 +63,6 @@ class ScatteredPrefill:
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
-        """Tokens with exact KV after the next `tokens`."""
         return min(self.exact_tokens, int(self._todo[:tokens].max()) + 1)
 
     def advance(self, tokens: int) -> None:
@@ -75,12 +70,6 @@ class ScatteredPrefill:
 
 
 class Selecting(Protocol):
-    """A running selection; `pending` is the tokens of its next forward, 0 at the end.
-
-    Then `chosen` positions are recomputed, or the request `in_full`, because a failed selection may have overwritten
-    KV.
-    """
-
     pending: int
     chosen: Positions
     in_full: bool
@@ -89,12 +78,8 @@ class Selecting(Protocol):
 
 
 class Sequence:
-    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. Prefill, recomputation and
-    decoding work alike.
-
-    A fused sequence also has copied KV of later documents until its other positions are computed. Its `helpers` compute
-    documents alone before it starts.
-    """
+    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. A fused sequence also has
+    copied KV of later documents until its other positions are computed. `helpers` compute documents alone before it."""
 
     def __init__(
         self,
@@ -109,10 +94,10 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         self.fusion = fusion
-        # A helper's owner waits for it; a helper ends without an answer.
+        # A helper's owner waits for it; a helper has no answer.
         self.owner = owner
         self.helpers: list[Sequence] = []
-        # Contents of the documents that helpers compute; None until that is decided.
+        # Contents of the documents that helpers compute; None until decided.
         self.standalone: frozenset[bytes] | None = None
         self.request = request
         self.path = path
@@ -141,7 +126,8 @@ class Sequence:
         self._found: Spans = ()
         self._by_tier = TierTokens()
         self._random = Random(request.sampling.seed)
-        self._draw = self._random.random()
+        # The next token's random number, the same for each retry of its step.
+        self.draw = self._random.random()
         self.logits: torch.Tensor | None = None
         self._text = TextStream(tokenizer, self.tokens, request.sampling.stop_strings)
         self._stops = request.sampling.stop_tokens | (frozenset() if request.sampling.ignore_eos else stops)
@@ -159,11 +145,6 @@ class Sequence:
         return len(self.tokens) - self.computed if self.scattered is None else len(self.scattered)
 
     @property
-    def draw(self) -> float:
-        """The next token's random number, the same for each retry of its step."""
-        return self._draw
-
-    @property
     def overdue(self) -> bool:
         return perf_counter() - self._added > self._deadline_s
 
@@ -178,7 +159,6 @@ class Sequence:
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean time between tokens of the answer; None before the second."""
         gaps = len(self.tokens) - self.prompt_tokens - 1
         if gaps < 1 or self._first is None or self._latest is None:
             return None
@@ -203,7 +183,6 @@ class Sequence:
         self._found, self._by_tier = found, by_tier
 
     def choose(self, chosen: Positions, *, in_full: bool = False) -> None:
-        """Recompute these positions, or everything."""
         assert self.scattered is not None
         if in_full:
             self.scattered.choose_all()
@@ -214,10 +193,6 @@ class Sequence:
             self.recomputed = sum(int(np.sum((chosen >= begin) & (chosen < end))) for begin, end in self._found)
         if in_full:
             self.recomputed = self.fused.total
-
-    def take(self, room: int) -> int:
-        """Tokens that a step with this room computes."""
-        return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:
         if self.scattered is not None:
@@ -236,7 +211,6 @@ class Sequence:
             self.scattered, self.computed = None, len(self.tokens)
 
     def forget_cached(self) -> None:
-        """Drop the counts of found KV that was lost unused."""
         if self._first is None:
             self.cached = self.fused = None
             self.recomputed = 0
@@ -253,12 +227,13 @@ class Sequence:
         self._table = np.empty(0, dtype=np.int32)
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
-        """Append the next token; the last update has a completion."""
-        if self._first is None:
-            self._first = perf_counter()
-        self._draw = self._random.random()
+        self.draw = self._random.random()
         self.tokens.append(token_id)
-        self._time_token()
+        self._latest, before = perf_counter(), self._latest
+        if before is None:
+            self._first = self._latest
+        else:
+            self.gap_s = self._latest - before
         new_logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
@@ -277,13 +252,6 @@ class Sequence:
             return Update(self.request_id, (token_id,), text, None, new_logprobs)
         text += self._text.finish()
         return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
-
-    def _time_token(self) -> None:
-        before, self._latest = self._latest, perf_counter()
-        if before is None:
-            self._latest = self._first
-        else:
-            self.gap_s = self._latest - before
 
     def end(self, reason: FinishReason, error: str | None = None, fault: Fault | None = None) -> Update:
         text = "" if reason == "error" else self._text.finish()

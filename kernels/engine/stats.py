@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from operator import add
 
@@ -18,46 +18,12 @@ __all__ = ["TBT_BOUNDS_S", "EngineCounters", "EngineStats"]
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Snapshot of the engine's counters.
-
-    `finished` is by finish reason. Prompt, cached, fused and recomputed tokens are of requests with a first token.
-    `retries` follow failed steps. `tbt_counts` counts times between tokens by bucket, the last one above
-    `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used `questions_used`. Idle steps built
-    `idle_documents` with `idle_tokens` computed; `idle_aborted` ended for due requests. `stream` is of a streamed
-    model.
-    """
-
-    cache: CacheStats
-    running: int
-    waiting: int
-    finished: Mapping[str, int]
-    refused: int
-    prompt_tokens: int
-    cached: TierTokens
-    fused: TierTokens
-    recomputed: int
-    generated_tokens: int
-    ttft_s_sum: float
-    ttft_count: int
-    steps: int
-    computed_tokens: int
-    preemptions: int
-    failed_steps: int
-    retries: int
-    tbt_counts: tuple[int, ...]
-    tbt_s_sum: float
-    questions_kept: int
-    questions_used: int
-    idle_documents: int
-    idle_tokens: int
-    idle_aborted: int
-    stream: StreamStats | None = None
-
-
 @dataclass(slots=True)
 class EngineCounters:
+    """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts` counts times between
+    tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
+    `questions_used`; `idle_aborted` builds ended for due requests."""
+
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0
     prompt_tokens: int = 0
@@ -97,10 +63,18 @@ class EngineCounters:
     def snapshot(
         self, cache: CacheStats, running: int, waiting: int, preemptions: int, stream: StreamStats | None = None
     ) -> EngineStats:
-        counted = {each.name: getattr(self, each.name) for each in fields(self)} | {
-            "finished": dict(self.finished),
-            "tbt_counts": tuple(self.tbt_counts),
-        }
+        counted = {each.name: copy(getattr(self, each.name)) for each in fields(self)}
         return EngineStats(
-            cache=cache, running=running, waiting=waiting, preemptions=preemptions, stream=stream, **counted
+            **counted, cache=cache, running=running, waiting=waiting, preemptions=preemptions, stream=stream
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(EngineCounters):
+    """Snapshot of the counters and of the current state. `stream` is of a streamed model."""
+
+    cache: CacheStats
+    running: int
+    waiting: int
+    preemptions: int
+    stream: StreamStats | None = None

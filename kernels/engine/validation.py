@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ragorder.kernels.cache import Segment, segments_of
 from ragorder.kernels.engine.request import Request, RequestRefusedError
 from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.selection import selections
 from ragorder.kernels.fusion.settings import Fusion
 
@@ -19,33 +20,26 @@ __all__ = ["RequestValidator"]
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Limits: vocabulary, context, size of the pool. `fusion` is the default, or None if the engine cannot fuse."""
-
     vocabulary: int
     max_model_len: int
     device_tokens: int
-    block_size: int
-    chunk_tokens: int
     tokenizer: Any | None
     end_tokens: frozenset[int]
-    deadline_s: float | None = None
-    max_cached_documents: int | None = None
-    fusion: Fusion | None = None
+    settings: EngineSettings
 
     def admit(self, request_id: int, request: Request) -> Sequence:
-        """Raises RequestRefusedError if the request can never be served."""
         tokens = self._checked(request.token_ids)
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:
             raise RequestRefusedError("stop strings need a tokenizer, but the engine has none: give stop tokens")
-        deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
+        deadline_s = min(self.settings.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
         fusion = self._checked_fusion(request.fusion)
         request = replace(request, token_ids=tokens)
         path = _with_exact(self._path(request), request.exact_documents)
         return Sequence(request_id, request, path, self.tokenizer, self.end_tokens, deadline_s, fusion)
 
     def _path(self, request: Request) -> tuple[Segment, ...]:
-        ends = list(request.document_ends[: self.max_cached_documents])
+        ends = list(request.document_ends[: self.settings.max_cached_documents])
         expected_uses = list(request.expected_uses)
         if ends and 0 < request.prefix_tokens < ends[0]:
             ends.insert(0, request.prefix_tokens)
@@ -56,17 +50,17 @@ class RequestValidator:
             request.token_ids,
             ends,
             salt=request.salt,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.settings.chunk_tokens,
             expected_uses=expected_uses,
-            prefix_tokens=request.prefix_tokens if known and self.fusion is not None else None,
+            prefix_tokens=request.prefix_tokens if known and self.settings.fusion is not None else None,
         )
 
     def _checked_fusion(self, fusion: Fusion | Literal["exact"] | None) -> Fusion | None:
         if fusion is None:
-            return self.fusion
+            return self.settings.fusion
         if isinstance(fusion, str):
             return None
-        if self.fusion is None:
+        if self.settings.fusion is None:
             raise RequestRefusedError("fusion needs an engine with reuse='fused': this one only reuses exact prefixes")
         try:
             selections.check(fusion.select)
@@ -103,8 +97,8 @@ class RequestValidator:
         # The last token's KV is never needed.
         if total - 1 > self.device_tokens:
             raise RequestRefusedError(
-                f"{asked}, but the pool holds {self.device_tokens} (blocks of {self.block_size}): give less, or "
-                "the engine more device_tokens"
+                f"{asked}, but the pool holds {self.device_tokens} (blocks of {self.settings.block_size}): give less, "
+                "or the engine more device_tokens"
             )
 
 

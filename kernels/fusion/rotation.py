@@ -9,14 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = ["Rope", "Rotation", "Turn"]
+__all__ = ["Rotation"]
 
-# Relative difference of two keys' norms: far below that of another convention or other frequencies, far above rounding.
+# Relative difference of two keys' norms: far below that of other frequencies, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
-# Frequencies that depend on the sequence's length: a rotated key differs from the key computed at the new position.
+# Frequencies that depend on the sequence's length.
 _REFUSED = ("dynamic", "longrope")
 
 _FARTHEST = 32_768
@@ -25,14 +25,13 @@ _PROBES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """`frequencies` float32 (n,) in radians per token rotate the first 2 n dimensions of a head. The two dimensions of
-    a frequency are i and i + n, or 2 i and 2 i + 1 if `adjacent`."""
+    """`frequencies` float32 (n,) in radians per token rotate the first 2 n dimensions of a head: i and i + n, or 2 i
+    and 2 i + 1 if `adjacent`."""
 
     frequencies: Tensor
     adjacent: bool
 
     def angles(self, by: Tensor, origin: Tensor | None) -> Tensor:
-        """float64 (T, n) for int64 (T,)."""
         frequencies = self.frequencies.to(by.device)
         if origin is None:
             return by[:, None] * frequencies.double()
@@ -42,8 +41,6 @@ class Rope:
 
 
 class Turn:
-    """A rotation of T tokens, for the keys or queries of all layers."""
-
     def __init__(self, ropes: Sequence[Rope | None], by: Tensor, origin: Tensor | None) -> None:
         self._ropes = ropes
         self._by = by
@@ -51,7 +48,6 @@ class Turn:
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     def apply(self, vectors: Tensor, layer: int) -> Tensor:
-        """Rotate (T, heads, D), in float32, keeping the dtype. A layer without positions returns `vectors` itself."""
         rope = self._ropes[layer]
         if rope is None:
             return vectors
@@ -64,7 +60,6 @@ class Turn:
         return found if turned == vectors.shape[-1] else torch.cat((found, vectors[..., turned:]), -1)
 
     def _turn(self, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 (T, 1, n)."""
         if id(rope) not in self._turns:
             angles = rope.angles(self._by, self._origin)[:, None]
             self._turns[id(rope)] = angles.cos().float().to(device), angles.sin().float().to(device)
@@ -74,11 +69,10 @@ class Turn:
 class Rotation:
     """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
 
-    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key at the new
-    position.
-
         rotation = Rotation.of(model)
         moved = rotation.shift(keys, new - old, layer, origin=old)
+
+    A key rotated by a difference of positions is the key at the new position (FusionRAG, appendix A.1).
     """
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
@@ -90,14 +84,9 @@ class Rotation:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Find the rotation of `model`'s keys per layer, with the model's frequencies (default, linear, llama3, yarn
-        and others; of whole heads or a part).
-
-        Raises UnsupportedModelError for dynamic and longrope frequencies, and for keys that depend on positions in
-        another way.
-        """
+        """Find the rotation of each layer's keys among the model's frequencies. Raises UnsupportedModelError."""
         candidates = list(_candidates(model))
-        # A sequence of one token: only its position changes its keys.
+        # Of a sequence of one token, only the position changes its keys.
         positions = (3 ** torch.arange(_PROBES)).clamp(max=_last_position(model))
         before, after = _keys(model, torch.zeros_like(positions)), _keys(model, positions)
         ropes: list[Rope | None] = []
@@ -111,24 +100,17 @@ class Rotation:
         return cls(ropes)
 
     def turn(self, by: Tensor | int, origin: Tensor | int | None = None) -> Turn:
-        """Return the rotation that `shift` applies, for all layers."""
         moved = torch.as_tensor(by).reshape(-1)
         start = None if origin is None else torch.as_tensor(origin, device=moved.device).reshape(-1)
         return Turn(self._ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all; keep the dtype.
-
-        `origin` is their position. With it the result has the model's own rounding at the new positions, else that at
-        0: at 4,000, in float32, a difference of 1e-4.
-        """
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their position `origin`
+        the result has the model's own rounding at the new positions."""
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:
-        """Compare moved keys with `model`'s keys at the new positions, over all positions.
-
-        Raises UnsupportedModelError for differences beyond rounding.
-        """
+        """Compare moved keys with `model`'s over all positions. Raises UnsupportedModelError."""
         last = _last_position(model)
         old = torch.linspace(0, last, _PROBES).long()
         new = old.flip(0) // 2 + last // 3
@@ -166,7 +148,6 @@ def _check_types(model: Any, types: object) -> None:
 
 
 def _keys(model: Any, positions: Tensor) -> list[Tensor]:
-    """Each layer's keys (T, KV heads, D) of T one-token sequences, the same tokens in each call."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(len(positions))
     tokens = torch.randint(0, embedding.shape[0], (len(positions), 1), generator=generator).to(embedding.device)

@@ -1,4 +1,4 @@
-"""Selections of critical tokens: which reused tokens are recomputed. Needs no torch."""
+"""Selections of critical tokens to recompute, without torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,7 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SELECTIONS",
-    "AllTokens",
-    "DocumentHeads",
-    "KVDeviation",
-    "Measurements",
-    "Needs",
-    "NoTokens",
-    "QueryGuided",
-    "RandomTokens",
-    "Selection",
-    "make_selection",
-    "selections",
-    "top",
-]
+__all__ = ["SELECTIONS", "Measurements", "Needs", "make_selection", "selections", "top"]
 
 Needs = Literal["nothing", "question", "two layers"]
 """Measured before the choice: nothing, `attention` or `deviation`."""
@@ -36,13 +22,9 @@ Needs = Literal["nothing", "question", "two layers"]
 class Measurements:
     """A prompt's N reused tokens and their measurements.
 
-    - `reused` int64 (N,): their positions, ascending; `spans`: begin and end of their documents, ascending.
-    - `attention` fp32 (N,): the question's in the last layer, softmax over all KV, summed over its tokens, mean over
-      heads.
-    - `deviation` fp32 (N,): squared deviation of key and value from full attention's in the second layer.
-    - `seed`: a digest of the prompt.
-
-    Raises ValueError for another number of measurements.
+    - `reused` int64 (N,): positions, ascending; `spans`: begin and end of their documents.
+    - `attention` fp32 (N,): the question's in the last layer, summed over its tokens, mean over heads.
+    - `deviation` fp32 (N,): squared, of key and value from full attention's in the second layer.
     """
 
     reused: Tensor
@@ -58,7 +40,6 @@ class Measurements:
                 raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one per token")
 
     def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
-        """Return a measurement. Raises ValueError if it is missing."""
         found: Tensor | None = getattr(self, name)
         if found is None:
             raise ValueError(f"{name} was not measured: measure it as the selection's `needs` says")
@@ -146,5 +127,4 @@ SELECTIONS = tuple(selections.names)
 
 
 def make_selection(name: str) -> Selection:
-    """Raises ValueError naming the choices."""
     return selections[selections.check(name)]()

@@ -9,11 +9,8 @@ __all__ = ["Fusion"]
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents outside its cached prefix.
-
-    `recompute` is the share of their tokens to recompute, 0 to 1; `select` chooses them (`kernels.fusion.selection`).
-    In further `rounds` the attention of the chosen tokens chooses more. Raises ValueError for invalid values.
-    """
+    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`; in
+    further `rounds` the attention of these chooses more."""
 
     recompute: float = 0.15
     select: str = "query"

@@ -13,7 +13,7 @@ except ImportError as error:
 
 from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
-from ragorder.kernels.offload.footprint import Footprint, footprint
+from ragorder.kernels.offload.model_memory import ModelMemory
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore
 from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
@@ -22,14 +22,13 @@ __all__ = [
     "BudgetError",
     "Checkpoint",
     "CheckpointError",
-    "Footprint",
     "LayerReadError",
     "LayerStore",
     "LayerStreamer",
     "MemoryPlan",
+    "ModelMemory",
     "Place",
     "Residency",
     "StreamStats",
-    "footprint",
     "plan_memory",
 ]

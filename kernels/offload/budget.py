@@ -9,27 +9,26 @@ from ragorder.errors import RagorderError
 
 __all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
 
-# Tokens of a request that must fit into any budget, and of the smallest planned step.
+# Tokens of a request that must fit into any budget, and of the smallest step.
 _REQUEST_TOKENS = 2048
 _LEAST_STEP = 64
-# Minimum share of the memory beside the workspace for KV while weights stream.
+# Minimum share for KV of the memory beside the workspace while weights stream.
 _KV_SHARE = 0.25
-# Share of the budget for the largest step's workspace while weights stream: larger steps leave fewer layers resident.
+# Share of the budget for the largest step's workspace while weights stream.
 _WORKSPACE_SHARE = 0.125
-# Slots of the ring in the largest step: one layer is computed, the next is ready, one more is read.
+# Slots of the ring in the largest step: one layer is computed, one is ready, one is read.
 _SLOTS = 3
-# Share of the host budget for layers if not all fit: they are read in every step, KV only when documents recur.
+# Layers' share of the host budget: they are read in every step, KV only when documents recur.
 _HOST_LAYERS_SHARE = 0.75
 
 
 class BudgetError(RagorderError, ValueError):
-    """A budget below one layer and one request. The message gives the missing bytes and what to change."""
+    """A budget below one layer and one request. The message says what is missing and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model needs: `outside` its layers, each of `layers` in a buffer, a KV `block` of `block_tokens`
-    tokens, `workspace` by tokens of a step, `staging` in pinned host memory while layers stream."""
+    """Bytes that a model needs; `workspace` by tokens of a step, `staging` in pinned host memory."""
 
     outside: int
     layers: Sequence[int]
@@ -48,8 +47,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Tokens of the largest step; KV blocks and layers on the device; slots of the ring; layers in host memory, and
-    host bytes left for KV. `device_bytes` is the maximum used."""
+    """Tokens of the largest step, KV blocks, layers and slots on the device; layers and KV bytes in the host."""
 
     step_tokens: int
     blocks: int
@@ -74,12 +72,9 @@ def plan_memory(
     wanted_tokens: int | None = None,
     max_batch_tokens: int = 8192,
 ) -> MemoryPlan:
-    """Plan within the budgets: the whole model if it fits with the workspace and one request, else a ring and the
-    layers that fit beside it.
-
-    `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the KV that can be used at most.
-    Raises BudgetError.
-    """
+    """Plan within the budgets: the whole model if it fits with one request, else a ring and the layers beside it.
+    `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the most useful KV. Raises
+    BudgetError."""
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(_LEAST_STEP, max_batch_tokens)
     least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
@@ -125,7 +120,6 @@ def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | No
 
 
 def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
-    """Layers in the host, and bytes for KV there."""
     if nbytes <= 0:
         return 0, 0
     if streamed * needs.slot <= nbytes:
@@ -135,7 +129,6 @@ def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format bytes, rounded up so that the text is enough: 6GiB, 850MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 4 * size:
             return f"{-(-nbytes // size)}{unit}"

@@ -39,13 +39,11 @@ class CheckpointError(RagorderError, ValueError):
 
 
 class LayerReadError(RagorderError, OSError):
-    """Weights could not be read while serving; the message names the file and the reason."""
+    """Weights could not be read while serving; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor's bytes: `length` bytes from `offset` in `file`."""
-
     name: str
     file: Path
     dtype: torch.dtype
@@ -55,13 +53,9 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors, in one file or several with an index.
-
-    Files are read, not mapped: a truncated mapped file would kill the process, and its pages are in no budget. A file
-    that changes after it was opened is refused, as half of it would be another model's.
-
-    Raises CheckpointError for a folder without weights, or with invalid or truncated files.
-    """
+    """The tensors of a folder's safetensors, in one file or several with an index. Raises CheckpointError. Files are
+    read, not mapped: a truncated mapped file would kill the process. A file that changes after it was opened is
+    refused."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -100,7 +94,6 @@ class Checkpoint:
             raise LayerReadError(f"{entry.file} cannot be read ({error.strerror or type(error).__name__})") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in its own memory. Raises LayerReadError."""
         entry = self.entries[name]
         buffer = torch.empty(entry.length, dtype=torch.uint8)
         if entry.length:
@@ -108,7 +101,6 @@ class Checkpoint:
         return buffer.view(entry.dtype).view(entry.shape)
 
     def forget_pages(self, entry: TensorEntry, start: int, length: int) -> None:
-        """Drop the bytes from the system's page cache."""
         descriptor, _ = self._files.get(entry.file, (-1, None))
         if descriptor >= 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, entry.offset + start, length, os.POSIX_FADV_DONTNEED)

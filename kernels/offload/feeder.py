@@ -1,33 +1,64 @@
-"""Feeder of layers into device buffers, from host memory or disk."""
+"""Buffers for layers, and their feeder from host memory or disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import cycle
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
 
-from ragorder.kernels.offload.buffers import allocate
+from ragorder.kernels.offload.layout import LayerLayout
 from ragorder.kernels.offload.store import LayerStore
 
-__all__ = ["Feeder"]
+__all__ = ["Feeder", "LayerBuffer", "allocate"]
 
 _READERS = 2
 # Pinned host buffers from disk to a GPU: one is read while the other is copied.
 _STAGES = 2
 
 
-def _never() -> bool:
-    return False
+def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    try:
+        # Threads outside inference mode fill it.
+        with torch.inference_mode(False):
+            if device.type == "cpu" and not pinned:
+                # Not from the heap, which keeps freed memory.
+                pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    except (OSError, RuntimeError) as error:
+        raise MemoryError(f"{device} has no room for a layer of {nbytes} bytes") from error
+
+
+class LayerBuffer:
+    """A buffer, and its views as parameters per layout. Other streams write after `fence`."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = allocate(nbytes, device)
+        self.fence: Any = None
+        if device.type == "cuda":
+            # Activations of a running step may still use this memory.
+            self.fence = torch.cuda.Event()
+            self.fence.record(torch.cuda.current_stream(device))
+        self._views: dict[object, dict[str, torch.nn.Parameter]] = {}
+
+    def parameters(self, layout: LayerLayout) -> dict[str, torch.nn.Parameter]:
+        found = self._views.get(layout.signature)
+        if found is None:
+            with torch.inference_mode(False):
+                found = {
+                    each.name: torch.nn.Parameter(each.view(self.bytes), requires_grad=False)
+                    for each in layout.parameters
+                }
+            self._views[layout.signature] = found
+        return found
 
 
 class Feeder:
-    """Threads that read chunks of a layer in parallel and, for a GPU, a stream that copies it there.
-
-    `bytes` counts what was read from the checkpoint. One thread calls `fill`.
-    """
+    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`."""
 
     def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
         self.bytes = 0
@@ -39,9 +70,7 @@ class Feeder:
         stages = [_Stage(store.slot_bytes) for _ in range(_STAGES)] if self._gpu else []
         self._stages = cycle(stages)
 
-    def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = _never) -> None:
-        """Read a layer into host memory; stop early once `stale()`. Raises LayerReadError."""
-
+    def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = lambda: False) -> None:
         def read(chunk: Any) -> int:
             return 0 if stale() else self._store.read(chunk, into)
 
@@ -50,11 +79,11 @@ class Feeder:
             try:
                 reads = [self._readers.submit(read, chunk) for chunk in chunks]
             except RuntimeError:
-                # A thread could not be started. The other threads are stopped, so nothing else writes into the buffer.
+                # A thread could not be started; the others end, so that nothing else writes into the buffer.
                 self._readers.shutdown()
                 self._readers = None
             else:
-                # Wait for all of them: even after an error, nothing may write into the buffer later.
+                # Even after an error, nothing may write into the buffer later.
                 wait(reads)
                 self.bytes += sum(each.result() for each in reads)
                 return
@@ -66,12 +95,10 @@ class Feeder:
         into: torch.Tensor,
         host: torch.Tensor | None,
         fence: Any = None,
-        stale: Callable[[], bool] = _never,
+        stale: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk.
-
-        Returns the fence after which the layer can be read. Raises LayerReadError.
-        """
+        """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk. Return the fence after
+        which it can be read. Raises LayerReadError."""
         size = self._store.nbytes(layer)
         if not self._gpu:
             if host is None:
@@ -91,7 +118,7 @@ class Feeder:
             into[:size].copy_(host[:size], non_blocking=True)
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
-        # If this buffer is freed meanwhile, its memory is only reused after the copy.
+        # Freed memory is only reused after the copy.
         into.record_stream(self._stream)
         if stage is not None:
             stage.copied = copied

@@ -10,27 +10,23 @@ from typing import Any
 
 import torch
 
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, TensorEntry
-from ragorder.kernels.unsupported import UnsupportedModelError
 
 __all__ = ["CheckpointMap", "LayerLayout", "Parameter", "Piece"]
 
-# Alignment of parameters as in torch's allocators, so that streamed weights give the same products.
+# As in torch's allocators, so that streamed weights give the same products.
 _ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint that fills a parameter from number `begin`."""
-
     entry: TensorEntry
     begin: int
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a layer by its name there, from byte `offset` of the buffer."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +48,6 @@ class LayerLayout:
 
     @classmethod
     def of(cls, layer: Any, sources: Mapping[str, Sequence[Piece]]) -> LayerLayout:
-        """Lay out `layer`; `sources` are by parameter."""
         found, offset = [], 0
         for name, tensor in layer.named_parameters():
             made = Parameter(name, tensor.dtype, tuple(tensor.shape), offset, tuple(sources[name]))
@@ -67,12 +62,9 @@ class LayerLayout:
 
 
 class CheckpointMap:
-    """A checkpoint's tensors by a model's parameters (possibly on the meta device), renamed and merged as in
-    transformers.
-
-    `layers` has the pieces by parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError if
-    weights are missing or have other shapes, UnsupportedModelError if weights of a layer are shared or converted.
-    """
+    """A checkpoint's tensors by a model's parameters, renamed and merged as in transformers. `layers` has the pieces by
+    parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError, and UnsupportedModelError if
+    weights of a layer are shared or converted."""
 
     def __init__(self, model: Any, prefix: str, layers: Any, checkpoint: Checkpoint) -> None:
         self._name = type(model).__name__
@@ -100,8 +92,6 @@ class CheckpointMap:
 
 
 class _Sources:
-    """The tensors of one parameter, by matching pattern."""
-
     def __init__(self, converter: Any | None) -> None:
         self.converter = converter
         self.by_pattern: dict[str, list[TensorEntry]] = defaultdict(list)
@@ -124,12 +114,11 @@ class _Sources:
         return placed
 
     def _placed(self, shape: tuple[int, ...]) -> list[Piece] | None:
-        """Return None if the parameter's bytes are not its tensors' bytes in some order."""
         if self.converter is None:
             return [Piece(self.entries[0], 0)] if len(self.entries) == 1 else None
         operations = list(self.converter.operations)
         if [type(each).__name__ for each in operations] == ["Transpose"]:
-            # A checkpoint that already has the transposed order.
+            # A checkpoint may already have the transposed order.
             straight = operations[0].check_dims and [entry.shape for entry in self.entries] == [shape]
             return [Piece(self.entries[0], 0)] if straight else None
         groups = [self.by_pattern[pattern] for pattern in self.converter.source_patterns if pattern in self.by_pattern]
@@ -143,7 +132,6 @@ class _Sources:
 
 
 def _fit(parts: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Return whether these, concatenated, make a tensor of this shape."""
     if len(parts) == 1 and len(parts[0]) == len(shape):
         return parts[0] == shape
     rows = all(part[1:] == shape[len(shape) - len(part) + 1 :] for part in parts)
@@ -159,7 +147,7 @@ def _in_a_row(entries: Iterable[TensorEntry]) -> list[Piece]:
 
 
 def _collect(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
-    # Only for models that stream: some versions that can serve whole models lack these.
+    # Some versions that can serve whole models lack these.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

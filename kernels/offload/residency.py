@@ -10,8 +10,6 @@ __all__ = ["Place", "Residency"]
 
 
 class Place(Enum):
-    """Tier of a layer's weights between steps."""
-
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
@@ -19,17 +17,13 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The tier of each layer. Layers on the device are computed in place; the others are streamed."""
+    """The tier of each layer's weights between steps. Layers off the device are streamed."""
 
     places: tuple[Place, ...]
 
     @classmethod
     def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """Put `device` and `host` layers at even distances, so that the stream has time while a resident layer is
-        computed.
-
-        Raises ValueError for numbers that do not fit `layers`.
-        """
+        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
         if device < 0 or host < 0 or device + host > layers:
             raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
         places = [Place.DISK] * layers

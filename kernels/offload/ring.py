@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragorder.kernels.offload.buffers import LayerBuffer
+from ragorder.kernels.offload.feeder import LayerBuffer
 
 __all__ = ["LayerRing", "Slot"]
 
 
 class Slot:
-    """A buffer of the ring. `layer` is in it, or being read into it. The device must have passed `fence` before the
-    next read or write."""
+    """A buffer of the ring with `layer`, or being read into. Its next use comes after `fence`."""
 
     __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
 
@@ -28,16 +27,15 @@ class Slot:
 
 
 class LayerRing:
-    """Layers read ahead in the order of use, one per slot.
-
-    The order is endless: the first layer of the next step follows the last. Taking a layer out of turn (after a forward
-    that ended early or started over) drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's
-    thread, and may stop once `stale()`. One thread makes all calls.
+    """Layers read ahead in the order of use, which is endless, one per slot. One thread makes all calls.
 
         ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
         ring.order(range(24))
         slot = ring.take(0)
         ring.give_back(slot)
+
+    Taking a layer out of turn drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and
+    may stop once `stale()`.
     """
 
     def __init__(self, fill: Callable[[Slot, Callable[[], bool]], None], buffers: Sequence[LayerBuffer]) -> None:
@@ -48,10 +46,10 @@ class LayerRing:
         self._free = [Slot(buffer) for buffer in buffers]
         self._slots = len(self._free)
         self._queue: deque[Slot] = deque()
-        # Slots of the queue to be filled; the first one is being filled.
+        # Slots of the queue to be filled; the first is being filled.
         self._jobs: deque[Slot] = deque()
         self._layers: tuple[int, ...] = ()
-        # The number of the next layer to read, in the endless order.
+        # The next layer to read, in the endless order.
         self._place = 0
         # Slots to be removed once they are free.
         self._surplus = 0
@@ -65,12 +63,10 @@ class LayerRing:
 
     @property
     def ahead(self) -> list[int]:
-        """Layers read or being read ahead, in the order of use."""
         with self._changed:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
-        """Read these layers repeatedly from now on. Layers read ahead are dropped, and no longer filled on return."""
         with self._changed:
             self._drop_all()
             while any(slot.abandoned for slot in self._jobs):
@@ -84,7 +80,7 @@ class LayerRing:
         with self._changed:
             slot, waited = self._await(layer)
             if slot.error is not None and not waited:
-                # It was read ahead, maybe long ago: the fault may be over.
+                # It was read ahead: the fault may be over.
                 self._drop_all()
                 slot, _ = self._await(layer)
             if slot.error is not None:
@@ -94,7 +90,6 @@ class LayerRing:
             return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Let the slot be filled again, after its `fence`."""
         with self._changed:
             if self._queue and self._queue[0] is slot:
                 self._release(self._queue.popleft())
@@ -212,5 +207,5 @@ class LayerRing:
                 if slot.abandoned:
                     self._release(slot)
                 self._changed.notify_all()
-            # It must not keep a removed buffer alive.
+            # Do not keep a removed buffer alive.
             del slot

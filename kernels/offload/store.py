@@ -14,26 +14,24 @@ from ragorder.kernels.offload.layout import CheckpointMap, LayerLayout, Paramete
 
 __all__ = ["LayerStore", "Source", "StoredParameter"]
 
-# Size of a read: the unit of work for threads, and the delay before an abandoned layer is dropped.
+# Size of a read: the unit of work for threads.
 _CHUNK = 8 << 20
 
 
 class Source(Protocol):
-    """The bytes of a checkpoint's tensors."""
-
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
         """Read from byte `start` of the tensor. Any thread may call this. Raises LayerReadError."""
 
 
 class LayerStore:
-    """The layers of a model, each as one buffer of `nbytes(layer)` bytes. Read-only.
+    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
 
         store = LayerStore(checkpoint, layouts)
         buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
         for chunk in store.chunks(3):
             store.read(chunk, buffer)
 
-    `source` is another reader of the same checkpoint, such as a throttled one.
+    `source` replaces the checkpoint as reader.
     """
 
     def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
@@ -43,7 +41,6 @@ class LayerStore:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None) -> LayerStore:
-        """Make the store for a model whose parameters have their final dtypes."""
         layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
         return cls(checkpoint, layouts, source)
 
@@ -52,19 +49,17 @@ class LayerStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Buffer size for any layer."""
         return max(layout.nbytes for layout in self.layouts)
 
     def nbytes(self, layer: int) -> int:
         return self.layouts[layer].nbytes
 
     def stored_bytes(self, layer: int) -> int:
-        """Bytes that one read of the layer takes from the checkpoint."""
         pieces = (piece for parameter in self.layouts[layer].parameters for piece in parameter.pieces)
         return sum(piece.entry.length for piece in pieces)
 
     def chunks(self, layer: int) -> list[_Chunk]:
-        """Reads that make up a layer, in the order of its buffer; threads may share them."""
+        """Return the reads of a layer, in the order of its buffer; threads may share them."""
         return [
             _Chunk(layer, parameter, piece, start, min(_CHUNK, piece.entry.length - start))
             for parameter in self.layouts[layer].parameters
@@ -86,12 +81,7 @@ class LayerStore:
             raise LayerReadError(f"layer {chunk.layer} cannot be read: {error}") from error
         return chunk.length
 
-    def read_layer(self, layer: int, buffer: torch.Tensor) -> int:
-        """Read a whole layer. Return the bytes read. Raises LayerReadError."""
-        return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
-
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
-        """Parameters of all layers of the list `prefix`, by their names in the model."""
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:
                 yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)
@@ -110,8 +100,6 @@ class LayerStore:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Bytes of a piece from `start`."""
-
     layer: int
     parameter: Parameter
     piece: Piece
@@ -121,8 +109,6 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A parameter that is not in memory."""
-
     store: LayerStore
     layer: int
     parameter: Parameter
@@ -136,7 +122,6 @@ class StoredParameter:
         return self.parameter.dtype
 
     def read(self) -> torch.Tensor:
-        """Return the parameter in its own memory. Raises LayerReadError."""
         parameter = self.parameter
         alone = Parameter(parameter.name, parameter.dtype, parameter.shape, 0, parameter.pieces)
         buffer = torch.empty(prod(parameter.shape) * int(parameter.dtype.itemsize), dtype=torch.uint8)

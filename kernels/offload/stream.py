@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from ragorder.kernels.offload.buffers import LayerBuffer, allocate
-from ragorder.kernels.offload.feeder import Feeder
-from ragorder.kernels.offload.hooks import After, Before, placeholders, targets
+from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
 
 __all__ = ["LayerStreamer", "StreamStats"]
 
-# Consecutive small steps before slots are added, so that a prefill between decoding steps does not reallocate them.
+
+# Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
+# From the scarcest memory to the most plentiful.
+_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were ready (`hits`) or waited for (`waits`, `waits_s` in total); `bytes` read from the
-    checkpoint; `slots` of the ring; layers by tier."""
+    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier."""
 
     hits: int
     waits: int
@@ -38,7 +38,8 @@ class StreamStats:
 
 
 class LayerStreamer:
-    """Supplies the decoder layers of a model with weights from a store, one forward at a time.
+    """Supplies the decoder layers of a model with weights from a store, one forward at a time. One thread makes all
+    calls.
 
         streamer = LayerStreamer(model.model.layers, store, torch.device("cuda"))
         streamer.resize(4)
@@ -47,13 +48,10 @@ class LayerStreamer:
             model(...)
         streamer.close()
 
-    Layers on the device keep their weights. The others use slots of a ring, which a thread fills with the next layers,
-    also those of the next step. n slots read n - 1 layers ahead: 1 slot is accelerate's way (read, then compute), 2 are
-    FlexGen's (read the next layer during computation). `room` maps a step's tokens to bytes for slots: the ring uses
-    them all, few in prefill and many in decoding, but at least those of `resize`.
-
-    On a CPU a layer in host memory is computed in place; `in_place=False` copies it as on a GPU. One thread makes all
-    calls. Raises MemoryError if not even one slot fits.
+    Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead, also those
+    of the next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a CPU a
+    layer in host memory is computed in place; `in_place=False` copies it as on a GPU. Raises MemoryError without a
+    slot.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class LayerStreamer:
         self.residency = Residency((Place.DISK,) * len(store))
         self._gpu = device.type == "cuda"
         self._in_place = not self._gpu if in_place is None else in_place
-        self._targets = [targets(layer, store, place) for place, layer in enumerate(layers)]
-        self._placeholders = [placeholders(store, place, device) for place in range(len(store))]
+        self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
+        self._placeholders = [_placeholders(store, place, device) for place in range(len(store))]
         for layer, parameters in enumerate(self._placeholders):
             self._bind(layer, parameters)
         # Layers that keep their weights, and host copies of streamed ones.
@@ -92,19 +90,17 @@ class LayerStreamer:
         self._hooks: list[Any] = []
         for layer, module in enumerate(layers):
             self._hooks += [
-                module.register_forward_pre_hook(Before(self._before, layer)),
-                module.register_forward_hook(After(self._after, layer)),
+                module.register_forward_pre_hook(_Hook(self._before, layer)),
+                module.register_forward_hook(_Hook(self._after, layer)),
             ]
         self._ring.order(self.streamed)
 
     @property
     def streamed(self) -> list[int]:
-        """Layers that keep no weights on the device."""
         return [layer for layer in range(len(self.store)) if layer not in self._resident]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of layers and slots on the device."""
         return sum(map(self.store.nbytes, self._resident)) + len(self._ring) * self.store.slot_bytes
 
     @property
@@ -136,9 +132,7 @@ class LayerStreamer:
 
     def move(self, residency: Residency) -> Residency:
         """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
-
-        Raises LayerReadError if a layer cannot be read; it stays, too.
-        """
+        Raises LayerReadError; an unreadable layer stays."""
         if len(residency) != len(self.store):
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self._end()
@@ -148,13 +142,12 @@ class LayerStreamer:
             self._set_slots(0)
         reached = list(self.residency.places)
         try:
-            # Evictions first, to make room.
+            # Evictions first.
             moves = [layer for layer in range(len(reached)) if residency[layer] is not reached[layer]]
             for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
                 reached[layer] = self._move(layer, reached[layer], residency[layer])
         finally:
             if not self.streamed or not len(self._ring):
-                # Without streamed layers there is no ring.
                 self._set_slots(self._least if self.streamed else 0)
             while self._resident and self.streamed and not len(self._ring):
                 # Evict one layer for the buffer that the others need.
@@ -167,11 +160,7 @@ class LayerStreamer:
         return self.residency
 
     def shed(self) -> bool:
-        """Give memory back: extra slots, else a quarter of the layers on the device or in the host, else half of the
-        slots.
-
-        Return False if only one slot is left.
-        """
+        """Give back extra slots, else a quarter of the layers, else half of the slots. Return False at one slot."""
         self._end()
         self._short = True
         before = len(self._ring)
@@ -191,10 +180,8 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back a part: slots, else a quarter of the layers on the disk that `residency` has elsewhere.
-
-        Return False if nothing changed.
-        """
+        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False without a
+        change."""
         if self.streamed and self._least < self._wanted:
             self._end()
             slots = self._least
@@ -210,7 +197,6 @@ class LayerStreamer:
         return self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
-        """Stop the threads, and release all weights and the checkpoint's files."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -326,5 +312,31 @@ class LayerStreamer:
         self._host.pop(layer, None)
 
 
-# From the scarcest memory to the most plentiful.
-_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
+class _Hook:
+    """Supplies weights without changing results, so a model's identity ignores it."""
+
+    without_effect = True
+
+    def __init__(self, call: Callable[[int], None], layer: int) -> None:
+        self._call = call
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        self._call(self._layer)
+
+
+def _targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
+    found = {}
+    for parameter in store.layouts[number].parameters:
+        module, _, attribute = parameter.name.rpartition(".")
+        found[parameter.name] = layer.get_submodule(module)._parameters, attribute
+    return found
+
+
+def _placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
+    # They take no memory.
+    found = {}
+    for each in store.layouts[layer].parameters:
+        number = torch.zeros((), dtype=each.dtype, device=device)
+        found[each.name] = torch.nn.Parameter(number.expand(each.shape), requires_grad=False)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,12 @@ import torch
 
 from ragorder.errors import RagorderError
 
-__all__ = ["BlockPool", "KVShape", "OutOfBlocksError"]
+__all__ = ["BlockPool", "KVShape", "OutOfBlocksError", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block.
-
-    Raises ValueError for a number below 1.
-    """
+    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block."""
 
     layers: int
     kv_heads: int
@@ -39,6 +36,10 @@ class KVShape:
     def block_bytes(self) -> int:
         return self.block_size * self.token_bytes
 
+    @property
+    def block_rows(self) -> int:
+        return 2 * self.layers * self.block_size
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -49,8 +50,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerViews:
-    """Views per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
-    from the layer's first. A token's row has the same index in all layers."""
+    """Per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim) from the
+    layer's first. A token's row has the same index in all layers."""
 
     key_rows: list[torch.Tensor]
     value_rows: list[torch.Tensor]
@@ -74,15 +75,12 @@ class OutOfBlocksError(RagorderError, RuntimeError):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, optionally `pinned` (page-locked). Only block contents are
-    thread-safe.
-
-    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
+    """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    Raises ValueError if `blocks` is negative, MemoryError if there is not enough memory.
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
     """
 
     def __init__(
@@ -123,16 +121,7 @@ class BlockPool:
             self._views = _LayerViews.of(self.kv, self.shape)
         return self._views
 
-    def key_cache(self, layer: int) -> torch.Tensor:
-        """(blocks, block_size, kv_heads, head_dim)"""
-        return self.kv[:, layer, 0]
-
-    def value_cache(self, layer: int) -> torch.Tensor:
-        """(blocks, block_size, kv_heads, head_dim)"""
-        return self.kv[:, layer, 1]
-
     def rows(self) -> Any:
-        """A host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
@@ -167,7 +156,6 @@ class BlockPool:
                 free.append(block)
 
     def clear(self) -> None:
-        """Free all blocks and fill them with zeros."""
         self._references = [0] * self.blocks
         self._free = list(range(self.blocks - 1, -1, -1))
         self.kv.zero_()
@@ -176,12 +164,9 @@ class BlockPool:
         self.kv[target].copy_(self.kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
-        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
-
-        Unless no block is used, both memories exist for a moment. Raises ValueError if `blocks` is negative,
-        OutOfBlocksError if more blocks are used, and MemoryError, with the pool unchanged, or empty if its old memory
-        could not be allocated again.
-        """
+        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move. Unless no block is
+        used, both memories exist for a moment. Raises OutOfBlocksError, and MemoryError, with the pool unchanged, or
+        empty if its old memory could not be allocated again."""
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
         used = [block for block, references in enumerate(self._references) if references]
@@ -189,7 +174,7 @@ class BlockPool:
             raise OutOfBlocksError(f"{len(used)} blocks are in use: the pool cannot shrink to {blocks}")
         moves = self._moves(used, blocks)
         kv = self._make(blocks) if used else self._replaced(blocks)
-        for first, into, count in _runs(used, moves):
+        for first, into, count in runs(used, [moves.get(block, block) for block in used]):
             kv[into : into + count].copy_(self.kv[first : first + count])
         references = [0] * blocks
         for block in used:
@@ -230,13 +215,17 @@ class BlockPool:
             ) from error
 
 
-def _runs(used: Sequence[int], moves: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks adjacent before and after a move, as (first before, first after, count)."""
+def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of blocks adjacent in both lists: (first source, first target, count)."""
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
     begin = 0
-    for end in range(1, len(used) + 1):
-        count, first = end - begin, used[begin]
-        after = moves.get(first, first)
-        adjacent = end < len(used) and used[end] == first + count and moves.get(used[end], used[end]) == after + count
-        if not adjacent:
-            yield first, after, count
+    for end in range(1, len(source_blocks) + 1):
+        count = end - begin
+        if (
+            end == len(source_blocks)
+            or source_blocks[end] != source_blocks[begin] + count
+            or target_blocks[end] != target_blocks[begin] + count
+        ):
+            yield source_blocks[begin], target_blocks[begin], count
             begin = end

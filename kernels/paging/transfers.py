@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 
-from ragorder.kernels.paging.pool import BlockPool
+from ragorder.kernels.paging.pool import BlockPool, runs
 
-__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers", "runs"]
+__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers"]
 
 
 class Transfer(Protocol):
     """A running copy. Do not write to its source, and reuse neither side."""
 
     @property
-    def done(self) -> bool:
-        """Ended: the target may be read."""
+    def done(self) -> bool: ...
 
     @property
     def failed(self) -> bool:
         """Ended in an error: the target may hold anything."""
 
     def wait(self) -> None:
-        """Block until the copy has ended. Any thread may call this."""
+        """Block until it has ended. Any thread may call this."""
 
     def fence(self) -> None:
         """Order later computations after the copy. Blocks only on a CPU."""
@@ -45,32 +44,13 @@ class Transfers(Protocol):
         """Wait for running copies, and stop."""
 
 
-def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks adjacent in both pools, as (first source, first target, count).
-
-    Raises ValueError for lists of different lengths.
-    """
-    if len(source_blocks) != len(target_blocks):
-        raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
-    begin = 0
-    for end in range(1, len(source_blocks) + 1):
-        count = end - begin
-        if (
-            end == len(source_blocks)
-            or source_blocks[end] != source_blocks[begin] + count
-            or target_blocks[end] != target_blocks[begin] + count
-        ):
-            yield source_blocks[begin], target_blocks[begin], count
-            begin = end
-
-
 _logger = logging.getLogger("ragorder.kernels")
 
 
 class ThreadTransfers:
     def __init__(self) -> None:
-        # NumPy copies on this one thread and releases Python's lock. PyTorch would start more threads, which would
-        # compete with the threads that compute.
+        # NumPy releases Python's lock on this one thread. PyTorch would start threads that compete with the
+        # computation.
         self._waiting: SimpleQueue[_ThreadTransfer | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ragorder-kv-copies", daemon=True)
         self._thread.start()
@@ -122,10 +102,8 @@ class _ThreadTransfer:
 
 
 class StreamTransfers:
-    """One stream per direction; a thread copies within the host, whose pool must be pinned.
-
-    A copy waits for the caller's stream, but not for the other direction: do not copy from blocks still being written.
-    """
+    """One stream per direction; a thread copies within the host, whose pool must be pinned. A copy waits for the
+    caller's stream, but not for the other direction: do not copy from blocks still being written."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -176,7 +154,6 @@ class _StreamTransfer:
 
 
 def make_transfers(device: torch.device | str) -> Transfers:
-    """Raises ValueError for devices other than CUDA and CPU."""
     kind = torch.device(device).type
     if kind == "cuda":
         return StreamTransfers(device)

@@ -10,28 +10,25 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ragorder.common.lru_cache import LRUCache
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.loading import load_model
-from ragorder.kernels.engine.model import PatchedModel, device_blocks
-from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.loading import load_model
+from ragorder.kernels.models.model import PatchedModel, device_blocks
+from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.preprocessing.copies import CopyStore
-from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument
+from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument, drop_copies, remove_documents
 from ragorder.kernels.preprocessing.neighbours import Neighbours
 from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
-from ragorder.kernels.preprocessing.removal import drop_copies, remove_documents
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 
-__all__ = ["BuildError", "Built", "Estimate", "FusionBuilder", "SourceDocument"]
+__all__ = ["FusionBuilder", "SourceDocument"]
 
 _MOST_ENTRIES = 1 << 30
 _WHOLE = (1, 1)
 
 
 class Built(NamedTuple):
-    """A document whose KV is now stored, and its bytes on disk."""
-
     id: str
     tokens: int
     bytes: int
@@ -39,8 +36,6 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Documents and tokens still to compute, and their bytes on disk."""
-
     documents: int
     tokens: int
     bytes: int
@@ -56,13 +51,11 @@ class FusionBuilder:
                 print(built.id, built.bytes)
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
-    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the folder's
-    contents; `build` computes what is missing. After an interruption, even a kill -9, the next builder produces the
-    same bytes: groups of documents do not depend on what exists.
+    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
+    `build` computes what is missing. After an interruption the next builder produces the same bytes.
 
     Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
-    tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a model whose
-    keys cannot be rotated, ManifestError, and ValueError for an empty system prompt.
+    tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError.
     """
 
     def __init__(
@@ -114,7 +107,6 @@ class FusionBuilder:
         *,
         salt: str | None = None,
     ) -> Self:
-        """Load the model from a folder or the Hub. Also raises ModelLoadError."""
         engine = engine or EngineSettings()
         model = PatchedModel(load_model(name, engine), engine)
         try:
@@ -144,7 +136,6 @@ class FusionBuilder:
 
     @property
     def size(self) -> int:
-        """Bytes on disk of the folder's chunks."""
         return self._copies.store.used_bytes
 
     def close(self) -> None:
@@ -153,10 +144,8 @@ class FusionBuilder:
         self._model.restore()
 
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
-        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept.
-
-        Raises BuildError for a duplicate id, an empty or too long document, and errors of the choice of neighbours.
-        """
+        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept. Raises BuildError
+        for a duplicate id, and an empty or too long document."""
         made = {
             "identity": self._copies.identity,
             "prefix_tokens": len(self._preprocessor.prefix),
@@ -169,10 +158,7 @@ class FusionBuilder:
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 
     def add(self, documents: Sequence[SourceDocument]) -> int:
-        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number.
-
-        Raises as `plan`.
-        """
+        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number."""
         read = self._planner.read(documents)
         known = {each.id: each for each in self._manifest}
         changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
@@ -183,10 +169,7 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Documents computed after them stay (`stale`).
-
-        Raises BuildError for unknown ids, changing nothing.
-        """
+        """Remove documents and their KV. Documents computed after them stay (`stale`). Raises BuildError."""
         remove_documents(self._manifest, self._copies.store, ids)
 
     def stale(self) -> list[str]:
@@ -207,7 +190,6 @@ class FusionBuilder:
         return sum(key in self._copies and not self._copies.intact(key, tokens) for key, tokens in chunks.items())
 
     def estimate(self, shard: tuple[int, int] = _WHOLE) -> Estimate:
-        """Return the work of `build`. Raises BuildError for a wrong shard."""
         missing = [each for group in self._groups(shard) for each in group if each.key not in self._copies]
         size = sum(self._bytes_on_disk(each) for each in missing)
         if self._copies.prefix_key not in self._copies:
@@ -215,12 +197,9 @@ class FusionBuilder:
         return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
 
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
-        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
-
-        Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
-        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError if a
-        write fails. Finished documents stay.
-        """
+        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1. Parts built in separate
+        folders become one build when their `chunks` are in one folder. Raises BuildError for a wrong shard, KV with NaN
+        or inf, and a disk that is too small; WriteFailedError. Finished documents stay."""
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
         check_numbers("the system prompt", self._preprocessor.prefix)
@@ -251,7 +230,6 @@ class FusionBuilder:
         return kv
 
     def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
-        """Documents that are computed together, stored or not."""
         number, parts = shard
         if not 1 <= number <= parts:
             raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
@@ -270,10 +248,7 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Documents whose neighbours are all known, each content once.
-
-        KV computed after removed neighbours stays; once lost, the document gets other neighbours.
-        """
+        """Return documents with known neighbours, each content once. Lost KV of others gets other neighbours."""
         documents = list(self._manifest)
         known = {each.content for each in documents}
         lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}

@@ -12,7 +12,7 @@ import torch
 from ragorder.errors import RagorderError
 from ragorder.kernels.cache.disk import store_identity
 from ragorder.kernels.cache.segments import segments_of
-from ragorder.kernels.fusion.document_kv import as_blocks
+from ragorder.kernels.fusion.assemble import as_blocks
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile
@@ -20,16 +20,11 @@ from ragorder.trie.profile import PrefillProfile
 __all__ = ["CopyStore", "WriteFailedError"]
 
 
-class WriteFailedError(RagorderError, OSError):
-    """The folder cannot be written."""
+class WriteFailedError(RagorderError, OSError): ...
 
 
 class CopyStore:
-    """KV of documents directly after a tenant's system prompt, by their keys in the tree or variants of these.
-
-    KV is (tokens, layers, 2, KV heads, head_dim), with keys as at the system prompt's end. Nothing is evicted. Raises
-    StoreRefusedError.
-    """
+    """KV (tokens, layers, 2, KV heads, head_dim) directly after a tenant's system prompt. Nothing is evicted."""
 
     def __init__(
         self,
@@ -63,7 +58,6 @@ class CopyStore:
         return status.f_bavail * status.f_frsize
 
     def content(self, token_ids: Sequence[int]) -> bytes:
-        """The key of a document's node directly after the system prompt."""
         return self._path(token_ids)[1]
 
     def bytes_on_disk(self, key: bytes, tokens: int) -> int:
@@ -72,7 +66,6 @@ class CopyStore:
         return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
 
     def intact(self, key: bytes, tokens: int) -> bool:
-        """Return whether a chunk is intact; a damaged one is removed."""
         start, _ = self._place(key)
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 
@@ -89,7 +82,7 @@ class CopyStore:
         self.store.close()
 
     def _path(self, token_ids: Iterable[int]) -> list[bytes]:
-        # The last token of a prompt is in no node.
+        # A prompt's last token is in no node.
         prompt = [*self._prefix_ids, *token_ids, 0]
         return [each.key for each in segments_of(prompt, [len(self._prefix_ids), len(prompt) - 1], salt=self._salt)]
 

@@ -25,8 +25,7 @@ class TextEncoder:
         self._encoder: Any = None
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return vectors (texts, dimensions). Raises ImportError without sentence-transformers, OSError for the
-        model."""
+        """Return vectors (texts, dimensions). Raises ImportError without sentence-transformers, OSError."""
         if self._encoder is None:
             self._encoder = self._load()
         # The tokenizer's Rust strings cannot contain lone surrogates.

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,18 @@ from urllib.parse import quote
 
 from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
-from ragorder.kernels.store.variants import variant_key
+from ragorder.kernels.store import ChunkStore
+from ragorder.kernels.store.variants import variant_content, variant_key
 
-__all__ = ["BuildError", "Manifest", "ManifestError", "NoBuildError", "PlannedDocument"]
+__all__ = [
+    "BuildError",
+    "Manifest",
+    "ManifestError",
+    "NoBuildError",
+    "PlannedDocument",
+    "drop_copies",
+    "remove_documents",
+]
 
 _NAME = "documents.sqlite"
 _FORMAT = 1
@@ -34,7 +43,7 @@ _CONTENT_BYTES = 32
 _TOKEN_BYTES = 8
 _FLOAT_BYTES = 4
 _MOST_TOKENS = 1 << 31
-# Required facts of a begun build; "recipe" is optional.
+# Required facts of a begun build.
 _FACTS = {"format": int, "identity": str, "prefix_tokens": int, "token_bytes": int}
 
 
@@ -42,18 +51,15 @@ class BuildError(RagorderError, ValueError):
     """A build cannot begin or continue; the message says what to change."""
 
 
-class ManifestError(BuildError):
-    """A folder has no readable build."""
+class ManifestError(BuildError): ...
 
 
-class NoBuildError(ManifestError):
-    """A folder has no build."""
+class NoBuildError(ManifestError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocument:
-    """A document, its `content` (32 bytes), the contents of its `neighbours`, and the vector kept to choose neighbours
-    (float32)."""
+    """A document, its `content` (32 bytes), the contents of its `neighbours`, and its vector (float32)."""
 
     id: str
     content: bytes
@@ -63,19 +69,15 @@ class PlannedDocument:
 
     @property
     def key(self) -> bytes:
-        """Key of its KV, computed after the neighbours."""
         if not self.neighbours:
             return self.content
         return variant_key(self.content, b"neighbours:" + b"".join(self.neighbours))
 
 
 class Manifest:
-    """Documents in the order of computation, and `facts` (JSON) about the build.
-
-    A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
-    secret as texts. The file may be damaged or another program's, so everything read is checked; tokens must be below
-    `vocabulary`. Raises ManifestError, which quotes nothing of the file.
-    """
+    """Documents in the order of computation, and `facts` (JSON) about the build. A change is on disk when its method
+    returns, or has not happened. Only the owner can read the file: tokens are as secret as texts. Everything read is
+    checked. Raises ManifestError, which quotes nothing of the file."""
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
         path = folder / _NAME
@@ -91,7 +93,7 @@ class Manifest:
             raise ManifestError(f"{folder} has no readable build ({reason}): give the folder of a build") from None
         self._path = path
         with self._reading():
-            # A begun build has its tables: without them it is damaged, not empty.
+            # A begun build without its tables is damaged, not empty.
             if not read_only and not (self._has_facts() and self.facts):
                 self._db.executescript(_SCHEMA)
             made = self.facts.get("format", _FORMAT)
@@ -101,7 +103,6 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Open the manifest of an existing build to read. Raises ManifestError."""
         if not (folder / _NAME).is_file():
             raise NoBuildError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
         manifest = cls(folder, read_only=True)
@@ -115,7 +116,6 @@ class Manifest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about the build; empty before `begin`."""
         with self._reading():
             rows = self._db.execute("SELECT name, value FROM facts").fetchall()
             if any(not isinstance(each, str) for row in rows for each in row):
@@ -140,11 +140,9 @@ class Manifest:
         return self._one("id", id)
 
     def with_content(self, content: bytes) -> PlannedDocument | None:
-        """Return the first document of this content, or None."""
         return self._one("content", content)
 
     def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
-        """Contents of these documents that no other document has."""
         named = set(ids)
         contents: tuple[set[bytes], set[bytes]] = set(), set()
         for document in self:
@@ -160,7 +158,6 @@ class Manifest:
             self._put(documents)
 
     def put(self, documents: Iterable[PlannedDocument]) -> None:
-        """Replace documents with these ids and append the others."""
         with self._writing():
             self._put(documents)
 
@@ -231,3 +228,20 @@ def _reason(error: Exception) -> str:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)
+
+
+def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:
+    """Remove documents, and their KV unless others with the same tokens need it. Raises BuildError."""
+    names = list(dict.fromkeys(ids))
+    for name in names:
+        if manifest.find(name) is None:
+            raise BuildError(f"the build has no document {name!r}: nothing was removed")
+    drop_copies(store, manifest.contents_only_of(names))
+    manifest.remove(names)
+
+
+def drop_copies(store: ChunkStore, contents: Container[bytes]) -> None:
+    """Remove all KV of these contents. Raises BuildError."""
+    for key in store:
+        if variant_content(key) in contents and not store.remove(key):
+            raise BuildError("a file of the build cannot be removed: make its folder writable, and try again")

@@ -16,16 +16,13 @@ __all__ = ["Planner", "SourceDocument"]
 
 
 class SourceDocument(NamedTuple):
-    """A document of the corpus, and its tokens in a prompt."""
-
     id: str
     text: str
     token_ids: Sequence[int]
 
 
 class Planner:
-    """Plans documents with at most `count` neighbours each, which fit into `most_tokens` together with the document.
-    `content` maps a document's tokens to its content."""
+    """Plans documents with at most `count` neighbours, which fit into `most_tokens` together with the document."""
 
     def __init__(
         self, neighbours: Neighbours, count: int, most_tokens: int, content: Callable[[Sequence[int]], bytes]
@@ -36,8 +33,7 @@ class Planner:
         self._content = content
 
     def read(self, documents: Sequence[SourceDocument]) -> list[PlannedDocument]:
-        """Return the documents without neighbours. Raises BuildError for duplicate ids, and for empty or too long
-        documents."""
+        """Return the documents without neighbours. Raises BuildError."""
         counts = Counter(document.id for document in documents)
         _refuse((id for id, count in counts.items() if count > 1), "occurs twice: give every document its own id")
         _refuse((each.id for each in documents if not len(each.token_ids)), "has no tokens: leave it out")
@@ -54,7 +50,6 @@ class Planner:
         ]
 
     def choose(self, documents: Sequence[PlannedDocument]) -> list[PlannedDocument]:
-        """Return the documents with neighbours chosen among all of them. Raises as `Neighbours.nearest`."""
         nearest = self._neighbours.nearest([each.id for each in documents], _vectors(documents), self._count)
         chosen: dict[bytes, tuple[bytes, ...]] = {}
         for document, places in zip(documents, nearest, strict=True):

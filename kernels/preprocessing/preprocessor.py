@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.fused import check_fusion
-from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.fusion.document_kv import moved_rows, read_rows
+from ragorder.kernels.fusion.assemble import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 from ragorder.kernels.preprocessing.manifest import BuildError
 
@@ -21,8 +20,6 @@ __all__ = ["Prefill", "Preprocessor", "check_numbers"]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A document, and its neighbours' KV, most similar first."""
-
     token_ids: Sequence[int]
     neighbours: Sequence[torch.Tensor] = ()
 
@@ -34,13 +31,9 @@ class Prefill:
 class Preprocessor:
     """KV of documents as if directly after the system prompt (FusionRAG, Eq. 5 and 10).
 
-    KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed after the system prompt
-    and its neighbours, whose keys are rotated to their positions; then its own keys are rotated back.
-    `workspace_tokens` limit what is computed together, with system prompts and neighbours. Nothing else may use `model`
-    meanwhile.
-
-    Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for a system prompt that is empty
-    or leaves no room.
+    A document is computed after the system prompt and its neighbours, whose keys are rotated to their positions; then
+    its own keys are rotated back. KV is (tokens, layers, 2, KV heads, head_dim). `workspace_tokens` limit what is
+    computed together. Nothing else may use `model` meanwhile.
     """
 
     def __init__(
@@ -54,7 +47,6 @@ class Preprocessor:
         self._rotation = Rotation.of(model.model)
         self._rotation.verify(model.model)
         self._pool = BlockPool(model.shape, blocks, model.device)
-        self._layers = PagedLayers(self._pool)
         self._max_batch_tokens = max_batch_tokens
         self.longest = min(blocks * model.shape.block_size, model.longest or blocks * model.shape.block_size)
         self.workspace_tokens = blocks * model.shape.block_size
@@ -68,17 +60,14 @@ class Preprocessor:
         self._prefix_tokens = len(prefix)
 
     def room(self, prefill_tokens: int, context_tokens: int) -> int:
-        """Workspace tokens of a document after neighbours of `context_tokens`."""
         size = self._model.shape.block_size
         return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
 
     def compute(self, prefills: Sequence[Prefill]) -> list[torch.Tensor]:
-        """Return the documents' KV. Raises ValueError if they do not fit together."""
         with torch.inference_mode():
             placed = self._place(prefills)
             for pieces in self._steps(placed):
-                step = pack(pieces, self._layers, self._model.device)
-                self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
+                self._model.forward(*pack(pieces, self._pool))
             return [self._take(each) for each in placed]
 
     def _place(self, prefills: Sequence[Prefill]) -> list[_Placed]:
@@ -132,8 +121,6 @@ class Preprocessor:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """New tokens after the first `start` tokens in the workspace's `blocks`."""
-
     token_ids: Sequence[int]
     start: int
     blocks: range

@@ -8,8 +8,6 @@ __all__ = ["PreprocessingSettings"]
 
 
 class PreprocessingSettings(BaseModel):
-    """Raises pydantic.ValidationError for an unknown name or a value out of range."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     neighbours: int = Field(

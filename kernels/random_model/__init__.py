@@ -14,11 +14,8 @@ __all__ = ["has_fast_bfloat16", "make_model", "random_model", "standard_texts"]
 
 
 def random_model(texts: Iterable[str] | None = None) -> Path:
-    """Return the folder, in the user's cache, of a random model and its tokenizer, trained on `texts` (the standard
-    library's documentation by default).
-
-    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install.
-    """
+    """Return the folder, in the user's cache, of a random model and its tokenizer, trained on `texts`. It is just wide
+    enough for prefill to dominate the time to first token. Raises ImportError."""
     with needs("torch", "making a model"):
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     folder = cache_folder() / f"random-{layers}x{hidden_size}"
@@ -27,7 +24,6 @@ def random_model(texts: Iterable[str] | None = None) -> Path:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether there is a GPU, or a CPU with bfloat16 instructions. Needs torch."""
     import torch
 
     cpu = torch.cpu

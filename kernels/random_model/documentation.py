@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Chunk", "Entry", "chunks_of", "library_modules", "read_entries"]
+__all__ = ["Entry", "chunks_of", "library_modules", "read_entries"]
 
 _SKIPPED = {"antigravity", "encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this", "turtledemo"}
 _MINIMUM, _MAXIMUM = 600, 1200  # characters, 150 to 300 tokens
@@ -46,12 +46,7 @@ class Chunk(NamedTuple):
 
 
 def library_modules() -> dict[str, Path]:
-    """Return source paths by module name; empty without the library's .py files."""
     return dict(_modules(Path(sysconfig.get_path("stdlib")), ""))
-
-
-def read_entries(module: str, path: Path) -> list[Entry]:
-    return list(_entries(module, path))
 
 
 def _modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
@@ -66,6 +61,10 @@ def _modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
             yield f"{package}.{path.stem}".lstrip("."), path
         elif (path / "__init__.py").is_file():
             yield from _modules(path, f"{package}.{path.name}".lstrip("."))
+
+
+def read_entries(module: str, path: Path) -> list[Entry]:
+    return list(_entries(module, path))
 
 
 def _entries(module: str, path: Path) -> Iterator[Entry]:

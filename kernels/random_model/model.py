@@ -38,8 +38,8 @@ def make_model(
 ) -> Path:
     """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`. Return `folder`.
 
-    Deterministic. An equal model in the folder is kept; another one made here is replaced. Raises ValueError for
-    impossible sizes, FileExistsError for foreign files in the folder, ImportError.
+    An equal model is kept; another one made here is replaced. Raises ValueError, FileExistsError for foreign files,
+    ImportError.
     """
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:
@@ -103,7 +103,6 @@ def _fingerprint_of(folder: Path) -> object:
 
 
 def _put_in_place(made: Path, folder: Path, fingerprint: object) -> None:
-    """Rename `made` to `folder`, unless another process was faster."""
     if folder.exists():
         old = made.with_name(made.name + ".old")
         os.replace(folder, old)

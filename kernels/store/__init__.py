@@ -1,4 +1,4 @@
-"""Chunk store: bytes by key in a bounded folder, kept over restarts."""
+"""Chunk store: bytes by key in a bounded folder."""
 
 from ragorder.common.extras import install_hint
 

@@ -16,7 +16,7 @@ from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
-__all__ = ["CHUNKS", "IDENTITY", "LOCK", "ChunkFolder", "StoreRefusedError"]
+__all__ = ["CHUNKS", "LOCK", "ChunkFolder", "StoreRefusedError"]
 
 LOCK = "lock"
 IDENTITY = "identity"
@@ -46,11 +46,9 @@ class StoreRefusedError(RagorderError):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock: it ends with the process). A second opener is refused after `patience_s`.
-
-    Only the owner can read the files (0700, 0600). Access goes through the open folder: a later folder at its path is
-    never written to. Raises StoreRefusedError; reads and writes raise OSError.
-    """
+    """An open folder and its lock (flock: it ends with the process). Only the owner can read the files. Access goes
+    through the open folder: a later folder at its path is never written to. Raises StoreRefusedError; reads and writes
+    raise OSError."""
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
         self.path = folder
@@ -91,8 +89,7 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers. Return the number of bytes, and the file's status."""
-        # Non-blocking, so that a pipe at this path does not block.
+        # Non-blocking, for a pipe at this path.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
             filled = 0
@@ -106,9 +103,9 @@ class ChunkFolder:
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
         """Write by renaming a temporary file: final names are complete files."""
-        # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
-        # but must not be wrong: readers verify it. A killed process loses nothing, as the kernel has the bytes. A power
-        # cut may leave files with a final name and incomplete contents, which readers refuse.
+        # No fsync, which would cost more than most chunks are worth: a chunk may be lost, but must not be wrong. A
+        # killed process loses nothing, as the kernel has the bytes. After a power cut readers refuse incomplete
+        # contents.
         temporary = name.temporary.path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
         try:
@@ -126,7 +123,6 @@ class ChunkFolder:
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Return whether the file is gone."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:
@@ -161,7 +157,7 @@ class ChunkFolder:
                     f"no store in {self.path}: process {holder or '?'} uses it: use another folder",
                 )
             time.sleep(0.02)
-        # The file may have been replaced between opening and locking; the lock is then on another file.
+        # The file may have been replaced before it was locked.
         if not os.path.samestat(os.fstat(lock), os.stat(LOCK, dir_fd=root, follow_symlinks=False)):
             raise StoreRefusedError("locked", f"no store in {self.path}: its lock file was replaced just now")
         # The process id is only used in messages.
@@ -170,7 +166,7 @@ class ChunkFolder:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        # The note identifies the folder. Every chunk has the identity too, so that a lost note does no harm.
+        # Every chunk has the identity too, so that a lost note does no harm.
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:

@@ -30,11 +30,11 @@ __all__ = [
 #
 # Integers are little-endian, `cost` is a double, the first checksum is the payload's. The header has its own, so that
 # an index can be built from headers alone. Checksums are xxh3_128: 8 GB/s a thread measured, without Python's lock
-# (SHA-256 0.8, BLAKE2b 0.7), and long enough for chance to never make two equal. No checksum without a secret stops an
-# attacker who can write to the folder: it is for its owner only. Keys and identities are hashed with SHA-256.
+# (SHA-256 0.8, BLAKE2b 0.7). Keys and identities are hashed with SHA-256. No checksum without a secret stops an
+# attacker who can write to the folder: it is for its owner only.
 #
-# A name has a digest of the key, which spreads files over 256 subfolders, and the number of the write. No two writes
-# share a name, so the late removal of an old file cannot hit its successor; the highest serial is the newest.
+# A name has a digest of the key, which spreads files over 256 subfolders, and the number of the write: the late removal
+# of an old file cannot hit its successor, and the highest serial is the newest.
 
 # 2: identities are over all bytes of a model's weights. 3: checksums are xxh3_128.
 VERSION = 3
@@ -92,7 +92,6 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Raises BadHeaderError."""
         if len(data) < _FIXED.size:
             raise BadHeaderError("truncated")
         magic, version, key_bytes, parent_bytes, _, payload_bytes, cost, identity, payload_checksum = (
@@ -136,7 +135,6 @@ class ChunkName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Relative to the chunks' folder."""
         return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
 
     @property

@@ -16,14 +16,14 @@ _MOST_THREADS = 16
 
 
 def digest_threads() -> ThreadPoolExecutor:
-    # Threads for `digest_in_pieces`: hashlib releases Python's lock.
+    # hashlib releases Python's lock.
     return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ragorder-digest")
 
 
 def digest_in_pieces(read: Callable[[int, int], Any], size: int, threads: Executor) -> str:
     """Return a hexadecimal SHA-256 over the size and each piece's SHA-256. Any thread calls `read(start, end)`."""
 
-    # Processors have instructions for SHA-256: 1.1 GB/s per thread, BLAKE2b 0.9 (measured, Xeon).
+    # SHA-256 has processor instructions: 1.1 GB/s per thread, BLAKE2b 0.9 (measured, Xeon).
     def piece(start: int) -> bytes:
         return sha256(read(start, min(start + _PIECE_BYTES, size))).digest()
 

@@ -12,8 +12,6 @@ __all__ = ["ChunkIndex", "StoredChunk"]
 
 
 class StoredChunk:
-    """A readable chunk: its file, sizes and write time (epoch seconds)."""
-
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")
 
     def __init__(self, name: ChunkName, header: Header, bytes_on_disk: int, written: float) -> None:
@@ -39,20 +37,19 @@ class ChunkIndex:
         return self.tier.used + self.other_bytes
 
     def restore(self, key: bytes, chunk: StoredChunk, parent: bytes | None, cost: float) -> None:
-        """Insert an earlier process's chunk, as used once by a request that computed it."""
         known = TierNode(key)
         known.frequency, known.misses, known.cost = 1, 1, cost
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
     def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        # Insert a chunk after `make_room` has reserved its room.
+        # `make_room` has reserved its room.
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
 
     def remove(self, key: bytes) -> StoredChunk:
-        # Drop the chunk; its file still counts in `other_bytes`.
+        # Its file still counts.
         chunk = self.chunks.pop(key)
         self.tier.remove(key)
         self.other_bytes += chunk.bytes_on_disk
@@ -63,10 +60,8 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file, or return None, evicting nothing, if that is not enough.
-
-        `other_bytes` grows by the larger size: remove the evicted files before writing.
-        """
+        """Evict for a new file, or return None, evicting nothing, if that is not enough. `other_bytes` grows by the
+        larger size: remove the evicted files before writing."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
@@ -102,5 +97,4 @@ class ChunkIndex:
         self.other_bytes = 0
 
     def _evict(self, bytes_on_disk: int, protected: Container[bytes]) -> list[bytes] | None:
-        # Every key in the tier is a chunk's.
         return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, protected, self._pins))

@@ -13,12 +13,10 @@ from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import CHUNKS, LOCK, ChunkFolder, read_identity
 from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderError, ChunkName, Header
 
-__all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "stored_bytes", "survey"]
+__all__ = ["Survey", "check", "scan", "stored_bytes", "survey"]
 
 
 class FoundChunk(NamedTuple):
-    """A chunk's file, header, length and write time (epoch seconds)."""
-
     name: ChunkName
     header: Header
     bytes: int
@@ -34,7 +32,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers, no payloads. Remove unfinished and unusable files, keep other models'; count the latter two."""
+    """Read all headers. Remove unfinished and unusable files, keep other models'; count the latter two."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -53,7 +51,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
             header = check(folder, name, bytes(head[:filled]), size)
             good.append(FoundChunk(name, header, size, status.st_mtime))
         except BadHeaderError as bad:
-            counters.refuse(bad.reason)
+            counters.refused[bad.reason] += 1
             if regular and bad.reason != "identity":
                 unwanted.append((name, size))
             else:
@@ -83,8 +81,6 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?" if unknown)."""
-
     chunks: int
     bytes: int
     unfinished: int
@@ -95,7 +91,6 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """Survey names and sizes, changing nothing. Return None for other folders. Raises OSError."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)
@@ -119,7 +114,6 @@ def survey(folder: Path) -> Survey | None:
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
-    """Return bytes on disk of complete chunks, by `ChunkName.digest`, changing nothing. Raises OSError."""
     return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
 
 

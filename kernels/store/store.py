@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import ChunkFolder, StoreRefusedError
 from ragorder.kernels.store.format import MAX_KEY_BYTES, BadHeaderError, ChunkName, Header, checksum
@@ -18,7 +17,8 @@ from ragorder.kernels.store.index import ChunkIndex, StoredChunk
 from ragorder.kernels.store.scan import check, scan
 from ragorder.trie.policies.tier import NO_FORECAST
 
-__all__ = ["ChunkStore"]
+__all__ = ["ChunkStore", "CircuitBreaker"]
+
 
 _logger = logging.getLogger("ragorder")
 
@@ -32,15 +32,12 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Under one `identity` equal keys mean equal bytes; chunks of others are refused. The store survives the process, even
-    a killed one: complete files are found by their headers, and count as used once. Reads verify header, key, identity
-    and payload. One process can open the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes. The store survives the process, even a killed one; restored chunks
+    count as used once. Reads verify header, key, identity and payload. One process can open the folder; another waits
+    up to `patience_s`.
 
-    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first.
-    If other programs fill the disk, older chunks are evicted; after failures writing pauses (`CircuitBreaker`).
-    Unreadable chunks are removed. `removed` gets evicted and removed keys, on any thread.
-
-    Raises StoreRefusedError, and ValueError for invalid settings.
+    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
+    after failures writing pauses. `removed` gets evicted and removed keys, on any thread. Raises StoreRefusedError.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class ChunkStore:
         return len(self._index.chunks)
 
     def __iter__(self) -> Iterator[bytes]:
-        """The keys, oldest write first."""
         with self._lock:
             return iter(list(self._index.chunks))
 
@@ -97,7 +93,6 @@ class ChunkStore:
 
     @property
     def oldest_written(self) -> float | None:
-        """Epoch seconds, or None if the store is empty."""
         with self._lock:
             return next((chunk.written for chunk in self._index.chunks.values()), None)
 
@@ -138,10 +133,8 @@ class ChunkStore:
         expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting no `protected` key. Return whether the store has it now.
-
-        `cost` is seconds per new token; `expected` is as in `use`. Raises ValueError for invalid keys or costs.
-        """
+        """Store a copy, evicting no `protected` key. Return whether the store has it now. `cost` is seconds per new
+        token; `expected` is as in `use`. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys and parents must have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -149,7 +142,35 @@ class ChunkStore:
         if parent == key:
             raise ValueError("a chunk cannot be its own parent")
         with memoryview(data).cast("B") as payload:
-            return self._write(key, payload, parent, cost, used, expected, protected)
+            folder, index = self._folder, self._index
+            header = Header(key, parent, len(payload), cost or 0.0, folder.identity, b"")
+            size = folder.size_on_disk(header.file_bytes)
+            with self._lock:
+                if key in index.chunks:
+                    return True
+                evicted = self._reserve(key, size, protected)
+                if evicted is None:
+                    self._count_use(key, cost, used, expected)
+                    return False
+                name = ChunkName.of(key, self._serial)
+                self._serial += 1
+            failed: OSError | None = None
+            try:
+                try:
+                    self._remove_evicted(evicted, size)
+                    self._put(name, header._replace(payload_checksum=checksum(payload)), payload, protected)
+                except OSError as error:
+                    failed = error
+                with self._lock:
+                    if failed is None:
+                        index.insert(key, StoredChunk(name, header, size, time.time()), parent)
+                    else:
+                        index.other_bytes -= size
+                    self._count_use(key, cost, used, expected)
+                    self._count_write(failed)
+            finally:
+                self._leave(key)
+            return failed is None
 
     def use(
         self,
@@ -164,12 +185,10 @@ class ChunkStore:
                 self._index.tier.use(path, cost=cost, computed=computed, expected=expected)
 
     def bytes_on_disk(self, key: bytes, payload_bytes: int, parent: bytes | None = None) -> int:
-        """Return a chunk's share of the capacity."""
         header = Header(key, parent, payload_bytes, 0.0, self._folder.identity, b"")
         return self._folder.size_on_disk(header.file_bytes)
 
     def remove(self, key: bytes) -> bool:
-        """Return whether the chunk is gone, with its file."""
         with self._lock:
             if key not in self._index.chunks:
                 return True
@@ -231,57 +250,17 @@ class ChunkStore:
                 self.counters.hits += 1
                 return False
             if self._index.chunks.get(key) is not chunk:
-                # The chunk was evicted, and maybe rewritten, while this thread read it.
+                # Evicted, and maybe rewritten, while this thread read it.
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):
-                self.counters.refuse(failed.reason)
+                self.counters.refused[failed.reason] += 1
             elif isinstance(failed, FileNotFoundError):
-                self.counters.refuse("missing")
+                self.counters.refused["missing"] += 1
             else:
                 self.counters.failed_read(failed)
             self._index.remove(key)
             return True
-
-    def _write(
-        self,
-        key: bytes,
-        payload: memoryview,
-        parent: bytes | None,
-        cost: float | None,
-        used: bool,
-        expected: Mapping[bytes, float],
-        protected: Container[bytes],
-    ) -> bool:
-        folder, index = self._folder, self._index
-        header = Header(key, parent, len(payload), cost or 0.0, folder.identity, b"")
-        size = folder.size_on_disk(header.file_bytes)
-        with self._lock:
-            if key in index.chunks:
-                return True
-            evicted = self._reserve(key, size, protected)
-            if evicted is None:
-                self._count_use(key, cost, used, expected)
-                return False
-            name = ChunkName.of(key, self._serial)
-            self._serial += 1
-        failed: OSError | None = None
-        try:
-            try:
-                self._remove_evicted(evicted, size)
-                self._put(name, header._replace(payload_checksum=checksum(payload)), payload, protected)
-            except OSError as error:
-                failed = error
-            with self._lock:
-                if failed is None:
-                    index.insert(key, StoredChunk(name, header, size, time.time()), parent)
-                else:
-                    index.other_bytes -= size
-                self._count_use(key, cost, used, expected)
-                self._count_write(failed)
-        finally:
-            self._leave(key)
-        return failed is None
 
     def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
         if self._closed or key in self._writing:
@@ -291,7 +270,7 @@ class ChunkStore:
             return None
         evicted = self._index.make_room(size, protected)
         if evicted is None:
-            self.counters.refused_room += 1
+            self.counters.refused["room"] += 1
             return None
         self.counters.evicted += len(evicted)
         self._writing.add(key)
@@ -308,8 +287,7 @@ class ChunkStore:
             raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        # Write a file, evicting older chunks if the disk is full. Raises OSError; a partial file that cannot be removed
-        # counts.
+        # Evict older chunks if the disk is full. A partial file that cannot be removed counts.
         try:
             self._put_once(name, header, payload)
         except OSError as error:
@@ -327,8 +305,7 @@ class ChunkStore:
             raise
 
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
-        # Evict although the capacity is not reached. If this did not help last time, other programs take the freed
-        # space, so it is tried once after each pause.
+        # If this did not help last time, other programs take the freed space: try it once after each pause.
         with self._lock:
             evicted = self._index.evict(size, protected) if self._breaker.probing else {}
             self.counters.evicted += len(evicted)
@@ -370,3 +347,48 @@ class ChunkStore:
                 self._writing.discard(written)
             if not self._busy:
                 self._idle.notify_all()
+
+
+class CircuitBreaker:
+    """Opens after `failures` consecutive failures, then twice as long after each further one. A success resets it."""
+
+    def __init__(
+        self,
+        failures: int = 3,
+        first_seconds: float = 5.0,
+        longest_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._failures = failures
+        self._first_seconds = self._next_seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._clock = clock
+        self._in_a_row = 0
+        self._until = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self._in_a_row >= self._failures and self._clock() < self._until
+
+    @property
+    def probing(self) -> bool:
+        """Whether the next attempt is the first since a success or an opening."""
+        return self._in_a_row == 0 or self._in_a_row >= self._failures
+
+    def failed(self) -> float:
+        """Return the seconds for which this failure opens the breaker, or 0."""
+        if self.open:
+            return 0.0
+        self._in_a_row += 1
+        if self._in_a_row < self._failures:
+            return 0.0
+        seconds = self._next_seconds
+        self._until = self._clock() + seconds
+        self._next_seconds = min(2 * seconds, self._longest_seconds)
+        return seconds
+
+    def succeeded(self) -> bool:
+        reset = self._in_a_row >= self._failures
+        self._in_a_row = 0
+        self._next_seconds = self._first_seconds
+        return reset

@@ -11,10 +11,7 @@ _HOW_BYTES = 16
 
 
 def variant_key(content: bytes, how: bytes) -> bytes:
-    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path.
-
-    `content` is the document's key directly after its prefix.
-    """
+    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path."""
     return content + blake2b(how, digest_size=_HOW_BYTES).digest()
 
 
@@ -23,5 +20,4 @@ def is_variant(key: bytes) -> bool:
 
 
 def variant_content(key: bytes) -> bytes:
-    """Return a variant's content; other keys are their own."""
     return key[:_CONTENT_BYTES]

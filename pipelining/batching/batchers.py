@@ -14,7 +14,7 @@ __all__ = ["AllWaiting", "Backlog", "BacklogAware", "Batcher", "best_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests `waiting` for a worker and `running` on it, and expected arrivals of others, in seconds from now."""
+    """Requests of a worker, and expected arrivals of others, in seconds from now."""
 
     waiting: int
     running: int = 0
@@ -27,12 +27,10 @@ class Backlog:
 
 class Batcher(Protocol):
     def size(self, backlog: Backlog) -> int:
-        """Return how many requests may run at once now, at least 1. Called before each batch, or at each step where
-        requests can join, with at least one unfinished request."""
+        """Return how many requests may run at once now, at least 1, given unfinished ones."""
 
     def learn(self, size: int, seconds: float) -> None:
-        """Learn from a batch that has ended. Where requests join: from one request, with the mean number that ran at
-        the same time, itself included."""
+        """Learn from a batch that has ended, or from one request with the mean number that ran with it."""
 
 
 def best_batch(
@@ -41,13 +39,11 @@ def best_batch(
     """Return how many of the waiting requests to serve next for the lowest mean latency.
 
     - `seconds`: of a batch by its size, such as a `PowerLaw`
-    - `sizes`: allowed batch sizes in any order; a batch is smaller if fewer requests wait
+    - `sizes`: allowed batch sizes; a batch is smaller if fewer requests wait
     - `arrivals_s`: expected arrivals of further requests, in seconds from now
 
-    The paper compares equal batches (Eq. 6). Here later batches may have other sizes and the last one takes the rest;
-    called before each batch, this gives the lowest sum of latencies. With `arrivals_s` each size is tried for the next
-    batch, followed by the best sizes for the requests that wait then. Among equals the largest size. Takes time
-    proportional to backlog times sizes. Raises ValueError for no requests, no sizes, and values out of range.
+    The paper compares equal batches (Eq. 6); here later ones may have other sizes. Among equals the largest size. Takes
+    time proportional to backlog times sizes.
     """
     if waiting < 1:
         raise ValueError(f"waiting is {waiting}: a batch needs at least one waiting request")
@@ -82,7 +78,6 @@ class _Backlog:
         return list(dict.fromkeys(min(size, waiting) for size in self._sizes))
 
     def sum_s(self, waiting: int, first: int, arrivals_s: Sequence[float]) -> float:
-        """Return the sum of the times, from now, at which requests are answered."""
         now_s = sum_s = 0.0
         arrived, size = 0, first
         while True:
@@ -103,7 +98,7 @@ class AllWaiting:
     """Batches of all waiting requests, at most `most`.
 
     For retrieval: a pass over the partitions takes the same time for any number of queries (RAGDoll section 4.4). With
-    `most` these are the static batches of its Table 2. Raises ValueError for a `most` below 1.
+    `most` these are the static batches of its Table 2.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -114,8 +109,7 @@ class AllWaiting:
     def size(self, backlog: Backlog) -> int:
         return backlog.unfinished if self.most is None else min(self.most, backlog.unfinished)
 
-    def learn(self, size: int, seconds: float) -> None:
-        """Ignore times."""
+    def learn(self, size: int, seconds: float) -> None: ...
 
 
 # The time of a batch that reads weights or partitions grows more slowly than the threshold of Eq. 8.
@@ -132,18 +126,12 @@ class BacklogAware:
 
         BacklogAware(PowerLaw.fit(profiled), most=64)
 
-    - `seconds`: of a batch by its size; a `PowerLaw` keeps learning, another function stays as it is
+    - `seconds`: of a batch by its size; only a `PowerLaw` learns
     - `most`: the largest batch; sizes are powers of two and `most`, or `sizes`
-
-    Raises ValueError for sizes below 1.
     """
 
     def __init__(
-        self,
-        seconds: Callable[[int], float] | None = None,
-        *,
-        most: int = 64,
-        sizes: Sequence[int] | None = None,
+        self, seconds: Callable[[int], float] | None = None, *, most: int = 64, sizes: Sequence[int] | None = None
     ) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")

@@ -26,12 +26,11 @@ _OVERLOAD = {429, 503}
 
 class Relief(Protocol):
     def relieve(self) -> bool:
-        """Free memory at the cost of speed. Return False if there is none to free. Called from another thread."""
+        """Free memory at the cost of speed, from another thread. Return False if there is none to free."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether fewer requests or a retry may avoid this error: out of memory or blocks, I/O, an overloaded
-    server."""
+    """Return whether fewer requests or a retry may avoid this error: memory, I/O, an overloaded server."""
     return any(
         isinstance(each, OSError) or is_out_of_memory(each) or getattr(each, "status_code", None) in _OVERLOAD
         for each in _causes(error)
@@ -39,7 +38,6 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether freed memory may avoid this error."""
     return any(
         isinstance(each, MemoryError)
         or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
@@ -63,9 +61,8 @@ class Degradation:
     """The reactions of one worker to failures.
 
     A request of a failed batch runs again in a batch of half the size, down to 1. Then, if out of memory, each of
-    `reliefs` is called until one frees memory; then the request is tried `max_retries` times more before it ends with
-    the error. Meanwhile `limit` bounds all batches; it grows by one after `limit` answers in batches of that size.
-    `on_relief` is called when memory was freed.
+    `reliefs` is called until one frees memory; then the request is retried `max_retries` times. `limit` bounds all
+    batches meanwhile.
     """
 
     def __init__(

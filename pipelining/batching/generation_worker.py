@@ -24,7 +24,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
-    """Generates answers, with at most `kv_limit` tokens of `kv` for all running requests, except for a single one.
+    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request.
 
     `arrivals_s()`: expected arrivals of requests in retrieval; `made_room`: called when requests leave the queue.
     """
@@ -52,21 +52,16 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self._tasks: dict[BatchedRequest[Q, D], asyncio.Task[_Outcome]] = {}
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """Return the next requests, first those of the running batch that have not been sent."""
         own = [request for request in self.running if not request.sent][:count]
         return [*own, *super().upcoming(count - len(own))]
 
     async def end(self, request: BatchedRequest[Q, D]) -> None:
-        """Abort a request's generation and wait for the engine."""
         task = self._tasks.get(request)
         if task is not None:
             await end_all((task,))
 
     async def _end_running(self) -> None:
         await end_all(self._tasks.values())
-
-    def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _kv_tokens(self) -> int | None:
         return self._kv_of(self.running)
@@ -116,8 +111,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
             trace.first_token_s = began_s + trace.generation.first_token_s
 
     def _over(self, request: BatchedRequest[Q, D], task: asyncio.Task[_Outcome]) -> None:
-        """Handle the end of a generation without an await: the request may run again at once, and must not be counted
-        as running twice."""
+        """Handle the end of a generation without an await, so that a rerun is never counted twice."""
         del self._tasks[request]
         outcome = _Outcome(_cut_off(task)) if task.cancelled() or task.exception() else task.result()
         if outcome.retries and not request.abandoned:
@@ -133,8 +127,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self.wake()
 
     @abstractmethod
-    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
-        """A request has left `running`."""
+    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None: ...
 
 
 class _Outcome(NamedTuple):
@@ -143,8 +136,7 @@ class _Outcome(NamedTuple):
 
 
 class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that lets requests join between two steps. The number of requests is chosen whenever one arrives or
-    ends; between these the choice would not change."""
+    """For an engine that lets requests join between two steps; the number is chosen at each arrival or end."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -184,8 +176,7 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
 
 
 class StaticGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that computes each batch to its end, and as a baseline: a batch begins when all requests of the
-    last one have ended."""
+    """For an engine that computes each batch to its end, and as a baseline."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

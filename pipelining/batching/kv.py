@@ -23,8 +23,7 @@ _BUDGET = 256
 class _RunningTrie:
     """The documents of each request as a path of a trie; `tokens`: of all nodes.
 
-    A request that joins alone extends the path that shares most tokens with it. Several requests, and from time to time
-    all, are planned again (`trie.plan`).
+    A request that joins alone extends the path that shares most tokens with it; several requests are planned again.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,6 @@ class _RunningTrie:
         self._begin()
 
     def hold(self, requests: Mapping[Hashable, Mapping[Key, int]]) -> None:
-        """Set the running requests, each with the tokens of its documents in rank order."""
         new = [request for request in requests if request not in self._ends]
         gone = [request for request in self._ends if request not in requests]
         self._changes += len(new) + len(gone)
@@ -118,8 +116,6 @@ class TrieKV(Generic[Q, D]):
     - `key`, `tokens`: of a document; equal keys have equal KV after equal documents
     - `own_tokens`: question and answer of a request; `prefix_tokens`: the system prompt
     - `scope`: requests of different scopes share nothing
-
-    Requests are identified by the objects of their question and documents, which are read once while they run.
     """
 
     def __init__(
@@ -177,7 +173,6 @@ class _Held(NamedTuple):
 
 
 def largest_prefix(count: int, fits: Callable[[int], bool]) -> int:
-    """Return how many of the first items fit, at least 1. Items never need less room if one is added."""
     low, high = 1, count
     while low < high:
         middle = (low + high + 1) // 2

@@ -28,13 +28,9 @@ RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """State of a worker after an event: a batch began or requests joined it, ended or failed, memory was freed, or a
-    hook ran between two batches.
+    """State of a worker after a batch began, ended or failed, memory was freed, or a hook ran.
 
-    - `at_s`: by the server's clock; `seconds`: of the batch or request that has ended
-    - `batch`: the chosen limit of running requests; `running`, `waiting`: requests of the worker
-    - `kv_tokens`: of the running requests, None without a limit
-    - `partitions`: in memory, None for a search without partitions
+    `batch` is the chosen limit of running requests, `seconds` those of the batch or request that has ended.
     """
 
     at_s: float
@@ -52,9 +48,8 @@ class BatchEvent:
 class RequestTrace:
     """Times of one request by the server's clock, in seconds (None: has not happened).
 
-    - `retrieval_began_s`, `found_s`: of the successful search; `generation_began_s`, `first_token_s`: of the answer
-    - `retrieval_batch`, `generation_batch`: most requests that ran at the same time, itself included
-    - `failures`: failed batches, after which the request went back into its queue
+    `retrieval_batch` and `generation_batch` are the most requests that ran at the same time, itself included;
+    `failures` are failed batches, after which it went back into its queue.
     """
 
     arrived_s: float
@@ -73,7 +68,6 @@ class RequestTrace:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds in both queues, including failed batches."""
         times = self.retrieval_began_s, self.found_s, self.generation_began_s
         began_s, found_s, sent_s = times
         if began_s is None or found_s is None or sent_s is None:
@@ -93,13 +87,11 @@ _NO_LIMIT = 1 << 30
 
 
 class AnswerChangedError(RagorderError, RuntimeError):
-    """A partly streamed answer failed, was generated again, and differs from the streamed text."""
+    """A repeated generation differs from the text that was streamed before a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedAnswer(Generic[D]):
-    """`documents` in rank order; `usage` as the engine reports."""
-
     text: str
     documents: Sequence[D]
     usage: Usage | None
@@ -134,7 +126,6 @@ class BatchedRequest(Generic[Q, D]):
     _usage: Usage | None = None
 
     def lift_limits(self) -> None:
-        """Reset the limits for the next worker: failures of one say nothing about the other."""
         self.most, self.alone, self.reliefs = _NO_LIMIT, 0, 0
 
     def begin_answer(self) -> None:
@@ -144,7 +135,7 @@ class BatchedRequest(Generic[Q, D]):
         self.trace.generation = type(self.trace.generation)()
 
     def add(self, chunk: AnswerChunk) -> None:
-        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before a failure."""
+        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before."""
         self._usage = chunk.usage or self._usage
         if not chunk.text:
             return
@@ -203,7 +194,7 @@ class BatchedRequest(Generic[Q, D]):
 
 
 class BatchedStream(AnswerStream[str | BatchedAnswer[D]]):
-    """Text of an answer, with the whole `answer` at the end, see `AnswerStream`."""
+    """Text of an answer, with the whole `answer` at the end."""
 
     answer: BatchedAnswer[D] | None = None
 

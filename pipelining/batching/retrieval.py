@@ -24,8 +24,11 @@ D_co = TypeVar("D_co", covariant=True)
 
 
 class SearchTask(Protocol[Q_co]):
-    """A question of a batch. `checkpoint`: results of the retrieval before the batch failed, replaced by another object
-    whenever there are more. `abandoned`: no result is needed any more; then `cancel_search` is called."""
+    """A question of a batch.
+
+    `checkpoint`: results from before a failure, a new object whenever there are more. `abandoned`: no result is needed
+    any more; then `cancel_search` is called.
+    """
 
     checkpoint: Any
     cancel_search: Callable[[], object] | None
@@ -41,8 +44,10 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
     def search_batch(
         self, tasks: Sequence[SearchTask[Q_contra]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """Yield (position of the task, documents in rank order or the task's error) as soon as each is final. An error
-        that is raised is the error of all tasks without a result."""
+        """Yield (position of the task, documents in rank order or error) as soon as each is final.
+
+        A raised error is that of all tasks without a result.
+        """
 
 
 class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]):
@@ -51,13 +56,14 @@ class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]
     def search_joined(
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """As `search_batch`. `more` is called in the event loop whenever requests may join, and returns those that do;
-        their positions follow all earlier ones."""
+        """As `search_batch`. `more` is called on the event loop whenever requests may join, and returns them.
+
+        Their positions follow all earlier ones.
+        """
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
-    """A batch of separate, parallel searches: for searches that share their time themselves, such as `ContinuousIVF`,
-    and for services."""
+    """A batch of separate, parallel searches: for `ContinuousIVF` and for services."""
 
     def __init__(self, retrieval: Retrieval[Q, D]) -> None:
         self._retrieval = retrieval
@@ -87,16 +93,13 @@ class ConcurrentRetrieval(Generic[Q, D]):
 
 
 class PartitionedRetrieval(Generic[Q, D]):
-    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2). Others join at the
-    next partition and continue until they have passed all.
+    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2).
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
-    - `embed` returns the vectors of several questions, an array of shape (questions, dimensions)
-    - `document` returns the document of an index id
-
-    Both functions and each stage run in a thread. After an error each question continues with the partitions that it
-    still needs, in any later batch. Raises ValueError for a `top_k` below 1.
+    `embed` returns the vectors of several questions, an array of shape (questions, dimensions), `document` the document
+    of an index id; both and each stage run in a thread. Other questions join at the next partition. After an error each
+    continues with the partitions that it still needs, in any later batch.
     """
 
     def __init__(
@@ -163,7 +166,6 @@ class PartitionedRetrieval(Generic[Q, D]):
             passing.close()
 
     def _begin(self, entries: Sequence[_Entry[Q]]) -> list[PassRows]:
-        """Return the rows of entries, partly searched ones first."""
         parts = [entry.begun for entry in entries if entry.begun is not None]
         if new := [entry.task.question for entry in entries if entry.is_new()]:
             vectors = self._embed(new)
@@ -175,7 +177,6 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _join(
         self, passing: PartitionedPass, entries: Sequence[_Entry[Q]]
     ) -> tuple[Sequence[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
-        """Return the entries that have joined, in the order of their rows, and the others with their errors."""
         begun = sorted(entries, key=_Entry.is_new)
         failed: list[tuple[_Entry[Q], Exception]] = []
         try:
@@ -196,7 +197,6 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _advance(
         self, passing: PartitionedPass, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Sequence[D] | Exception]], list[int]]:
-        """Run one stage; return final results, and the rows that continue."""
         stage = next(passing)
         ended = passing.rows.ended.tolist()
         found = [(row, self._documents(stage.ids[row])) for row, end in enumerate(ended) if end and wanted[row]]
@@ -213,7 +213,7 @@ class PartitionedRetrieval(Generic[Q, D]):
 
 
 class _Entry(Generic[Q]):
-    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass with the task."""
+    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass."""
 
     __slots__ = ("begun", "position", "stages", "task")
 

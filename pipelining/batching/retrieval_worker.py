@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar, cast
 
 from ragorder.common.running_mean import RunningMean
-from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
@@ -20,10 +19,10 @@ D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
-    """Searches for one batch of requests at a time; calls `found` with each request once its documents are final.
+    """Searches for one batch of requests at a time; calls `found` with each that is final.
 
-    Other requests join the batch if the retrieval allows it (`JoinableRetrieval`) and no hook waits for its end. At
-    most `room()` requests are searched for at once, because the next queue is bounded.
+    Others join if the retrieval allows it (`JoinableRetrieval`) and no hook waits. At most `room()` requests are
+    searched for at once, because the next queue is bounded.
     """
 
     name = "retrieval"
@@ -45,7 +44,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     def expected_s(self) -> Sequence[float]:
-        """Return the seconds until running requests expect their documents."""
         mean_s = self._search_s.value
         if mean_s is None:
             return ()
@@ -70,11 +68,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         return True
 
     async def _end_running(self) -> None:
-        """The batch has ended with the worker's task."""
         self.running.clear()
-
-    def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _partitions(self) -> int | None:
         held = getattr(self._retrieval, "partitions", None)
@@ -186,7 +180,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests that are searched for together, by position, without those that have an outcome."""
+    """Requests without an outcome that are searched for together, by position."""
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         self.left: dict[int, BatchedRequest[Q, D]] = {}

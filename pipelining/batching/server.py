@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
@@ -24,7 +23,7 @@ from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.servers import run_batch
+from ragorder.pipelining.servers import FirstFailures, run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
@@ -32,11 +31,9 @@ Q = TypeVar("Q")
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
-_logger = logging.getLogger("ragorder")
-
 
 class ServingPlacement(Protocol):
-    """What the server needs of a placement: the most requests at once, and partitions in memory."""
+    """The most requests at once, and partitions in memory."""
 
     @property
     def batch(self) -> int: ...
@@ -54,21 +51,16 @@ class DecoupledServer(Generic[Q, D, R]):
             async with server.stream("Which drawer?") as stream: ...
             async for number, answer in server.batch(questions): ...
 
-    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches then run in parallel
-    - `placement`: the largest generation batch and the partitions in memory; `place` changes it
-    - `batching`: of generations; `searching`: of searches (default: all that wait)
-    - `joins`: whether the engine lets requests join between two steps; otherwise a batch runs to its end
+    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches run in parallel
+    - `placement`: the largest generation batch and the partitions in memory
+    - `batching`, `searching`: policies of generations and searches (default: all that wait)
+    - `joins`: whether requests can join between two steps of the engine
     - `kv`, `kv_limit`: KV tokens of the requests that run together
-    - `lengths`: cached and computed tokens of a question and its documents; the largest cached share goes first, within
-      `window`
-    - `reliefs`: free memory if a single request runs out of it; engine and retrieval follow if they have `relieve`
-    - `shortage`: errors after which a request is tried again, `max_retries` times alone
-    - `max_requests`: in the server at once, further ones raise QueueFullError; `max_contexts`: of these, waiting for
-      generation
-    - `observer`: called with each `BatchEvent`, and the `RequestTrace` of each request that has ended
-
-    A request ends exactly once, with its answer or its own error. Raises ValueError for limits below 1, and for a
-    `kv_limit` without `kv`.
+    - `lengths`: the largest cached share goes first, within `window`
+    - `reliefs`: free memory, before `relieve` of engine and retrieval
+    - `shortage`: errors after which a request is retried, `max_retries` times alone
+    - `max_contexts`: requests that wait for generation
+    - `observer`: called with each `BatchEvent` and final `RequestTrace`
     """
 
     def __init__(
@@ -108,7 +100,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._requests: dict[BatchedRequest[Q, D], None] = {}
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
-        self._failing = False
+        self._warn = FirstFailures()
         if hasattr(retrieval, "search_batch"):
             self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
@@ -154,36 +146,37 @@ class DecoupledServer(Generic[Q, D, R]):
         return len(self._requests)
 
     def contexts(self, count: int = 8) -> Sequence[Context[Q, D]]:
-        """Return at most `count` contexts that wait for generation, probably the next ones."""
         upcoming = self.generating.upcoming(count)
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Return the answer. Raises the error of retrieval or generation, QueueFullError, and RuntimeError if the
-        server is closed. Cancelling it ends its generation; a search leaves it out from the next stage."""
+        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed.
+
+        Cancelling it ends its generation.
+        """
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
-        """Stream the answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation
-        fails after its first words and the repeated one differs."""
+        """Stream the answer; lazy. Raises what `run` raises, and AnswerChangedError."""
         return BatchedStream(self._stream(question))
 
     def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """Yield (number of the question, answer or error) in the order of their ends. At most half of `max_requests`
-        run at a time; they wait while the server is full. `on_progress` is called with the number of ended requests."""
+        """Yield (number of the question, answer or error) in the order of their ends.
+
+        At most half of `max_requests` run at a time; they wait while the server is full.
+        """
         at_once = max(1, self.max_requests // 2)
         return run_batch(
             questions, lambda each: self._run(each, patient=True), at_once=at_once, on_progress=on_progress
         )
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Change to another placement, each part when no batch of its worker runs: partitions, largest batch, and
-        layers and KV of an engine with `place`.
+        """Change to another placement, each part when no batch of its worker runs.
 
-        Fewer partitions are set first and more last, so that memory suffices. Raises ValueError for a placement that
-        the retrieval cannot use, and errors of the engine, possibly after a part is done.
+        Fewer partitions are set first and more last, so that memory suffices. Errors of the engine may be raised after
+        a part is done.
         """
         self._check_placement(placement)
 
@@ -219,13 +212,28 @@ class DecoupledServer(Generic[Q, D, R]):
         await self.close()
 
     async def _run(self, question: Q, *, patient: bool = False) -> BatchedAnswer[D]:
+        async with self._request(question, patient=patient) as request:
+            return await asyncio.shield(request.ended)
+
+    async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
+        chunks: asyncio.Queue[str | None] = asyncio.Queue()
+        async with self._request(question, chunks) as request:
+            while (text := await chunks.get()) is not None:
+                yield text
+            answer = await asyncio.shield(request.ended)
+        yield answer
+
+    @asynccontextmanager
+    async def _request(
+        self, question: Q, chunks: asyncio.Queue[str | None] | None = None, *, patient: bool = False
+    ) -> AsyncIterator[BatchedRequest[Q, D]]:
+        """Keep a request in the server until the block ends, with the caller's outcome or without."""
         async with self._slot(patient=patient):
-            request = self._enter(question)
+            request = self._enter(question, chunks)
             told = False
             try:
-                answer = await asyncio.shield(request.ended)
+                yield request
                 told = True
-                return answer
             except Exception:
                 told = True
                 raise
@@ -233,7 +241,6 @@ class DecoupledServer(Generic[Q, D, R]):
                 await self._leave(request, told)
 
     def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
-        """Return a slot in the server; a `patient` request waits for it."""
         self._check_open()
         if not patient and not self._limiter.has_room:
             raise QueueFullError(
@@ -272,23 +279,6 @@ class DecoupledServer(Generic[Q, D, R]):
                 del self._requests[request]
                 self._observe(request.trace)
 
-    async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
-        chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        async with self._slot():
-            request = self._enter(question, chunks)
-            told = False
-            try:
-                while (text := await chunks.get()) is not None:
-                    yield text
-                answer = await asyncio.shield(request.ended)
-                told = True
-                yield answer
-            except Exception:
-                told = True
-                raise
-            finally:
-                await self._leave(request, told)
-
     def _found(self, request: BatchedRequest[Q, D]) -> None:
         lengths = self._lengths
         if lengths is None:
@@ -319,6 +309,4 @@ class DecoupledServer(Generic[Q, D, R]):
         try:
             self._observer(observed)
         except Exception as error:
-            if not self._failing:
-                self._failing = True
-                _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
+            self._warn("an observer", error)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, cast, overload
 
-from ragorder.pipelining.batching.batchers import Batcher
+from ragorder.pipelining.batching.batchers import Backlog, Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
-from ragorder.pipelining.servers import call
+from ragorder.pipelining.servers import FirstFailures, call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
@@ -21,13 +20,11 @@ Q = TypeVar("Q")
 D = TypeVar("D")
 T = TypeVar("T")
 
-_logger = logging.getLogger("ragorder")
-
 
 class Worker(ABC, Generic[Q, D]):
     """Serves the requests in its queue, `running` of them now. For one event loop.
 
-    Hooks run while no request runs, and requests wait until hooks have ended; the other worker is not affected.
+    Hooks run while no request runs, and requests wait until hooks have ended.
     """
 
     name: WorkerName
@@ -57,7 +54,7 @@ class Worker(ABC, Generic[Q, D]):
         self._hooks: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._failing: set[str] = set()
+        self._warn = FirstFailures()
         self._closed = False
 
     @property
@@ -69,14 +66,12 @@ class Worker(ABC, Generic[Q, D]):
         self.wake()
 
     def leave(self, request: BatchedRequest[Q, D]) -> None:
-        """Remove a waiting request; a running one will not be put back."""
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
             self._queue.leave(ticket)
             self.wake()
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """Return at most `count` waiting requests, by their priority at the last choice."""
         return self._queue.upcoming(count)
 
     def wake(self) -> None:
@@ -89,8 +84,10 @@ class Worker(ABC, Generic[Q, D]):
     async def between_batches(self, hook: Callable[[], T]) -> T: ...
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
-        """Call `hook` once while no batch runs and return its result: a coroutine function in the event loop, another
-        function in a thread. Raises what it raises, and RuntimeError if the server is closed first."""
+        """Call `hook` once while no batch runs and return its result.
+
+        Plain functions run in a thread. Raises what it raises, and RuntimeError if the server is closed first.
+        """
         if self._closed:
             raise RuntimeError("the server was closed")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -128,8 +125,7 @@ class Worker(ABC, Generic[Q, D]):
         """Return False to wait for a change."""
 
     @abstractmethod
-    async def _end_running(self) -> None:
-        """Cancel running requests and wait for their ends."""
+    async def _end_running(self) -> None: ...
 
     async def _run(self) -> None:
         while True:
@@ -166,7 +162,6 @@ class Worker(ABC, Generic[Q, D]):
                 self._event("reorganised")
 
     def _choose(self, room: int) -> int:
-        """Return how many requests may run at once, at most `room`; 0 without requests."""
         if not self._queue and not self.running:
             return 0
         wanted = self._wanted()
@@ -182,8 +177,8 @@ class Worker(ABC, Generic[Q, D]):
             wanted = 1
         return wanted if self.most is None else max(1, min(wanted, self.most))
 
-    @abstractmethod
-    def _policy_size(self) -> int: ...
+    def _policy_size(self) -> int:
+        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _learn(self, size: int, seconds: float) -> None:
         try:
@@ -197,7 +192,6 @@ class Worker(ABC, Generic[Q, D]):
         return ticket.item
 
     def _put_back(self, request: BatchedRequest[Q, D]) -> None:
-        """Put a failed request back before the requests that arrived later."""
         self.running.pop(request, None)
         if (ticket := self._tickets.get(request)) is not None:
             self._queue.put_back(ticket)
@@ -231,14 +225,8 @@ class Worker(ABC, Generic[Q, D]):
     def _partitions(self) -> int | None:
         return None
 
-    def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._failing:
-            self._failing.add(name)
-            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
-
 
 def is_being_cancelled() -> bool:
-    """Return whether the running task is cancelled itself, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -247,8 +235,6 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Occupancy(Generic[R]):
-    """Counts running requests over time."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._counted_s = clock()
@@ -261,7 +247,7 @@ class Occupancy(Generic[R]):
         self._began[request] = self._counted_s, self._area
 
     def end(self, request: R) -> tuple[int, float] | None:
-        """Return the mean number of running requests, itself included, and the seconds; None if it had not begun."""
+        """Return the mean number of running requests, itself included, and the seconds, or None."""
         self._count()
         if (began := self._began.pop(request, None)) is None:
             return None

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 __all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Placement", "Spread", "Workload"]
 
 Curve = tuple[tuple[int, int], ...]
-"""Points (x, y), ascending in x."""
-
 _Bytes = Annotated[int, Field(ge=0)]
 # Partitions in memory in addition to resident ones.
 _PASSING = 2
@@ -34,12 +32,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and requests that generate at
-    once.
+    """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and the batch.
 
     `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. KV on the device is for the
-    running batch first, then for documents that may be used again; in the other tiers only for such documents. Raises
-    ValueError for negative amounts, no batch, or streamed layers without a buffer.
+    running batch first.
     """
 
     weights: Spread
@@ -63,7 +59,6 @@ class Placement:
 
     @property
     def streamed(self) -> int:
-        """Layers that are copied to the device in each step."""
         return self.weights.host + self.weights.disk
 
 
@@ -76,11 +71,10 @@ class _Sizes(BaseModel):
 
 
 class ModelSizes(_Sizes):
-    """Bytes of a model: of each decoder layer, of all other weights, which stay on the device, and of a token's KV in
-    all layers.
+    """Bytes of decoder layers, of other weights (`outside`, on the device), and of a token's KV.
 
-    `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step in addition to weights and KV,
-    measured or estimated. `staging`: host memory that streamed layers pass.
+    `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step besides weights and KV. `staging`:
+    host memory that streamed layers pass.
     """
 
     layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
@@ -98,7 +92,6 @@ class ModelSizes(_Sizes):
 
     @property
     def slot(self) -> int:
-        """Bytes of a buffer for any layer."""
         return max(self.layers)
 
     @property
@@ -106,7 +99,6 @@ class ModelSizes(_Sizes):
         return sum(self.layers) + self.outside
 
     def workspace(self, tokens: int) -> int:
-        """Return the bytes of a step: linear between points, never falling, constant below the first point."""
         return int(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
 
     def kv(self, tokens: int, requests: int = 1) -> int:
@@ -125,12 +117,11 @@ class IndexSizes(_Sizes):
         return self.fixed + sum(self.partitions)
 
     def resident(self, count: int) -> int:
-        """Return the bytes of the largest `count` partitions."""
         # Any partition may be resident: their use decides.
         return sum(sorted(self.partitions, reverse=True)[:count])
 
     def reading(self, resident: int) -> int:
-        """Return the bytes of partitions in memory only during a search: one is scanned while the next is read."""
+        """Return the bytes of partitions in transit: one is scanned while the next is read."""
         return sum(sorted(self.partitions, reverse=True)[resident : resident + _PASSING])
 
 
@@ -138,8 +129,7 @@ NO_INDEX = IndexSizes()
 
 
 class Workload(_Sizes):
-    """Tokens of a request. `shared`: points (requests, KV tokens) by batch, if requests share documents, see
-    `shared_tokens`; without it nothing is shared."""
+    """Tokens of a request. `shared`: points (requests, KV tokens) by batch, see `shared_tokens`."""
 
     prompt_tokens: int = Field(default=2048, gt=0)
     answer_tokens: int = Field(default=128, gt=0)
@@ -152,8 +142,7 @@ class Workload(_Sizes):
         return self
 
     def kv_tokens(self, batch: int) -> int:
-        """Return the KV tokens of a batch: those of its trie, not the sum. Between two measured batches an upper bound
-        from both."""
+        """Return the KV tokens of a batch's trie; between measured batches an upper bound."""
         each = self.prompt_tokens + self.answer_tokens
         requests, tokens = max((point for point in self.shared if point[0] <= batch), default=(0, 0))
         bounds = [tokens + (batch - requests) * each]
@@ -169,7 +158,6 @@ def _check_curve(name: str, points: Curve) -> None:
 
 
 def _value(points: Sequence[tuple[int, int]], at: int) -> float:
-    """Interpolate linearly, with the first and last slope outside of the points."""
     if len(points) == 1:
         return points[0][1] * max(1.0, at / points[0][0])
     right = next((index for index in range(1, len(points)) if points[index][0] >= at), len(points) - 1)

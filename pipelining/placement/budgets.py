@@ -27,8 +27,6 @@ _FILES = {
 
 
 def device_memory() -> int | None:
-    """Return the free bytes of the first visible GPU (CUDA_VISIBLE_DEVICES), by nvidia-smi of the driver, or None
-    without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return None
@@ -46,8 +44,7 @@ def device_memory() -> int | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of RAM available without swapping: the least of machine, control group and RLIMIT_AS. Raises
-    ImportError without psutil."""
+    """Return the bytes of RAM available: the least of machine, control group and RLIMIT_AS."""
     with needs("live", "reading this machine's memory"):
         import psutil
 
@@ -62,7 +59,6 @@ def host_memory() -> int:
 
 
 def disk_memory(folder: Path | str) -> int:
-    """Return the free bytes of the file system of `folder`, or of its first parent that exists."""
     path = Path(folder).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -70,8 +66,7 @@ def disk_memory(folder: Path | str) -> int:
 
 
 def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """Return the bytes that the process's control groups (version 2 or 1) and their parents leave, or None without a
-    limit."""
+    """Return the bytes that the process's control groups (version 2 or 1) leave, or None without a limit."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -104,13 +99,11 @@ def _free_of(group: Path, limit_file: str, use_file: str, reclaimable: str) -> i
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budgets:
-    """Bytes that may be used on the device, in host memory and on the disk. The disk is for KV only: weights and index
-    are read from their own files.
+    """Bytes that may be used on the device, in host memory, and on the disk (for KV only).
 
         Budgets("6GiB", "24GiB", disk_bytes="100GiB")
 
-    `unified`: the device computes in host memory, as a CPU does; both together are within `host_bytes`. Raises
-    ValueError for sizes that are negative or unreadable.
+    `unified`: the device computes in host memory, as a CPU does; both together are within `host_bytes`.
     """
 
     device_bytes: int
@@ -128,27 +121,14 @@ class Budgets:
 
     @classmethod
     def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
-        """Return `share` of the free memory: of the first GPU, of RAM within the limits of control group and RLIMIT_AS,
-        and of the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
         if not 0 < share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {share}")
         host, gpu = host_memory(), device_memory()
         sizes = [math.floor(share * size) for size in (host if gpu is None else gpu, host, disk_memory(folder))]
         return cls(*sizes, unified=gpu is None)
 
-    def changed(
-        self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
-    ) -> Self:
-        return type(self)(
-            self.device_bytes if device_bytes is None else device_bytes,
-            self.host_bytes if host_bytes is None else host_bytes,
-            self.disk_bytes if disk_bytes is None else disk_bytes,
-            unified=self.unified,
-        )
-
 
 def format_bytes(size: int) -> str:
-    """Return a readable size, such as 5.8 GiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:,.1f} {name}"

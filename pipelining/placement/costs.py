@@ -13,8 +13,7 @@ __all__ = ["EstimatedCosts", "Footprint", "PlacementCosts", "Rates", "mean_laten
 
 
 class PlacementCosts(Protocol):
-    """Sizes and times of one model and index on one machine, measured (`PlacementProfile`) or estimated
-    (`EstimatedCosts`)."""
+    """Sizes and times of one model and index on one machine, measured or estimated."""
 
     @property
     def model(self) -> ModelSizes: ...
@@ -26,27 +25,22 @@ class PlacementCosts(Protocol):
     def workload(self) -> Workload: ...
 
     @property
-    def estimated(self) -> bool:
-        """Whether nothing was measured."""
+    def estimated(self) -> bool: ...
 
     @property
-    def batches(self) -> Sequence[int]:
-        """Batch sizes to choose from."""
+    def batches(self) -> Sequence[int]: ...
 
     @property
     def step_tokens(self) -> int:
         """Tokens of the largest step; a step is smaller if memory is short."""
 
-    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
-        """Return the seconds of a batch from its first step to its last token, with `weights` layers in each tier."""
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float: ...
 
-    def retrieval_s(self, partitions: int) -> float:
-        """Return the seconds of a batch of any size that passes all partitions, with `partitions` resident ones."""
+    def retrieval_s(self, partitions: int) -> float: ...
 
 
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
-    """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`; the last batch
-    takes the rest.
+    """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`.
 
     A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll.
     """
@@ -66,9 +60,8 @@ def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: C
 class Footprint:
     """Bytes by tier for any placement of this model and index.
 
-    In addition to Eq. 2 and 3: weights outside the layers, buffers for streamed layers and partitions, and the fixed
-    part of the index. Each layer counts as the largest one, since it is in a buffer of that size. Layers and partitions
-    on the disk do not count: they are read from the files of model and index.
+    Besides Eq. 2 and 3: weights outside the layers, buffers, and the fixed part of the index. Each layer counts as the
+    largest one. What is on the disk does not count.
     """
 
     model: ModelSizes
@@ -78,10 +71,7 @@ class Footprint:
         model, index, slot = self.model, self.index, self.model.slot
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
-        yield (
-            "buffers of streamed layers",
-            Spread(placement.slots * slot, model.staging if placement.streamed else 0),
-        )
+        yield ("buffers of streamed layers", Spread(placement.slots * slot, model.staging if placement.streamed else 0))
         yield "KV", placement.kv
         yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
         yield "index without partitions", Spread(host=index.fixed)
@@ -118,8 +108,7 @@ _WORKLOAD = Workload()
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a machine: floating-point operations a second, and bytes a second of device memory, from host memory to
-    the device, from the disk, and of a scan of an index in memory. Raises ValueError unless all are above 0."""
+    """Speed of a machine: operations a second, bytes a second of memory, buses and disk, and of an index scan."""
 
     flops: float
     device: float
@@ -138,14 +127,17 @@ class Rates:
 
     @classmethod
     def of_a_cpu(cls) -> Self:
-        """Return the rates of a desktop processor with an NVMe disk; layers are copied in memory."""
+        """Return the rates of a desktop processor with an NVMe disk."""
         return cls(flops=400e9, device=20e9, host=8e9, disk=2e9, scan=4e9)
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates. A step takes the longer of its computation and the copy of its layers; a retrieval
-    takes the read of absent partitions, plus the scan of all."""
+    """Times from sizes and rates.
+
+    A step takes the longer of its computation and the copy of its layers; a retrieval takes the read of absent
+    partitions, plus the scan of all.
+    """
 
     model: ModelSizes
     rates: Rates

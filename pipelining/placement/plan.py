@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ragorder.errors import RagorderError
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -25,7 +26,6 @@ def explanation(
     latency_s: float,
     larger: Sequence[tuple[str, int, float]],
 ) -> str:
-    """`larger`: (name, bytes, latency) of larger budgets."""
     generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
     retrieval_s = costs.retrieval_s(placement.partitions)
     weights, partitions = placement.weights, len(costs.index.partitions)
@@ -61,7 +61,6 @@ def explanation(
 
 
 def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
-    """Return the resource that the slower half of the pipeline waits for."""
     if retrieval_s > generation_s:
         absent = partitions - placement.partitions
         if absent:
@@ -119,12 +118,12 @@ _MORE = 0.25
 
 
 class PlacementError(RagorderError, ValueError):
-    """A budget below one layer and one request. The message names the missing bytes and what to change."""
+    """A budget below one layer and one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPlacement(Placement):
-    """A placement with the inputs of its plan; `backlog`: waiting requests whose mean latency was minimised."""
+    """A placement with the inputs of its plan."""
 
     budgets: Budgets
     costs: PlacementCosts
@@ -148,7 +147,6 @@ class PlannedPlacement(Placement):
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
-        """Settings of a `TieredEngine`."""
         model, total = self.costs.model, self.footprint.total(self)
         staging = model.staging if self.streamed else 0
         settings = {
@@ -161,7 +159,6 @@ class PlannedPlacement(Placement):
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
-        """Return a readable table of bytes by tier, the expected latency, its bottleneck, and what would help."""
         return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
 
     def _with_more(self) -> Iterator[tuple[str, int, float]]:
@@ -170,21 +167,17 @@ class PlannedPlacement(Placement):
         for name in names:
             size = int(getattr(budgets, name) * (1 + _MORE))
             # In unified memory the device may use all that the host has.
-            sizes = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
-            larger = budgets.changed(**sizes)
+            sizes: dict[str, Any] = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
+            larger = replace(budgets, **sizes)
             yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
 
 
 def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
     """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
-    - `costs`: a `PlacementProfile`, or `EstimatedCosts` without one
-    - `backlog`: default is the largest measured batch
-
-    A batch takes KV and workspace from the device; the rest is for layers. In host memory each resident partition
-    replaces layers. For each batch, all numbers of resident partitions are tried. The paper stops where retrieval and
-    generation take equally long (4.4), but times that are not convex, and backlogs of a single batch, have their
-    optimum elsewhere. Remaining memory is for KV of documents. Raises PlacementError, and ValueError for no backlog.
+    `backlog` defaults to the largest measured batch. All batches and numbers of resident partitions are tried: the
+    paper stops where retrieval and generation take equally long (4.4), which is not always the optimum. Remaining
+    memory is for KV of documents.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
@@ -218,7 +211,6 @@ def _latency_s(placement: Placement, costs: PlacementCosts, backlog: int) -> flo
 
 
 def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Placement]:
-    """Yield the placements of a batch with most layers, by resident partitions."""
     model, index = costs.model, costs.index
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
@@ -258,7 +250,7 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
 
 
 def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[int, int, int, int] | None:
-    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None if nothing fits."""
+    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None."""
     model, count = costs.model, len(costs.model.layers)
     left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
     # Choose all layers with the largest step that leaves room for them; else the largest step with a moderate
@@ -281,7 +273,6 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[in
 
 
 def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
-    """Yield steps by halves, from all prompts to the least with a token for each request."""
     most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
     step, least = most, max(batch, min(_LEAST_STEP, most))
     while step > least:

@@ -35,8 +35,7 @@ class _Sample(BaseModel):
 
 
 class GenerationSample(_Sample):
-    """Seconds of a batch of requests with these decoder layers on the device and in host memory; the others were on the
-    disk."""
+    """Seconds of a batch with these decoder layers in each tier; the others were on the disk."""
 
     kind: Literal["generation"] = "generation"
     batch: int = Field(ge=1)
@@ -60,18 +59,16 @@ class RetrievalSample(_Sample):
 
 
 class PlacementProfile(BaseModel):
-    """Times of generation by batch and layers, and of retrieval by resident partitions, with the sizes of both.
+    """Times of generation by batch and layers, and of retrieval by resident partitions, with sizes.
 
         profile = PlacementProfile.from_file("placement.json")
         profile.generation_s(16, Spread(device=8, host=24), profile.step_tokens)  # seconds
 
-    - by batch: a power law (Eq. 4) for each measured number of layers, fitted to at least two batches
-    - by layers on the device: linear in between; more layers never take longer. Streamed layers are measured all in
-      host memory, all on the disk, or both ways; a mixture counts in proportion
-    - retrieval: linear in resident partitions, never rising, the same for all batches (4.4)
+    - by batch: a power law (Eq. 4) for each measured number of layers
+    - by layers on the device: linear in between; a mixture of streamed layers counts in proportion
+    - retrieval: linear in resident partitions, the same for all batches (4.4)
 
-    Times are for steps of up to `step_tokens` tokens: with shorter steps prefill takes longer. Raises ValueError for
-    too few samples.
+    More memory never takes longer. Times are for steps of up to `step_tokens` tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -119,7 +116,6 @@ class PlacementProfile(BaseModel):
 
     @property
     def batches(self) -> Sequence[int]:
-        """Powers of two up to the largest measured batch, and all measured ones."""
         measured = {each.batch for each in self.generation}
         return sorted(measured | {1 << power for power in range(max(measured).bit_length())})
 
@@ -137,7 +133,7 @@ class PlacementProfile(BaseModel):
 
     @cached_property
     def _rows(self) -> tuple[_Rows, _Rows]:
-        """Power laws by layers on the device, ascending, with the other layers in host memory, and on the disk."""
+        """Power laws by layers on the device, with the other layers in host memory, and on the disk."""
         times: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for each in self.generation:
             times.setdefault((each.device_layers, each.host_layers), []).append((each.batch, each.seconds))
@@ -158,7 +154,6 @@ class PlacementProfile(BaseModel):
 
     @classmethod
     def from_file(cls, path: Path | str) -> Self:
-        """Raises OSError, and ValueError for another file."""
         text = Path(path).read_bytes()
         try:
             content = decode(text)
@@ -182,13 +177,11 @@ def _at(rows: _Rows, device_layers: int, batch: int) -> float:
 
 
 def _never_rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the points without rises: more resident parts never take longer, except by noise."""
     least = accumulate((seconds for _, seconds in points), min)
     return [(count, seconds) for (count, _), seconds in zip(points, least, strict=True)]
 
 
 def _linear(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Interpolate linearly, with the first slope before the points, and constant after the last one."""
     if at >= points[-1][0] or len(points) == 1:
         return points[-1][1]
     right = max(1, bisect_left(points, at, key=itemgetter(0)))
@@ -200,10 +193,9 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Return the sizes of an index written by FAISS. An IVF index is cut into `partitions` (at most one per cluster),
-    as in `PartitionedSearch`; any other index is in memory as a whole.
+    """Return the sizes of an index written by FAISS, cut into `partitions` as in `PartitionedSearch`.
 
-    Raises ImportError, OSError, and ValueError for a file that is not an index, and for less than one partition.
+    An index other than IVF is in memory as a whole.
     """
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")
@@ -233,13 +225,7 @@ R = TypeVar("R")
 
 
 def shared_tokens(requests: Sequence[R], kv_tokens: Callable[[Sequence[R]], int], batches: Iterable[int]) -> Curve:
-    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`.
-
-    - `requests`: past ones, in order of arrival
-    - `kv_tokens`: of a batch, such as `TrieKV`, which counts the trie of `trie.plan`
-
-    Sizes above the number of requests are left out. Raises ValueError for no requests, or sizes below 1.
-    """
+    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`."""
     sizes = sorted(set(batches))
     if not requests or not sizes or sizes[0] < 1:
         raise ValueError(f"requests and sizes of 1 or more are needed, got {len(requests)} requests and sizes {sizes}")

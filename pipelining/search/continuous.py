@@ -34,19 +34,11 @@ _AGEING = 0.1
 
 
 def fill(
-    searches: Sequence[RunningSearch],
-    limit: PieceLimit,
-    *,
-    cores: int,
-    code_s: float,
-    order: PieceOrder,
-    now_s: float,
+    searches: Sequence[RunningSearch], limit: PieceLimit, *, cores: int, code_s: float, order: PieceOrder, now_s: float
 ) -> list[tuple[RunningSearch, int]]:
-    """Return the searches of a piece, each with the cluster before which its part ends, until the cores have work for
-    the piece's time.
+    """Return the searches of a piece, each with the cluster before which its part ends.
 
-    `searches`: oldest first. One is filled after the other, because equal shares of a core would delay all. Speculative
-    searches get the rest.
+    `searches`: oldest first, filled one after the other; speculative searches get the rest.
     """
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
@@ -76,18 +68,15 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
         handle = search.submit(query, k=5, history=history)    # one query; handle.stages(), .result(), .cancel()
 
-    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: to scan a piece (default: FAISS's threads)
-    - `order`: "oldest" search first, or "shortest" remaining search first, for a lower mean if lengths differ
-    - `budget`: duration of a piece
-    - `patience`: end a search after this many clusters without a change of its k best: faster, not exact
-    - `tiers`: keeps the most used clusters in a faster tier, whose distances may differ by rounding
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
+    - `nprobe`, `cores`: default to the index's and FAISS's own
+    - `order`: "oldest" search first, or "shortest" remaining search first
+    - `patience`: end a search after this many clusters without a change: faster, not exact
+    - `tiers`: a faster tier for the most used clusters, whose distances may differ by rounding
     - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
 
-    Without `patience` and `tiers` the last stage equals `index.search` including ties, independently of other searches.
-    The index must not change during a search. Raises TypeError for an index whose parts do not add up to its search,
-    and ValueError for an untrained index and for invalid settings.
+    Without `patience` and `tiers` the last stage equals `index.search` including ties. The index must not change during
+    a search. Raises TypeError for an index whose parts do not add up to its search.
     """
 
     def __init__(
@@ -142,7 +131,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Gains of a search of mean length, or None without tiers."""
         if self.tiers is None:
             return None
         codes = self._search_codes.value
@@ -159,7 +147,15 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             coarse_s = self._let_in()
             if not self._running:
                 return False
-            self._scan_piece(self._next_piece())
+            piece = fill(
+                self._running,
+                self._limit(),
+                cores=self._cores,
+                code_s=self.costs.code_s,
+                order=self._order,
+                now_s=self._clock(),
+            )
+            self._publish(self._scan(piece))
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -217,7 +213,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._joining = []
 
     def _let_in(self) -> float:
-        """Add new searches and remove ended ones. Return the seconds spent on finding clusters."""
         self._take_joining()
         if any(search.handle.done for search in self._running):
             self._leave()
@@ -238,7 +233,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             if search.handle.cancelled and not search.handle.due:
                 # Results of a cancelled speculative search are only a hint for the due one.
                 with suppress(Exception):
-                    search.remember(self._index)
+                    search.store_past(self._index)
         self._running = [search for search in self._running if not search.handle.done]
 
     def _prepare(self, search: RunningSearch) -> None:
@@ -269,19 +264,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
         cluster_s = self.costs.code_s * (self._cluster_codes.value or 0.0)
         return self.budget.limit(search_s, max(0, due - 1), self._cores, cluster_s)
-
-    def _next_piece(self) -> list[tuple[RunningSearch, int]]:
-        return fill(
-            self._running,
-            self._limit(),
-            cores=self._cores,
-            code_s=self.costs.code_s,
-            order=self._order,
-            now_s=self._clock(),
-        )
-
-    def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
-        self._publish(self._scan(piece))
 
     def _publish(self, found: list[tuple[RunningSearch, int, BestResults]]) -> None:
         ended = set()

@@ -63,18 +63,11 @@ class PieceLimit(NamedTuple):
 
 
 class Budget:
-    """Duration of a piece: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain, with the minus that its text
-    means (as printed, with a plus, it has no maximum inside):
+    """Duration of a piece: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain.
 
-        gain(mb) = (search - mb) / 2 - search / mb * overhead
-
-    - `overhead_s`: of a piece without its scan (β); None: the measured mean
-    - search: its time on all cores
-    - overhead is at most 2 % of the time: pieces delay later searches, so among equal ones they only show results
-      earlier
-    - while searches wait, each core gets 16 clusters: fewer cannot be shared evenly
-
-    Raises ValueError for an overhead that is not positive and finite.
+    The gain is (search - mb) / 2 - search / mb * overhead; the paper prints a plus, but means this minus. `overhead_s`
+    is that of a piece without its scan (β; None: the measured mean), at most 2 % of the time. While searches wait, each
+    core gets 16 clusters: fewer cannot be shared evenly.
     """
 
     def __init__(self, overhead_s: float | None = None) -> None:
@@ -94,8 +87,6 @@ class Budget:
         self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
     def limit(self, search_s: float, waiting: int, cores: int, cluster_s: float = 0.0) -> PieceLimit:
-        """Return the limit. `search_s`, `cluster_s`: mean time of a whole search and of one cluster on one core;
-        `waiting`: due searches after the first."""
         overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
         seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)

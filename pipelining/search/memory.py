@@ -13,10 +13,9 @@ __all__ = ["MemorySplit", "Throughput", "split_memory"]
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Requests a second by memory, measured at one request rate: `at[i]` with `bytes[i]`, linear in between and
-    constant outside.
+    """Requests a second by memory, measured at one request rate: `at[i]` with `bytes[i]`.
 
-    Raises ValueError unless sizes ascend and figures are positive.
+    Linear in between and constant outside.
     """
 
     bytes: Sequence[float]
@@ -42,7 +41,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """A split. `generation`, `retrieval`: requests a second that each half serves; `rates`: the requested ones."""
+    """A split. `generation`, `retrieval`: requests a second that each half serves; `rates`: requested."""
 
     kv_bytes: int
     index_bytes: int
@@ -52,7 +51,6 @@ class MemorySplit:
 
     @property
     def served(self) -> float:
-        """Share of the requested workflows that both halves serve."""
         return min(self.generation / self.rates[0], self.retrieval / self.rates[1])
 
     def explain(self) -> str:
@@ -69,12 +67,8 @@ def split_memory(
 ) -> MemorySplit:
     """Return the split that serves most workflows: max over kv of min(T_G(kv) / rps_G, T_R(total - kv) / rps_R).
 
-    - `generation`: by bytes of KV cache; `retrieval`: by bytes of clusters; both measured at these rates
-    - `rates`: generations and retrievals a second, (rps_G, rps_R), from the workflow's stages
-
-    As printed, T_R does not depend on the split, so that T_G takes everything; and generations are compared with
-    retrievals, although a workflow may need different numbers of them. Here each is a share of its own rate. Exact for
-    any measured curve; among equals, most KV. Raises ValueError for no memory, or rates that are not positive.
+    `generation` is by bytes of KV cache, `retrieval` by bytes of clusters; `rates` are generations and retrievals a
+    second. As printed, T_R does not depend on the split. Exact for any measured curve; among equals, most KV.
     """
     if total_bytes < 1:
         raise ValueError(f"total_bytes must be at least 1, got {total_bytes}")

@@ -20,8 +20,10 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """Results of one call for each of `rows`. `keys`: distances, negative for similarities. `locations`: whether `ids`
-    are locations, cluster << 32 | offset."""
+    """Results of one call for `rows`. `keys`: distances, negative for similarities.
+
+    `locations`: whether `ids` are locations, cluster << 32 | offset.
+    """
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
@@ -31,10 +33,9 @@ class ScannedPart:
 
 @dataclass(frozen=True, slots=True)
 class BestResults:
-    """The best results of each query so far, best first, one in each column. Arrays are never changed.
+    """The best results of each query so far, best first. Arrays are never changed.
 
-    One more result is kept than requested, to tell whether the last one is tied: then only a scan in FAISS's order
-    tells which of the equals FAISS keeps.
+    One more result is kept than requested, to tell whether the last one is tied.
     """
 
     keys: NDArray[np.float32]
@@ -69,11 +70,9 @@ class BestResults:
         return found
 
     def tied(self, k: int) -> NDArray[np.intp]:
-        """Return the queries whose k-th result equals the next."""
         return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
 
     def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:
-        """Return these results merged with `new`, one for each of `rows`. Equals are ordered by id, as in FAISS."""
         kept = self.keys.shape[1]
         touched = np.unique(rows)
         row = np.searchsorted(touched, rows)
@@ -112,8 +111,10 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """Return all candidates of each query in its row of `clusters` (-1: no cluster), whose columns are in the order of
-    FAISS's scan. `edges`: the k-th key of each query; `kept`: results of the first scan."""
+    """Return all candidates of each query in its row of `clusters`, in the order of FAISS's scan.
+
+    `edges`: the k-th key of each query; `kept`: results of the first scan.
+    """
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
@@ -134,8 +135,8 @@ def find_candidates(
 def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
     """Return the k results that FAISS keeps, best first.
 
-    Its heap replaces the worst result, and of equal ones that with the largest id (for similarities the smallest), by a
-    better one. All results worse than the k-th are replaced in the end, so these candidates alone decide.
+    Its heap replaces the worst result by a better one, and of equal ones that with the largest id (for similarities the
+    smallest).
     """
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1

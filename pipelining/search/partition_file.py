@@ -21,8 +21,6 @@ _ID_BYTES = 8
 
 
 class PartitionLists:
-    """The inverted lists of one partition in memory."""
-
     __slots__ = ("invlists", "read_bytes")
 
     def __init__(self, invlists: Any, read_bytes: int) -> None:
@@ -36,10 +34,6 @@ class PartitionFile:
     Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
     Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
     for cluster -1).
-
-    `drop_pages`: drop pages from the operating system's cache once they are read. Raises TypeError for an argument that
-    is not a path or an index whose parts do not add up to its search, ValueError for another file and for an invalid
-    `count`, and OSError for a file that cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:
@@ -78,7 +72,6 @@ class PartitionFile:
         self.show({})
 
     def read(self, partition: int) -> PartitionLists:
-        """Raises MemoryError, and OSError for a file that cannot be read or is cut off."""
         faiss = load_faiss()
         first, last = int(self.bounds[partition]), int(self.bounds[partition + 1])
         lists, total = faiss.ArrayInvertedLists(last - first, self.code_size), 0
@@ -96,7 +89,6 @@ class PartitionFile:
         return PartitionLists(lists, total)
 
     def show(self, loaded: Mapping[int, PartitionLists]) -> None:
-        """Let the index scan the clusters of these partitions; all others are empty."""
         faiss = load_faiss()
         parts = faiss.InvertedListsPtrVector()
         for partition, none in enumerate(self._none):
@@ -177,7 +169,6 @@ def _reason(error: RuntimeError) -> str:
 
 
 def _cut(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the bounds of `count` ranges of about equal sizes, each with at least one cluster."""
     total = np.cumsum(sizes)
     bounds = [0]
     for number in range(1, count):

@@ -37,18 +37,15 @@ class PartitionedSearch:
         search = PartitionedSearch("index.faiss", partitions=32, resident=8)
         for stage in search.search(queries, k=5): ...      # a StagedSearch; the last stage equals index.search
 
-    - `path`: an IVF index written by FAISS, with inverted lists in the same file or their own (OnDiskInvertedLists)
     - `partitions`: ranges of clusters of about equal bytes
     - `resident`: number of most used partitions that stay in memory
-    - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: to scan (default: FAISS's threads)
-    - `read_ahead`: read the next partition in a thread during a scan; memory then has two beside the resident ones
-    - `drop_pages`: drop pages from the operating system's cache once they are read
+    - `nprobe`, `cores`: default to the index's and FAISS's own
+    - `read_ahead`: read the next partition during a scan; memory then has two beside the resident ones
+    - `drop_pages`: drop pages from the operating system's cache once read
 
-    The first stage scans the resident partitions, each later stage one other, whose memory is then freed. Other queries
-    may join between two stages (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next call of
-    `next` continues with the same partition. Searches may run concurrently. Raises what `PartitionFile` raises, and
-    ValueError for invalid settings.
+    The first stage scans the resident partitions, each later stage one other. Other queries may join between two stages
+    (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next one continues with the same partition.
+    Searches may run concurrently.
     """
 
     def __init__(
@@ -109,8 +106,7 @@ class PartitionedSearch:
         return self._file.index.similarity
 
     def search(self, queries: Any, k: int) -> PartitionedPass:
-        """See `StagedSearch.search`. Also raises ValueError if `max_codes` or `parallel_mode` of the index exclude
-        stages, and RuntimeError after `close`."""
+        """See `StagedSearch.search`. Raises ValueError if `max_codes` or `parallel_mode` exclude stages."""
         index = self._file.index
         # The caller may change its array during the pass.
         k, rows = read_k(k), read_queries(queries, index.core.outer.d).copy()
@@ -125,15 +121,12 @@ class PartitionedSearch:
         return PartitionedPass(self, begin)
 
     def resume(self, parts: Sequence[PassRows]) -> PartitionedPass:
-        """Return a pass that continues with queries of other passes. Raises ValueError for no queries, and for
-        different k."""
         if not parts:
             raise ValueError("a pass has at least one query")
         return PartitionedPass(self, lambda: PassRows.join(parts))
 
     def resize(self, resident: int) -> None:
-        """Set the most partitions in memory: free the least used ones now, keep others as searches read them. Waits for
-        the running stage. Raises ValueError for more than there are."""
+        """Set the most partitions in memory, and free the least used ones now. Waits for the running stage."""
         self._check_resident(resident)
         with self._lock:
             self._resident = resident
@@ -142,16 +135,15 @@ class PartitionedSearch:
                 self._drop_least()
             dropped = before > len(self._held)
         if dropped:
-            _give_back()
+            _trim_memory()
 
     def relieve(self) -> bool:
-        """Free one partition. Return False if there is none in memory."""
         with self._lock:
             if not self._held:
                 return False
             self._drop_least()
             self._resident = min(self._resident - 1, len(self._held))
-        _give_back()
+        _trim_memory()
         return True
 
     def close(self) -> None:
@@ -166,7 +158,7 @@ class PartitionedSearch:
             self._held.clear()
             self._file.close()
             self._scanner.close()
-        _give_back()
+        _trim_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +178,6 @@ class PartitionedSearch:
         del self._held[min(self._held, key=self._uses.__getitem__)]
 
     def _advance(self, rows: PassRows, walk: _Walk) -> None:
-        """Scan the needed resident partitions, or the next other one. If it raises, `rows` are unchanged."""
         with self._lock:
             self._check_open()
             needed = walk.order(rows.needed)
@@ -210,7 +201,7 @@ class PartitionedSearch:
             kept = all(self._keep(partition, lists) for partition, lists in chosen.items())
             chosen.clear()
         if not kept:
-            _give_back()
+            _trim_memory()
 
     def _scan(self, rows: PassRows, chosen: dict[int, PartitionLists]) -> None:
         file = self._file
@@ -251,8 +242,10 @@ class PartitionedSearch:
 
 
 class PartitionedPass(Iterator[Stage]):
-    """The stages of one search. `rows`: what each query has found and still needs. They are a checkpoint, also for
-    single queries (`rows.part`), after any error of a stage."""
+    """The stages of one search.
+
+    `rows` (what each query has found and still needs) are a checkpoint after any error of a stage.
+    """
 
     def __init__(self, search: PartitionedSearch, begin: Callable[[], PassRows]) -> None:
         self._search = search
@@ -287,15 +280,12 @@ class PartitionedPass(Iterator[Stage]):
         return self._stage(left)
 
     def join(self, parts: Sequence[PassRows]) -> None:
-        """Let queries of other searches join between two stages. Their rows follow the existing ones, and partitions
-        they missed are scanned on the next round. Results equal those of a separate pass. Raises ValueError for another
-        k or number of clusters."""
+        """Let queries of other searches, with the same k and number of clusters, join between two stages."""
         self._rows = PassRows.join([self.rows, *parts])
         self._walk.moved = False
         self._over = False
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Rows are renumbered."""
         self._rows = self.rows.part(chosen)
 
     def close(self) -> None:
@@ -309,8 +299,10 @@ class PartitionedPass(Iterator[Stage]):
 
 
 class _Walk:
-    """The position of a pass, and at most one partition that is read ahead during a scan. `moved`: a partition has been
-    read since queries joined."""
+    """The position of a pass, and at most one partition that is read during a scan.
+
+    `moved`: a partition has been read since queries joined.
+    """
 
     def __init__(self, search: PartitionedSearch) -> None:
         self.moved = True
@@ -333,7 +325,7 @@ class _Walk:
             self._partition = partition
 
     def take(self, partition: int) -> PartitionLists:
-        """Raises what reading raised; the next call reads again."""
+        """Return a partition; raise what reading raised, and read again at the next call."""
         if self._partition != partition or self._reading is None:
             self.drop()
             return self._search._read(partition)
@@ -341,7 +333,6 @@ class _Walk:
         return reading.result()
 
     def go_on(self, read: int | None, others: Sequence[int]) -> None:
-        """Advance after a scan of the resident partitions or of `read`; `others` are still needed."""
         self.moved |= read is not None
         if others:
             # It is being read: queries that join begin with it.
@@ -355,7 +346,7 @@ class _Walk:
             reading.cancel()
 
 
-def _give_back() -> None:
+def _trim_memory() -> None:
     """Return freed memory to the operating system (glibc: MADV_DONTNEED)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

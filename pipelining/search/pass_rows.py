@@ -21,10 +21,9 @@ _FIRST_KEPT = 2
 
 @dataclass(slots=True, eq=False)
 class PassRows:
-    """Each query's clusters, nearest first, and `due[row, partition]`: partitions that must still be scanned for it.
+    """Each query's clusters, nearest first, and `due[row, partition]`: partitions to be scanned for it.
 
-    `edges`: NaN, or the key of a tied last result. For a tie the partitions are scanned again, and the `candidates`
-    decide which of the equals FAISS keeps. Rows of several searches with the same `k` can be joined at any point.
+    `edges`: NaN, or the key of a tied last result: then the partitions are scanned again for `candidates`.
     """
 
     k: int
@@ -58,7 +57,6 @@ class PassRows:
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Raises ValueError for searches with different k or numbers of clusters."""
         if len({(part.k, part.clusters.shape[1]) for part in parts}) > 1:
             raise ValueError("searches can be joined if they have the same k and nprobe")
         columns = ("keys", "ids", "locations")
@@ -102,8 +100,10 @@ class PassRows:
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """Store `best` after first scans of these partitions, and candidates `found` by second scans, by row. Must not
-        fail, so that a pass can continue after an error."""
+        """Store `best` after first scans of these partitions, and candidates `found` by second scans, by row.
+
+        Must not fail, so that a pass can continue after an error.
+        """
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)
@@ -118,7 +118,6 @@ class PassRows:
             self.due[row, -1] = False
 
     def find_ties(self, partitions: NDArray[np.bool_], file: PartitionFile) -> dict[int, TieCandidates]:
-        """Scan these partitions again for tied queries."""
         second = self.due[:, partitions].any(axis=1) & ~np.isnan(self.edges)
         rows = np.flatnonzero(second)
         if not len(rows):
@@ -130,7 +129,6 @@ class PassRows:
         return dict(zip(rows.tolist(), found, strict=True))
 
     def results(self, *, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return distances and ids so far, each of shape (queries, k)."""
         keys, ids = self.best.keys[:, : self.k].copy(), self.best.ids[:, : self.k].copy()
         for row in np.flatnonzero(self.ended & ~np.isnan(self.edges)).tolist():
             keys[row], ids[row] = decide(self.candidates[row], self.k, similarity=similarity)

@@ -31,8 +31,7 @@ _START_S = 120.0
 _END_S = 10.0
 
 
-class SearchProcessError(RagorderError, RuntimeError):
-    """The search process has ended."""
+class SearchProcessError(RagorderError, RuntimeError): ...
 
 
 class SearchProcess(SharedSearch["_Request"]):
@@ -41,18 +40,12 @@ class SearchProcess(SharedSearch["_Request"]):
         with SearchProcess("wiki.index", nprobe=64) as search:
             search.submit(vector, k=5, history=history).result().ids
 
-    Scans then do not hold this process's interpreter lock. Methods, results and errors are those of `ContinuousIVF`. If
-    the process dies, its searches fail with SearchProcessError and it is started again, `restarts` times in a row
-    without an answer in between. More than `max_searches` in flight raise QueueFullError. A script needs `if __name__
-    == "__main__":`.
+    Scans then do not hold this process's interpreter lock. If the process dies, its searches fail with
+    SearchProcessError and it is started again, `restarts` times in a row. More than `max_searches` in flight raise
+    QueueFullError. A script needs `if __name__ == "__main__":`.
 
-    - `tiers`: returns the index's tiers in that process, on its device: a function of a module, or
-      functools.partial(IndexTiers, TorchClusterScan("L2", "cuda"), 4 << 30)
+    - `tiers`: returns the index's tiers in that process: a function of a module, or functools.partial(IndexTiers, …)
     - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
-      IDSelectorBatch does not return its ids and raises ValueError.
-
-    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, and TypeError for `tiers` that
-    cannot be sent.
     """
 
     def __init__(
@@ -125,7 +118,7 @@ class SearchProcess(SharedSearch["_Request"]):
 
     def _join(self, request: _Request, options: SubmitOptions) -> SearchHandle:
         number, (asked, history) = next(self._numbers), request
-        handle = _RemoteHandle(lambda what: self._tell(what, number), due=options.due, whole=options.whole)
+        handle = _RemoteHandle(lambda what: self._send(what, number), due=options.due, whole=options.whole)
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -139,7 +132,7 @@ class SearchProcess(SharedSearch["_Request"]):
         worker.send("search", number, (asked, options))
         return handle
 
-    def _tell(self, what: str, number: int) -> None:
+    def _send(self, what: str, number: int) -> None:
         with self._lock:
             known = number in self._pending
             if what == "cancel":
@@ -202,18 +195,18 @@ class _Request(NamedTuple):
 
 
 class _RemoteHandle(SearchHandle):
-    def __init__(self, tell: Callable[[str], None], *, due: bool, whole: bool) -> None:
+    def __init__(self, send: Callable[[str], None], *, due: bool, whole: bool) -> None:
         super().__init__(None, due=due, whole=whole)
-        self._tell = tell
+        self._send = send
 
     def promote(self) -> None:
         super().promote()
-        self._tell("promote")
+        self._send("promote")
 
     def cancel(self) -> bool:
         ended = super().cancel()
         if ended:
-            self._tell("cancel")
+            self._send("cancel")
         return ended
 
 

@@ -18,8 +18,10 @@ __all__ = ["History", "PastSearch", "SearchRequest", "check_history", "one_row",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastSearch:
-    """A search that has ended: its query as the index compares it, the scanned `clusters`, its results, best first,
-    with their `vectors` (None if the index cannot decode them), and the key of the k-th result, `reach`."""
+    """A search that has ended: its query, the scanned `clusters`, and its results, best first.
+
+    `vectors`: of the results, None if the index cannot decode them; `reach`: the key of the k-th result.
+    """
 
     query: NDArray[np.float32]
     clusters: NDArray[np.int64]
@@ -31,8 +33,6 @@ class PastSearch:
     metric: Metric | None
 
     def order(self, clusters: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Return a permutation of a new search's clusters: first those with results of this search, then those that it
-        scanned, then the others; nearest first within each group."""
         found = np.isin(clusters, self.locations >> 32)
         scanned = np.isin(clusters, self.clusters)
         return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
@@ -42,9 +42,7 @@ class PastSearch:
             return None
         return float(_keys(query, self.query[None], self.metric)[0])
 
-    def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
-        """Return the results in these clusters, for another query, best first, by the vectors as the index encodes
-        them."""
+    def results_in(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
         if self.vectors is None or self.metric is None:
             return None
         there = np.flatnonzero(np.isin(self.locations >> 32, clusters))
@@ -62,8 +60,7 @@ class History:
         search.submit(next_vector, k=5, history=history)
 
     Results are the same, but found earlier. A past search is similar if its query is as near as its own k-th result
-    (Figure 7a); the nearest of the last `searches` is used. `kept`: results stored of each search, 20 in the paper.
-    Must not be shared between requests. Raises ValueError if one of the two is below 1.
+    (Figure 7a). `kept`: results stored of each search, 20 in the paper. Must not be shared between requests.
     """
 
     def __init__(self, kept: int = 20, searches: int = 4) -> None:
@@ -110,7 +107,10 @@ def _keys(query: NDArray[np.float32], vectors: NDArray[np.float32], metric: str)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchRequest:
-    """Checked arguments of a search. `selector` is translated to the ids of the IVF index; `params` keeps it alive."""
+    """Checked arguments of a search.
+
+    `selector` is translated to the ids of the IVF index; `params` keeps it alive.
+    """
 
     queries: NDArray[np.float32]
     k: int
@@ -124,8 +124,6 @@ class SearchRequest:
     def read(
         cls, index: ClusterIndex, queries: Any, k: int, nprobe: int | None, params: Any, history: History | None = None
     ) -> Self:
-        """Check the arguments. `nprobe` is used if `params`, a faiss.SearchParametersIVF, is None. Raises TypeError for
-        parameters of another class, and ValueError for other invalid arguments."""
         outer = index.core.outer
         # The caller may change its array.
         k, rows = read_k(k), read_queries(queries, outer.d).copy()
@@ -139,7 +137,6 @@ class SearchRequest:
 
 
 def one_row(query: Any) -> NDArray[Any]:
-    """Raises ValueError for several queries."""
     row = np.asarray(query)
     if row.ndim == 2 and len(row) != 1:
         raise ValueError(f"submit takes one query, got {len(row)}: use search")
@@ -147,13 +144,11 @@ def one_row(query: Any) -> NDArray[Any]:
 
 
 def check_history(selector: Any, history: History | None) -> None:
-    """Raises ValueError if both are given."""
     if selector is not None and history is not None:
         raise ValueError("a search with a selector has no history: ids of the history may be secret")
 
 
 def read_parameters(params: Any) -> tuple[int | None, Any]:
-    """Return nprobe and selector of a faiss.SearchParametersIVF, or None for both."""
     if params is None:
         return None, None
     name = type(params).__name__

@@ -40,7 +40,7 @@ class RunningSearch:
         self.total = 0
         self.codes: list[int] = []
         self.best = BestResults.none(len(self.queries), self.kept)
-        self._recalled: BestResults | None = None
+        self._past_best: BestResults | None = None
         self._request = request
         self._patience = patience
         self._changed_at = 0
@@ -63,14 +63,12 @@ class RunningSearch:
         if past is not None:
             order = past.order(self.clusters[0])
             self.clusters, self.coarse = self.clusters[:, order], self.coarse[:, order]
-            self._recalled = past.recall(self.queries[0], self.clusters[0])
-            if self._recalled is not None and self._recalled.ids.shape[1] >= self.k:
+            self._past_best = past.results_in(self.queries[0], self.clusters[0])
+            if self._past_best is not None and self._past_best.ids.shape[1] >= self.k:
                 self.publish(index)
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
-        """Return the cluster before which a piece with room for `codes` vectors ends. It has at least one cluster, and
-        no small rest is left."""
         stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
         if self.codes[-1] - self.codes[stop] < codes / 4:
             stop = self.total
@@ -80,7 +78,6 @@ class RunningSearch:
         return min(self.total, max(stop, self.done + 1))
 
     def advance(self, stop: int, best: BestResults) -> bool:
-        """Store the results up to `stop`. Return whether the search has ended."""
         if (best.ids[:, : self.k] != self.best.ids[:, : self.k]).any():
             self._changed_at, self._changed = stop, True
         self.best, self.done = best, stop
@@ -99,20 +96,19 @@ class RunningSearch:
             distances[rows], ids[rows] = index.scan(
                 self.queries[rows], self.k, clusters[rows], coarse[rows], selector=self.selector
             )
-        self.remember(index)
+        self.store_past(index)
         stage = _stage(index, self.done, self.done, ids, distances, self.settled)
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        """Publish the best results so far, with those of an earlier search in clusters that are still to be scanned."""
-        best, recalled = self.best, self._recalled
-        if recalled is not None:
-            left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])
-            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.locations[0, left])
+        best, past_best = self.best, self._past_best
+        if past_best is not None:
+            left = ~np.isin(past_best.locations[0] >> 32, self.clusters[0, : self.done])
+            new = BestResults(past_best.keys[0, left], past_best.ids[0, left], past_best.locations[0, left])
             best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
         self._publish(index, best, similarity=index.similarity)
 
-    def remember(self, index: ClusterIndex) -> None:
+    def store_past(self, index: ClusterIndex) -> None:
         if self.history is None or not self.done:
             return
         found = self.best.ids[0] != -1
@@ -179,7 +175,6 @@ class Visits(NamedTuple):
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
     def deal(self, shares: int) -> list[Visits]:
-        """Split into at most `shares` parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
         total = np.cumsum(self.codes)
@@ -189,7 +184,6 @@ class Visits(NamedTuple):
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
     def _deal_by_size(self, shares: int) -> list[Visits]:
-        """Assign the largest first, each to the least busy core."""
         order = np.argsort(-self.codes, kind="stable")
         busy = [(0, core) for core in range(shares)]
         cores = []

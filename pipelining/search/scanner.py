@@ -36,17 +36,11 @@ class _Rows(NamedTuple):
 class PieceScanner:
     """Shares the clusters of a piece among cores by codes; clusters of one search may go to several.
 
-    FAISS would split by queries, and scans given clusters on one thread. Results are the same for any split. `scan_s`:
-    time that the last piece spent in FAISS.
+    FAISS would split by queries, and scans given clusters on one thread. `scan_s`: time of the last piece in FAISS.
     """
 
     def __init__(
-        self,
-        index: ClusterIndex,
-        cores: int,
-        costs: ClusterCosts,
-        tiers: IndexTiers | None,
-        clock: Callable[[], float],
+        self, index: ClusterIndex, cores: int, costs: ClusterCosts, tiers: IndexTiers | None, clock: Callable[[], float]
     ) -> None:
         self.costs = costs
         self.scan_s = 0.0
@@ -68,7 +62,6 @@ class PieceScanner:
         return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
 
     def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
-        """Scan without the fast tier."""
         self.scan_s = 0.0
         return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], locations=False)))
 
@@ -79,8 +72,7 @@ class PieceScanner:
             self._tiers.close()
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
-        """Scan a single search in one piece on one core with one call of FAISS, without split and merge; return None in
-        other cases."""
+        """Scan a single search in one piece on one core with one call of FAISS; return None in other cases."""
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
             return None

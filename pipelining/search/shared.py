@@ -31,9 +31,8 @@ class SearchHandle:
 
     - `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces
     - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
-    - `done`: it has a result, has failed, or was cancelled
 
-    A caller that takes stages gets the latest one and skips those in between, but never the final one.
+    A caller that takes stages gets the latest one, and always the final one.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
@@ -54,12 +53,10 @@ class SearchHandle:
 
     @property
     def stage(self) -> Stage | None:
-        """The latest stage, without waiting."""
         stage = self._stage
         return None if stage is None else stage()
 
     def promote(self) -> None:
-        """Make a speculative search (`due=False`) due."""
         self.due = True
 
     def cancel(self) -> bool:
@@ -67,7 +64,6 @@ class SearchHandle:
         return self.fail(CancelledError("the search was cancelled"))
 
     def stages(self) -> Iterator[Stage]:
-        """Raises what `result` raises."""
         seen: object = None
         while True:
             with self._changed:
@@ -83,7 +79,6 @@ class SearchHandle:
                 self._drive()
 
     async def stages_async(self) -> AsyncGenerator[Stage, None]:
-        """As `stages`, without a waiting thread."""
         loop, wake, seen = asyncio.get_running_loop(), asyncio.Event(), None
 
         def notify() -> None:
@@ -107,8 +102,6 @@ class SearchHandle:
                 await wake.wait()
 
     def result(self, timeout_s: float | None = None) -> Stage:
-        """Return the final stage. Raises the search's error, concurrent.futures.CancelledError if it was cancelled, and
-        TimeoutError."""
         if self._drive is None:
             with self._changed:
                 if not self._changed.wait_for(lambda: self.done, timeout_s):
@@ -124,7 +117,6 @@ class SearchHandle:
                 notify()
 
     def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
-        """Publish a stage, for the search's driver. `stage` is called when a caller takes it."""
         with self._changed:
             if not self.done:
                 self._stage, self.done = stage, final
@@ -177,9 +169,7 @@ class SharedSearch(ABC, Generic[S]):
         """Cancel searches in flight; later ones raise RuntimeError."""
 
     def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector. Also raises
-        TypeError for other parameters, ValueError if k exceeds the vectors of the index or `max_codes` or
-        `parallel_mode` exclude parts, and RuntimeError after `close`."""
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector."""
         request = self._read(queries, k, params)
 
         def stages() -> Iterator[Stage]:
@@ -192,7 +182,6 @@ class SharedSearch(ABC, Generic[S]):
         return stages()
 
     def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        """As `search`, for an event loop: no thread waits for a stage."""
         request = self._read(queries, k, params)
 
         async def stages() -> AsyncGenerator[Stage, None]:
@@ -219,10 +208,8 @@ class SharedSearch(ABC, Generic[S]):
     ) -> SearchHandle:
         """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
-        - `history`: earlier searches of this request; their clusters are scanned first, and this search is added. Not
-          with a selector.
+        - `history`: earlier searches of this request; this search is added. Not with a selector.
         - `due=False`: speculative, while due searches leave cores idle
-        - `whole`: in one piece
         - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
         """
         return self._join(self._read(one_row(query), k, params, history), SubmitOptions(due, whole, fast, prefetch))

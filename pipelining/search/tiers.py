@@ -31,8 +31,7 @@ _TRIALS = 8
 
 
 class ClusterScan(Protocol):
-    """A fast tier for the vectors of some clusters. `put` may run in one thread while `scan` reads other clusters in
-    another."""
+    """A fast tier for the vectors of some clusters. `put` and `scan` may run in two threads."""
 
     @property
     def metric(self) -> str:
@@ -47,13 +46,17 @@ class ClusterScan(Protocol):
     def scan(
         self, queries: NDArray[np.float32], k: int, clusters: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return the k best of each query in its row of `clusters` (-1: no cluster): distances, and locations, cluster
-        << 32 | offset. As in FAISS, -1 and its worst distance if fewer are found."""
+        """Return distances and locations (cluster << 32 | offset) of the k best in each row of `clusters`.
+
+        Cluster -1 means no cluster. As in FAISS, -1 and its worst distance if fewer are found.
+        """
 
 
 class TierGains(NamedTuple):
-    """Seconds that the tier is expected to save a search (inf: not measured yet): `scan_s` with its current clusters,
-    `prefetch_s` more if it had all clusters of the search. `hit_share`: see `IndexTiers`."""
+    """Seconds that the tier is expected to save a search (inf: not measured yet).
+
+    `scan_s` with its current clusters, `prefetch_s` more if it had all clusters of the search.
+    """
 
     hit_share: float
     scan_s: float
@@ -72,13 +75,10 @@ class IndexTiers:
 
         search = ContinuousIVF(index, tiers=IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30))
 
-    Clusters of a piece that are in the tier are scanned there while the cores scan the others, if measured costs say
-    that this is faster. Clusters are exchanged every `every` pieces. The weight of a use halves after `half_life`
-    pieces. For IndexIVFFlat, IndexIVFScalarQuantizer and IndexIVFPQ; distances are those of `fast`, with its rounding.
-    For one `ContinuousIVF`. If `fast` raises, the cores continue alone.
-
-    Call `reset` after vectors were exchanged for the same number of others, which is not noticed. Raises ValueError for
-    sizes below 1.
+    Clusters in the tier are scanned there while the cores scan the others, if measured costs say that this is faster.
+    Clusters are exchanged every `every` pieces; the weight of a use halves after `half_life` pieces. For one
+    `ContinuousIVF`. If `fast` raises, the cores continue alone. Call `reset` after vectors were exchanged for the same
+    number of others.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class IndexTiers:
 
     @property
     def hit_share(self) -> float:
-        """Share of the codes scanned so far that were scanned in the fast tier."""
         return self.fast_codes / self.codes if self.codes else 0.0
 
     @property
@@ -124,7 +123,7 @@ class IndexTiers:
         return int(self._bytes[self._held].sum())
 
     def gains(self, codes: float | None, slow_s: float) -> TierGains:
-        """Return the gains of a search of `codes` vectors (None: unknown) that takes the cores `slow_s` seconds."""
+        """Return the gains of a search of `codes` vectors (None: unknown) that takes the cores `slow_s`."""
         if self._failed:
             return TierGains(self.hit_share, 0.0, 0.0)
         if codes is None or self.costs.calls < self._trials:
@@ -135,8 +134,7 @@ class IndexTiers:
         return TierGains(self.hit_share, slow_s - now_s, now_s - self.costs.seconds(codes))
 
     def attach(self, index: ClusterIndex) -> None:
-        """Use these tiers for an index. Raises TypeError for an index whose vectors cannot be scanned elsewhere, and
-        ValueError for another metric, or if they belong to another search."""
+        """Use these tiers for an index. Raises TypeError if its vectors cannot be scanned elsewhere."""
         if self._attached:
             raise ValueError("these tiers belong to another search: make others")
         index.check_decoded()
@@ -147,7 +145,6 @@ class IndexTiers:
         self._index, self._attached = index, True
 
     def resize(self, sizes: NDArray[np.int64]) -> None:
-        """Set the sizes of clusters, the last element for no cluster, and empty the tier."""
         self.reset()
         dimensions = int(self._index.ivf.d)
         self._bytes = np.array([self._fast.bytes_of(size, dimensions) for size in sizes.tolist()], float)
@@ -164,8 +161,10 @@ class IndexTiers:
     def start(
         self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float, fast: NDArray[np.bool_] | None = None
     ) -> FastShare | None:
-        """Begin a piece that would take the cores `slow_s` seconds; the caller must call `end`. Scan its visits to
-        clusters in the tier, of queries that are `fast` (default: all). Return None if the cores are faster."""
+        """Scan a piece's visits to clusters in the tier; return None if the cores, in `slow_s`, are faster.
+
+        The caller must call `end`.
+        """
         np.add.at(self._uses, visits.clusters, 1)
         total = int(visits.codes.sum())
         self.codes += total
@@ -249,8 +248,7 @@ class IndexTiers:
                 return
 
     def _exchange(self) -> None:
-        """Choose the most used clusters per byte: the work of a visit grows with a cluster's bytes, so those visited
-        most."""
+        """Choose the most used clusters per byte: since a visit's work grows with bytes, the most visited."""
         order = np.argsort(-self._uses * np.where(self._held, _STAY, 1.0), kind="stable")
         order = order[(self._uses[order] > 0) & (self._bytes[order] > 0) & (self._bytes[order] <= self.capacity_bytes)]
         chosen = order[np.cumsum(self._bytes[order]) <= self.capacity_bytes]

@@ -30,7 +30,6 @@ def selector_of(params: Any) -> Any:
 
 
 def pack(selector: Any) -> _PackedSelector:
-    """Raises ValueError for a selector that does not return its ids."""
     name = type(selector).__name__
     if name == "IDSelectorAll":
         return name, ()
@@ -62,7 +61,7 @@ def _copied(pointer: Any, count: int, kind: Any) -> Any:
 
 
 class Asked(NamedTuple):
-    """A search as it is sent. `params`: nprobe and selector; `past`: the searches of its history, None without one."""
+    """A search as it is sent. `params`: nprobe and selector; `past`: searches of its history, or None."""
 
     queries: NDArray[np.float32]
     k: int
@@ -72,7 +71,6 @@ class Asked(NamedTuple):
 
 
 def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
-    """Answer messages of (what, number of the search, content) until the other end closes."""
     # An interrupt is for the calling process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faiss = load_faiss()
@@ -139,7 +137,6 @@ class _Answers:
             self._news.notify()
 
     def _send_news(self) -> None:
-        """Send the latest stage of each search, without those in between."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._changed or self._ended)
@@ -191,7 +188,6 @@ class _SentHistory(History):
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return an error of a type that the other process has."""
     if type(error) in (ValueError, TypeError, RuntimeError, MemoryError, ImportError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

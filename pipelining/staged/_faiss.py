@@ -56,7 +56,6 @@ class UnwrappedIndex:
 
 
 def unwrap(index: Any) -> UnwrappedIndex:
-    """Remove IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for other objects than FAISS indexes."""
     faiss = load_faiss()
     if not isinstance(index, faiss.Index):
         raise TypeError(f"expected a FAISS index of float vectors, got {type(index).__name__}")

@@ -35,8 +35,10 @@ _OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
-    """A FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform, whose scanned parts add up to its
-    search. `searcher`: the class in error messages. Raises TypeError for any other index."""
+    """A FAISS IVF index, bare or wrapped, whose scanned parts add up to its search.
+
+    `searcher`: the class in error messages. Raises TypeError for any other index.
+    """
 
     def __init__(self, index: Any, searcher: str) -> None:
         self.core = unwrap(index)
@@ -49,13 +51,11 @@ class ClusterIndex:
         self.similarity: bool = self._faiss.is_similarity_metric(self.ivf.metric_type)
 
     def check_decoded(self) -> None:
-        """Raises TypeError unless distances of a search are those to the decoded vectors."""
         name = type(self.ivf).__name__
         if name not in _DECODED or getattr(self.ivf, "polysemous_ht", False):
             raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
 
     def check_settings(self) -> None:
-        """Raises ValueError if `max_codes` or `parallel_mode` exclude parts."""
         name = type(self.ivf).__name__
         if self.ivf.max_codes:
             raise ValueError(f"{name} has max_codes={self.ivf.max_codes}, a limit across stages: set it to 0")
@@ -65,14 +65,12 @@ class ClusterIndex:
             )
 
     def nprobe(self, nprobe: int | None) -> int:
-        """Return the given number or the index's own, at most all clusters. Raises ValueError if that is 0."""
         if nprobe is None and self.ivf.nprobe < 1:
             raise ValueError("the index has nprobe 0: set it to at least 1")
         return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)
 
     def slices(self, queries: int) -> int:
-        """Return the number of slices into which FAISS cuts queries: distances to many centroids at once differ in
-        their last bits."""
+        """Return FAISS's number of slices of queries: distances to many centroids at once differ in last bits."""
         if queries > 1 and self.ivf.parallel_mode == 0:
             return min(int(self._faiss.omp_get_max_threads()), queries)
         return 1
@@ -95,8 +93,10 @@ class ClusterIndex:
         selector: Any = None,
         locations: bool = False,
     ) -> SearchResult:
-        """Return the k best of each query in its row of `clusters` (-1: no cluster). `locations`: return cluster << 32
-        | offset instead of ids."""
+        """Return the k best of each query in its row of `clusters` (-1: no cluster).
+
+        `locations`: return cluster << 32 | offset instead of ids.
+        """
         faiss = self._faiss
         queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
         clusters = np.ascontiguousarray(clusters)
@@ -134,7 +134,6 @@ class ClusterIndex:
         return vectors
 
     def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return vectors as the index encodes them, or None if it cannot decode."""
         vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
             for vector, location in zip(vectors, locations.tolist(), strict=True):

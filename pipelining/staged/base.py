@@ -17,10 +17,10 @@ __all__ = ["Stage", "StagedSearch"]
 class Stage:
     """Results up to the end of one stage, in read-only arrays.
 
-    - `number`: from 1 to `stages`; in a shared search the clusters scanned so far, 0 for results of earlier searches
+    - `number`: from 1 to `stages`; in a shared search the clusters scanned so far (0: results of earlier searches)
     - `ids`: shape (queries, k), best first; -1 if fewer than k were found
-    - `distances`: same shape, in the index's metric (inner product: larger is better)
-    - `settled`: least number of clusters scanned since `ids` changed (0 if not counted)
+    - `distances`: in the index's metric (inner product: larger is better)
+    - `settled`: least number of clusters scanned since `ids` changed
     """
 
     number: int
@@ -40,10 +40,12 @@ class Stage:
 class StagedSearch(Protocol):
     """A retriever that searches in stages.
 
-    Each `next()` does one stage's work in a library that releases the interpreter lock. Successive calls may run in
-    different threads; the iterator may be dropped in between. Searches of one object may run concurrently.
+    Each `next()` does one stage's work in a library that releases the interpreter lock; successive calls may run in
+    different threads.
     """
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        """Return the k nearest of each query, an array of shape (queries, dimensions), in at least one stage. The last
-        stage equals an unstaged search. Raises ValueError at once for `k` < 1 and for another shape."""
+        """Return the k nearest of each query, an array of shape (queries, dimensions), in at least one stage.
+
+        The last stage equals an unstaged search.
+        """

@@ -24,13 +24,11 @@ class StagedHNSW:
         for stage in StagedHNSW(index, stages=3).search(queries, k=5):
             print(stage.number, stage.ids)
 
-    - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
     - `ef_search`: of the last stage (default: the index's own)
-    - `stages`: each has four times the efSearch of the one before
-    - `schedule`: the growing efSearch of all stages instead
+    - `stages`: each has four times the efSearch of the one before, or `schedule` has all
 
-    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does: each
-    stage starts over. Raises TypeError for another index, and ValueError for a schedule that does not grow.
+    FAISS cannot resume a traversal, as RAGCache does: each stage starts over.
     """
 
     def __init__(

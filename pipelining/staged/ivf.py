@@ -23,13 +23,12 @@ class StagedIVF:
         for stage in StagedIVF(index, stages=4).search(queries, k=5):
             print(stage.number, stage.ids)
 
-    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    - `stages`: at most one for each cluster
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform
     - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
     - `nprobe`: clusters of all stages (default: the index's own)
 
-    The last stage equals `index.search` with the same nprobe, ties included. The index must not change during a search.
-    Raises TypeError for an index that cannot be staged exactly, and ValueError for invalid settings.
+    The last stage equals `index.search`, ties included. The index must not change during a search. Raises TypeError for
+    an index that cannot be staged exactly.
     """
 
     def __init__(
@@ -56,9 +55,7 @@ class StagedIVF:
         self._stages, self._growth, self._nprobe = stages, growth, read_nprobe(nprobe)
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids. Also raises ValueError if
-        `max_codes` or `parallel_mode` of the index exclude stages, and FAISS's RuntimeError at the first stage of an
-        untrained index."""
+        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids."""
         k, rows = read_k(k), read_queries(queries, self._index.core.outer.d)
         self._index.check_settings()
         nprobe = self._index.nprobe(self._nprobe)
@@ -93,8 +90,7 @@ class TopKMerge:
     """The k best results so far of each query, as in FAISS's own heap.
 
     The heap evicts the largest id among equals first (for similarities the smallest), so ties for the last results
-    depend on the order of the scan. That order is lost if not all ties of a later part fit: `uncertain` are those
-    queries.
+    depend on the order of the scan: `uncertain` are queries where it is lost.
     """
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:

@@ -9,20 +9,10 @@ from typing import Any
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
-__all__ = [
-    "answered",
-    "call_step",
-    "documents_of",
-    "fields",
-    "found",
-    "query_fields",
-    "query_of",
-    "question_of",
-]
+__all__ = ["answered", "call_step", "documents_of", "fields", "found", "query_fields", "query_of", "question_of"]
 
 
 def answered(node: Generation, text: str, state: State) -> dict[str, Any]:
-    """Raises what `parse` raises."""
     return {node.output: text.strip() if node.parse is None else node.parse(text, state)}
 
 
@@ -31,7 +21,6 @@ def found(node: Retrieval, documents: Iterable[Any]) -> dict[str, Any]:
 
 
 async def call_step(node: Step, state: State) -> Mapping[str, Any]:
-    """Raises what the function raises, and UnusableValueError for other values than those in `writes`."""
     for name in node.reads:
         state[name]
     values = await call(node.function, state)
@@ -46,8 +35,6 @@ _DOCUMENTS_ABOVE = "the documents above"
 
 
 def fields(template: str | Callable[[State], str]) -> frozenset[str]:
-    """Return the names that a template reads, none for a function. Raises ValueError for a field that is not a plain
-    name."""
     if callable(template):
         return frozenset()
     names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
@@ -67,7 +54,6 @@ def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
 
 
 def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuestion:
-    """Raises what the prompt's function raises, and UnusableValueError if the prompt is not a string."""
     shown = state.updated(dict.fromkeys(node.documents, _DOCUMENTS_ABOVE))
     options = dict(node.options)
     temperature = options.pop("temperature", 0.0)
@@ -75,7 +61,6 @@ def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuesti
 
 
 def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
-    """Return the documents that the prompt shows, without duplicates. Raises UnusableValueError for other values."""
     found = [document for name in node.documents for document in _documents(state[name])]
     if len(node.documents) < 2:
         return tuple(found)
@@ -86,7 +71,6 @@ def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
 
 
 def query_of(node: Retrieval, state: State) -> str:
-    """Raises what the query's function raises, and UnusableValueError if it is not a string."""
     if isinstance(node.query, str) and "{" not in node.query:
         return _checked(state[node.query])
     return _text(node.query, state)

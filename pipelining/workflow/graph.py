@@ -43,12 +43,10 @@ class RAGraph:
         graph.add_edge(START, "guess").add_edge("guess", "search").add_edge("search", "answer").add_edge("answer", END)
         compiled = graph.compile()
 
-    - The user's question is {query} or {input}. `inputs`: names that the state of each run must have, too.
+    - The user's question is {query} or {input}. `inputs`: further names that the state of each run must have.
     - `max_rounds`: the most runs of a node in a request. A graph with a loop needs it.
-    - A request follows all edges of a node, so its successors run in parallel. A node where branches meet runs once,
-      after all branches that can still reach it, including their loops; in a loop, once in each round.
-
-    Raises GraphError for a wrong argument; `compile` checks the whole graph.
+    - Successors of a node run in parallel. A node where branches meet runs once, after all branches that can still
+    reach it; in a loop, once in each round.
     """
 
     def __init__(
@@ -71,8 +69,11 @@ class RAGraph:
         max_tokens: int = 256,
         **options: Any,
     ) -> Self:
-        """Add a generation. `documents`: names in the state of the documents that the prompt shows (default: outputs of
-        retrievals that the template names). `options` go to the engine; temperature is 0.0 by default."""
+        """Add a generation. `documents`: names in the state of the documents that the prompt shows.
+
+        The default is the outputs of retrievals that the template names. `options` go to the engine; temperature is 0.0
+        by default.
+        """
         names = _names(documents)
         return self._add(Generation(id, prompt, output, names, parse, max_tokens, MappingProxyType(options)))
 
@@ -99,8 +100,11 @@ class RAGraph:
         *,
         to: NodeId | Terminal | Sequence[NodeId | Terminal] = (),
     ) -> Self:
-        """Add an edge, which is conditional if `target` is a function of the state. `to`: what the function may return,
-        one or several (default: any node or END). The function must be quick: it runs on the event loop."""
+        """Add an edge, which is conditional if `target` is a function of the state.
+
+        `to`: what the function may return, one or several (default: any node or END). It runs on the event loop and
+        must be quick.
+        """
         to = _as_tuple(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = edge_problem(edge, to)
@@ -110,12 +114,9 @@ class RAGraph:
         return self
 
     def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
-        """Check the graph and return it ready to run. `answer`: the state's name of the result (default: the output of
-        the last generations).
+        """Check the graph and return it ready to run. Raises GraphError.
 
-        Raises GraphError for a node that cannot be reached, a loop without a bound, no way to END, an input that no
-        node writes before, parallel nodes that write the same name, or a loop that parallel branches enter at several
-        nodes.
+        `answer`: the state's name of the result (default: the output of the last generations).
         """
         max_rounds = self.max_rounds if max_rounds is None else max_rounds
         edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}
@@ -155,8 +156,6 @@ class CompiledGraph:
     topology: Topology = field(repr=False)
 
     def begin(self, question: str, values: Mapping[str, Any] | None = None) -> State:
-        """Return the state of a new request. Raises GraphError if one of `inputs` is missing, or a value has another
-        name."""
         values = values or {}
         if missing := [name for name in self.inputs if name not in values]:
             raise GraphError(f"workflow {self.name!r}: give {', '.join(map(repr, missing))} in `state`")
@@ -170,8 +169,6 @@ class CompiledGraph:
         return tuple(target for target in self.successors(START, state) if target is not END)
 
     def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
-        """Return the nodes that follow a node. Raises what a conditional edge's function raises, and GraphError if it
-        returns a node that it must not."""
         targets: dict[NodeId | Terminal, None] = {}
         for edge in self.edges[id]:
             target = edge.target(state)
@@ -185,22 +182,17 @@ class CompiledGraph:
         return tuple(targets)
 
     def next_nodes(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
-        return tuple(target for target in _targets(self.edges[id]) if target is not END)
+        targets = dict.fromkeys(target for edge in self.edges[id] for target in edge.targets)
+        return tuple(target for target in targets if target is not END)
 
     def to_mermaid(self) -> str:
-        """Return a Mermaid flowchart; conditional edges are dotted."""
         return _flowchart(self.nodes, self.edges)
 
 
 def checked_graph(graph: CompiledGraph | RAGraph) -> CompiledGraph:
-    """Raises GraphError if the graph is not compiled."""
     if isinstance(graph, RAGraph):
         raise GraphError(f"workflow {graph.name!r}: compile() the graph first, and run what that returns")
     return graph
-
-
-def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
-    return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
 
 
 def _as_tuple(vertices: Any) -> tuple[NodeId | Terminal, ...]:

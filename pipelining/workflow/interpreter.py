@@ -31,8 +31,7 @@ async def interpret(
 ) -> WorkflowResult:
     """Run one node after another, each to its end.
 
-    `retrieve(query, topk)` returns documents, best first. Raises GraphError if the graph does not end within its
-    rounds, and NodeError for a node that fails.
+    `retrieve(query, topk)` returns documents, best first. Raises GraphError and NodeError.
     """
 
     async def values_of(run: NodeRun) -> Mapping[str, Any]:

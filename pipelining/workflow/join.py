@@ -44,9 +44,8 @@ class Tokens:
         tokens.state
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
-    become one, and their states are joined. A token that returns to the head of a loop waits until all others have left
-    the loop or are at its head, too: then the next round begins. So results do not depend on the order or duration of
-    runs.
+    become one, and their states are joined. At the head of a loop a token waits for all others in the loop. So results
+    do not depend on the order or duration of runs.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:
@@ -98,8 +97,6 @@ class Tokens:
         return started
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        """Store the values of a run and follow its edges. Raises GraphError and NodeError for a conditional edge that
-        fails."""
         del self._running[run.id, run.round]
         state = run.state.updated(values)
         self._ages[run.id] = state.age
@@ -121,7 +118,6 @@ class Tokens:
             tokens.append((topology.order[source], round, state))
 
     def _age_before(self, id: NodeId, again: bool) -> int:
-        """Return the greatest age of all states that the node has waited for, on any branch."""
         topology = self._graph.topology
         waited = topology.loop(id).nodes if again else topology.before(id)
         return max((age for other, age in self._ages.items() if other in waited), default=0)

@@ -48,8 +48,7 @@ def multistep(
     plan_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Split the question, search and answer each subquestion with the earlier answers, then the question itself; at
-    most `rounds` in all."""
+    """Split the question, answer each subquestion with the earlier answers, then the question itself."""
 
     def planned(text: str, state: State) -> tuple[str, ...]:
         return (*_lines(text)[: rounds - 1], state["query"])
@@ -102,8 +101,7 @@ def recomp(
     compress_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Search, summarise the documents, and answer from the summary (RECOMP). `each`: one summary per document, in
-    parallel."""
+    """Search, summarise the documents, and answer from the summary (RECOMP). `each`: one per document."""
     graph = RAGraph("recomp")
     graph.add_retrieval("search", query="query", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)
@@ -145,7 +143,6 @@ def _compress(graph: RAGraph, rank: int, prompt: str, max_tokens: int) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without bullets and numbers of a list."""
     return [question for line in text.splitlines() if (question := _BULLET.sub("", line).strip())]
 
 

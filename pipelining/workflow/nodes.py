@@ -37,25 +37,22 @@ class WorkflowError(RagorderError):
 
 
 class GraphError(WorkflowError, ValueError):
-    """A graph that cannot run, or an edge that returned no node. The message names graph, node, and what to change."""
+    """A graph that cannot run, or an edge that returned no node."""
 
 
 class UnknownNameError(WorkflowError, KeyError):
-    """A name that the state does not have."""
-
     __str__ = Exception.__str__
 
 
-class UnusableValueError(WorkflowError, TypeError):
-    """A prompt, query or result of the wrong type."""
+class UnusableValueError(WorkflowError, TypeError): ...
 
 
 class RefusedSearchError(WorkflowError, ValueError):
-    """A search that the index cannot answer, such as a vector of another dimension or more results than vectors."""
+    """A search that the index cannot answer, such as a vector of another dimension."""
 
 
 class NodeError(WorkflowError, RuntimeError):
-    """A node that failed in one request. The message names graph and node, never a text; `__cause__` is the error."""
+    """A node that failed in one request. The message never has a text; `__cause__` is the error."""
 
     def __init__(self, graph: str, node: object, failure: str) -> None:
         super().__init__(f"workflow {graph!r}, node {node!r}: {failure}")
@@ -68,7 +65,7 @@ class NodeError(WorkflowError, RuntimeError):
 
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
-        """Return the error to raise from `error`. Messages of other packages are not shown: they may have texts."""
+        """Return the error to raise from `error`. Messages of other packages may have texts: they are not shown."""
         return cls(graph, node, str(error) if isinstance(error, WorkflowError) else type(error).__name__)
 
 
@@ -122,8 +119,10 @@ class State(Mapping[str, Any]):
 
     @classmethod
     def joined(cls, states: Iterable[State], age: int = 0) -> State:
-        """Return the newest value of each name, from the first state among equals. Values written next are newer than
-        `age`."""
+        """Return the newest value of each name, from the first state among equals.
+
+        Values written next are newer than `age`.
+        """
         first, *others = states
         if not others and first._age >= age:
             return first
@@ -156,9 +155,8 @@ START, END = Terminal.START, Terminal.END
 class Generation:
     """An answer of the language model, stored as `output`.
 
-    `documents`: names in the state of the documents that the prompt shows. They come first, in the request builder's
-    order, and the prompt has "the documents above" where it names them. `parse(text, state)` returns the value to store
-    (default: the text without surrounding white space).
+    `documents`: names in the state of the documents that the prompt shows. They come first, and the prompt has "the
+    documents above" where it names them. `parse(text, state)` returns the value to store (default: the stripped text).
     """
 
     id: NodeId
@@ -176,8 +174,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """A search for `query` (a name of the state, a template, or a function), which stores a tuple of the `topk` best
-    documents."""
+    """A search for `query` (a name of the state, a template, or a function), which stores the `topk` best."""
 
     id: NodeId
     query: str | Callable[[State], str]
@@ -193,8 +190,8 @@ class Retrieval:
 class Step:
     """A plain function, such as a filter, which returns values for the names in `writes`.
 
-    `reads`: names that it needs. A function that is not a coroutine runs in a thread. `pure`: it has no side effects
-    and is quick, so it may be called speculatively, on part of a text, on the event loop.
+    A function that is not a coroutine runs in a thread. `pure`: without side effects and quick, so it may be called
+    speculatively, on the event loop.
     """
 
     id: NodeId
@@ -209,8 +206,10 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: documents may be in
-    the order of the engine's cache, else they are in rank order."""
+    """The question of a `RequestBuilder`: a generation's prompt without its documents.
+
+    `ordered`: documents may be in the order of the engine's cache, else they are in rank order.
+    """
 
     text: str = field(repr=False)
     scope: Hashable = field(default=None, repr=False)

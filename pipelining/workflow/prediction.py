@@ -22,10 +22,9 @@ _MAX_STEPS = 8
 
 
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Return the generations and retrievals that become due if these runs write these values, one after another.
+    """Return the generations and retrievals that become due if these runs write these values, in order.
 
-    Pure steps in between are called. Raises what a step or an edge raises, and KeyError if one run does not lead to the
-    next.
+    Pure steps in between are called.
     """
     expected = tokens.copy()
     runs: list[NodeRun] = []
@@ -68,8 +67,7 @@ def _call_pure(run: NodeRun) -> Mapping[str, Any] | None:
 
 
 class SpeculativeSearch:
-    """A search for a predicted query. Results go into `history`, a branch of the request's history: the request's own
-    history stays as it is if the branch is dropped."""
+    """A search for a predicted query. Results go into `history`, a branch of the request's history."""
 
     def __init__(
         self,
@@ -96,7 +94,6 @@ class SpeculativeSearch:
         self.task = spawn(self._begin())
 
     async def use(self, query: str) -> Handle | None:
-        """Make the search due and return it, or return None if it has another query or has failed."""
         if query != self.query:
             self.cancel()
             return None

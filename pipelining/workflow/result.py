@@ -24,8 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text` is the graph's answer, `state` all values of its nodes, `trace` the course of the request (None for
-    `interpret`)."""
+    """`text` is the graph's answer, `state` all values of its nodes, `trace` the request's times."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
@@ -33,7 +32,6 @@ class WorkflowResult:
 
     @classmethod
     def of(cls, graph: CompiledGraph, state: State, trace: Any = None) -> Self:
-        """Raises NodeError if no node of the taken branches wrote the answer."""
         if graph.answer not in state:
             raise NodeError(graph.name, "END", f"no node on the way has written the answer, {graph.answer!r}")
         value = state[graph.answer]
@@ -52,13 +50,9 @@ class WorkItemTrace:
     """One work item, in seconds from its request's start (`ended_s` None: still running).
 
     - `planned_s`: when it became due or was predicted; until `started_s` it waited for a scheduling cycle
-    - `outcome`: "used"; for a speculation "wasted" (right, on a dropped branch) or "rolled back" (wrong); "cancelled"
-      or "failed" with its request
-    - `tokens` generated; `prompt_tokens` and `cached_tokens` as the engine reports (None: not reported)
+    - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
     - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
-    - `embed_s`: to embed the query; `first_token_s`: from the request's start
     - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
-    - `applied`: names of the transformations
     """
 
     node: NodeId
@@ -85,9 +79,8 @@ class WorkflowTrace:
     """One request, in seconds; `started_s` is by the server's clock.
 
     - `waited_s`: in the queue before the start, not part of `total_s`
-    - `rounds`: runs of each node
     - `refused`, `declined`: speculations without room, and without a gain
-    - `dropped`: work items after the first 1000, which are not recorded
+    - `dropped`: work items after the first 1000
     """
 
     graph: str
@@ -108,7 +101,6 @@ class WorkflowTrace:
             self.dropped += 1
 
     def as_record(self) -> dict[str, Any]:
-        """Return fields for JSON; ids of nodes become strings."""
         record = asdict(self)
         for item in record["pieces"]:
             item["node"] = str(item["node"])
@@ -117,7 +109,7 @@ class WorkflowTrace:
 
 
 class WorkflowStream(AnswerStream[str | WorkflowResult]):
-    """Text of an answer, with the `result` at the end, see `AnswerStream`."""
+    """Text of an answer, with the `result` at the end."""
 
     def __init__(self, parts: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
         super().__init__(parts)
@@ -139,7 +131,6 @@ class AnswerText:
         self._space = ""
 
     def add(self, chunk: str) -> str:
-        """Return the next characters that are certainly in the text."""
         text = self._space + chunk if self.began else chunk.lstrip()
         shown = text.rstrip()
         self._space = text[len(shown) :]

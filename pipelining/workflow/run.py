@@ -148,7 +148,6 @@ class WorkflowRun(Generic[D, R]):
             self._spawn(generation.leave(outcome), self._leaving)
 
     async def _close(self) -> None:
-        """End all work. A caller that is cancelled meanwhile waits, too."""
         for item in tuple(self._items):
             self._end(item, "cancelled")
         # Generations in `_leaving` are not cancelled: they wait until the engine has ended their requests.
@@ -266,7 +265,6 @@ class WorkflowRun(Generic[D, R]):
             self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
     def _is_answer(self, item: WorkItem, node: Generation) -> bool:
-        """Return whether the text is final: no later node changes it, and no parallel node leads to another answer."""
         graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]
         later = {vertex for id in others for vertex in (id, *graph.topology.later(id)) if vertex is not END}
         return (

@@ -34,9 +34,8 @@ class Handle(Protocol):
 class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
-    `search`: a `ContinuousIVF` or another object with its `submit`; or a `StagedSearch`; or a function of a vector and
-    k that returns ids, best first. The latter two are not cut into parts. Functions and `embed` run in a thread,
-    coroutine functions on the event loop.
+    `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a vector and k that
+    returns ids, best first. Plain functions run in a thread.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
@@ -61,7 +60,6 @@ class Searcher(Generic[D]):
         fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
-        """Start a search. Raises what it raises, as RefusedSearchError if the search is ours."""
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
         options = {"history": history, "due": due} | ({} if split else {"whole": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,7 +11,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
-from ragorder.pipelining.servers import end_all, run_batch
+from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
@@ -29,8 +28,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class _BoundedEngine(Generic[R]):
-    """An engine with at most `limit` requests at once, including aborted ones until they have ended. Raises ValueError
-    for a limit below 1."""
+    """An engine with at most `limit` requests at once, including aborted ones until they have ended."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
@@ -43,21 +41,18 @@ class _BoundedEngine(Generic[R]):
 
 
 class RunOptions(TypedDict, total=False):
-    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes with others."""
+    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes."""
 
     state: Mapping[str, Any] | None
     scope: Hashable
 
 
 def checked_options(options: RunOptions) -> RunOptions:
-    """Raises TypeError for unknown options: with a misspelt scope a request would share the prefixes of others."""
+    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
     unknown = options.keys() - RunOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
     return options
-
-
-_logger = logging.getLogger("ragorder")
 
 
 class WorkflowServer(Generic[D, R]):
@@ -68,16 +63,14 @@ class WorkflowServer(Generic[D, R]):
             async with server.stream(graph, "Which drawer?") as stream: ...
             async for number, result in server.batch(graph, questions): ...
 
-    - `search`, `embed`, `document`: see `Searcher`. `document` returns the document of an index id, and must be quick.
+    - `search`, `embed`, `document`: see `Searcher`; `document` must be quick
     - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
-    - `max_generations` are on the engine at once (None: no limit). The due one with the largest cached share goes next
-      if `prompts` has `lengths`; at most `window` later ones may overtake it
-    - `observer`: called with the trace of each request that has ended
+    - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
+    - `observer`: called with each final trace
 
-    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only. Raises
-    ValueError for limits below 1.
+    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
     """
 
     def __init__(
@@ -113,16 +106,16 @@ class WorkflowServer(Generic[D, R]):
         self._running: set[asyncio.Task[WorkflowResult]] = set()
         self._awake = False
         self._closed = False
-        self._failing: set[str] = set()
+        self._warn = FirstFailures()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed.
-        Cancelling it ends its work."""
+        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if closed.
+
+        Cancelling it ends its work.
+        """
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
-        """Stream the answer as it is generated, or at once if a later node may change it; lazy. Raises what `run`
-        raises."""
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
@@ -134,8 +127,10 @@ class WorkflowServer(Generic[D, R]):
         scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """Yield (number of the question, result or error) in the order of their ends. At most `max_requests` questions
-        are read ahead; they wait while the queue is full. `on_progress` is called with the number of ended requests."""
+        """Yield (number of the question, result or error) in the order of their ends.
+
+        At most `max_requests` questions are read at a time; they wait while the queue is full.
+        """
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
             return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
@@ -194,11 +189,7 @@ class WorkflowServer(Generic[D, R]):
             self._observe(trace)
 
     async def _stream(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        trace: WorkflowTrace,
-        options: RunOptions,
+        self, graph: CompiledGraph, question: str, trace: WorkflowTrace, options: RunOptions
     ) -> AsyncGenerator[str | WorkflowResult, None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
         text = AnswerText()
@@ -221,7 +212,6 @@ class WorkflowServer(Generic[D, R]):
             asyncio.get_running_loop().call_soon(self._cycle)
 
     def _cycle(self) -> None:
-        """Run the transformations and start work. Due work starts even if a transformation fails."""
         self._awake = False
         self.cycles += 1
         for transformation in self.transformations:
@@ -240,8 +230,3 @@ class WorkflowServer(Generic[D, R]):
                 self._observer(trace)
             except Exception as error:
                 self._warn("observer", error)
-
-    def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._failing:
-            self._failing.add(name)
-            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)

@@ -30,8 +30,7 @@ R = TypeVar("R", bound=EngineRequest)
 class SpeculativeGeneration(Generic[D, R]):
     """Speculations on one run of a generation, one at a time.
 
-    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one that may still be
-    used.
+    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class SpeculativeGeneration(Generic[D, R]):
         return self._next is not None
 
     def is_speculated(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
-        """Return whether a speculation is on the engine, or has answered this request."""
         item = self._current
         return item is not None and (not item.released or self.attempt.speculates_on(question, documents))
 
@@ -84,7 +82,6 @@ class SpeculativeGeneration(Generic[D, R]):
         self._replace(None, "used" if right else "rolled back")
 
     async def leave(self, outcome: Outcome) -> None:
-        """End the speculations; return when the engine is done with them."""
         self.due()
         self._replace(None, outcome)
         await self.attempt.abort()
@@ -145,8 +142,7 @@ class _Guesses(NamedTuple):
 class Speculations(Generic[D, R]):
     """Speculative generations and searches of one request.
 
-    `begun` and `ended` are called with their items. `tasks`: those of searches, including cancelled ones until they
-    end.
+    `begun` and `ended` are called with their items. `tasks` has those of searches until they end.
     """
 
     def __init__(
@@ -170,7 +166,6 @@ class Speculations(Generic[D, R]):
         self._guesses: dict[RunKey, _Guesses] = {}
 
     def predicted_runs(self, tokens: Tokens, item: WorkItem) -> list[NodeRun]:
-        """Functions of a graph may fail on part of a text: then nothing is predicted."""
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
@@ -179,7 +174,6 @@ class Speculations(Generic[D, R]):
             return []
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        """Raises what the prompt's or query's function raises."""
         key, node = _run_key(item.run), item.node
         self._sources[key] = source
         if isinstance(node, Generation):
@@ -229,7 +223,6 @@ class Speculations(Generic[D, R]):
         return generation
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
-        """Return the speculative search for this query, or None, and its history. The item is due."""
         key = _run_key(item.run)
         self._learn(key, query)
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
@@ -247,8 +240,7 @@ class Speculations(Generic[D, R]):
         return handle, speculative.history
 
     def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
-        """Drop speculations on branches that were not taken. Return generations, for which the caller must call
-        `leave`."""
+        """Drop speculations on branches not taken. The caller must call `leave` of the returned generations."""
         if any(isinstance(run.node, Step) for run in tokens.running):
             # Predicted runs may come after this step.
             return []
@@ -319,7 +311,6 @@ class Speculations(Generic[D, R]):
         return question_of(node, run.state, self._scope), documents_of(node, run.state)
 
     def _learn_guesses(self, run: NodeRun) -> None:
-        """Learn whether a speculative search led to the prompt that is due."""
         guesses, node = self._guesses.pop(_run_key(run), None), run.node
         if guesses is None or not isinstance(node, Generation):
             return

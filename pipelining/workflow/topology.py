@@ -42,19 +42,17 @@ Position = tuple[Vertex, bool]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends the round of its branch."""
+    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends a round."""
 
     nodes: frozenset[Vertex]
     heads: frozenset[Vertex]
 
 
 class Topology:
-    """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge; a conditional edge
-    has several.
+    """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge.
 
-    The head of a loop is the node at which the loop is entered. If there are several, the head is the one that leads to
-    all others under any condition; if there is none, all are heads, and `parallel` tells whether two can be entered at
-    once.
+    The head of a loop is the node at which it is entered, or of several the one that leads to all others under any
+    condition; else all are heads, and `parallel` tells whether two can be entered at once.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
@@ -70,12 +68,10 @@ class Topology:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Outer loops first."""
         return tuple(self._loops_within([vertex for vertex in self._edges if vertex is not START]))
 
     @cached_property
     def back(self) -> tuple[tuple[Vertex, Vertex], ...]:
-        """Edges that end a round."""
         return tuple(
             (vertex, target) for vertex, out in self._next.items() for target in out if self.ends_round(vertex, target)
         )
@@ -94,7 +90,6 @@ class Topology:
         return self._later[vertex]
 
     def before(self, vertex: Vertex) -> frozenset[Vertex]:
-        """Return all nodes that lead to a node within one round of its loops."""
         if vertex not in self._before:
             seen: set[Vertex] = set()
             waiting = [vertex]
@@ -111,8 +106,10 @@ class Topology:
         return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Return whether one branch must wait while the other can still reach it. The next round of a loop waits for
-        all of this round."""
+        """Return whether one branch must wait while the other can still reach it.
+
+        The next round of a loop waits for all of this round.
+        """
         (vertex, again), (other_vertex, other_again) = one, other
         loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
         if again and loop is not None and other_vertex in loop.nodes:
@@ -123,8 +120,7 @@ class Topology:
 
     @cached_property
     def parallel(self) -> Mapping[frozenset[Position], Vertex]:
-        """Pairs of positions that two branches of a request can have at the same time, with the node where they parted.
-        One may have to wait for the other."""
+        """Pairs of positions that two branches can have at the same time, with the node where they parted."""
         found: dict[frozenset[Position], Vertex] = {}
         waiting = [
             ((target, self.ends_round(source, target)), (beside, self.ends_round(source, beside)), source)
@@ -148,7 +144,6 @@ class Topology:
         return found
 
     def reached(self, without: Vertex | None = None) -> set[Vertex]:
-        """Return the nodes on paths from START that avoid a node."""
         return {START} | _reached(self._next, [START], without)
 
     def leads_to_end(self) -> set[Vertex]:
@@ -237,7 +232,6 @@ def edge_problem(edge: Edge, to: Sequence[object]) -> str | None:
 
 
 def reads(node: Node) -> frozenset[str]:
-    """Return the known names that a node needs. Raises ValueError for a template with a wrong field."""
     if isinstance(node, Generation):
         return fields(node.prompt) | frozenset(node.documents)
     return query_fields(node.query) if isinstance(node, Retrieval) else frozenset(node.reads)
@@ -266,7 +260,6 @@ def problems(
 
 
 def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) -> str:
-    """Return the state's name of the answer. Raises ValueError if there is none, or several."""
     written = {name for node in nodes.values() for name in node.writes}
     if answer is not None:
         if answer not in written:

@@ -28,9 +28,8 @@ __all__ = [
 class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
-    It marks items of `wavefront.new` before they start, or adds speculative items after progress of others
-    (`wavefront.progressed`). Both methods run on the event loop and must be quick. If `apply` raises, items stay as
-    they are.
+    It marks items of `wavefront.new`, or adds speculative items after progress of others (`wavefront.progressed`). Both
+    methods run on the event loop and must be quick.
     """
 
     name: str
@@ -101,10 +100,7 @@ def _may_search_again(item: WorkItem) -> bool:
 
 
 class FastIndex(_Mark):
-    """Lets searches use the fast tier of the index for clusters in it, unless the cores are expected to be faster.
-
-    `IndexTiers` then measures the tier once after each exchange of clusters.
-    """
+    """Lets searches use the index's fast tier, unless the cores are expected to be faster."""
 
     name, flag = "fast_index", "fast"
 
@@ -124,7 +120,6 @@ class OrderDocuments(_Mark):
     name, flag, worker = "order_documents", "ordered", "engine"
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the recent cached share of ordered prompts, times a prefill."""
         if not isinstance(item.node, Generation) or not item.node.documents:
             return 0.0
         share, prefill_s = measured.cached_share.value, measured.prefill_s
@@ -134,11 +129,7 @@ class OrderDocuments(_Mark):
 
 
 class Prefetch(_Mark):
-    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts.
-
-    While a due search runs, the system prompt of the following generation is prefilled if it is not cached
-    (RAGCache++ section 3.6).
-    """
+    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts."""
 
     name, flag = "prefetch", "prefetch"
 
@@ -152,7 +143,6 @@ class Prefetch(_Mark):
                 self._warm(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the gain of clusters in the fast tier, 0 for a due search."""
         gains = measured.tier_gains
         return 0.0 if gains is None or item.due else gains.prefetch_s
 
@@ -169,16 +159,11 @@ class Prefetch(_Mark):
 class SpeculateGeneration:
     """Starts the generation that follows a search with the documents found so far.
 
-    It is used only if its request equals the final one.
-
-    - `bound`: of the generations on the engine, 16 in the paper; `EngineLoad` bounds those that wait for their first
-      token. Searches whose results are nearest to their query go first.
+    - `bound`: of the generations on the engine, 16 in the paper. Searches whose results are nearest to their query go
+    first.
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
-    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead,
-      for a prompt that shows the documents found for an answer, but not the answer
+    - `across`: also with results of a speculative search, while the generation before it still runs
     - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
-
-    Raises ValueError for a bound below 1.
     """
 
     name = "speculate_generation"
@@ -213,8 +198,7 @@ class SpeculateGeneration:
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search, at most the generation, if the documents are right, less the cost of a wrong
-        prefill: it may keep the engine busy after the search and delays all other generations on it."""
+        """Return the rest of the search, at most the generation, if right, less the cost of a wrong prefill."""
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -222,7 +206,6 @@ class SpeculateGeneration:
         return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
-        """Return the seconds that a generation on the results of a speculative search saves on average."""
         graph = search.request.graph
         if not self.across or not any(
             isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
@@ -237,7 +220,6 @@ class SpeculateGeneration:
         return max(0.0, *known_s) if known_s else math.inf
 
     def _has_room(self, wavefront: Wavefront, measured: Measurements, replaced: int) -> bool:
-        """Return whether a speculation fits beside the due generations, including those not sent yet."""
         running = wavefront.count("engine") - replaced
         pending = measured.load.pending + wavefront.unsent
         return running < self.bound and wavefront.queue.has_room(running) and pending < measured.load.max_prefill_bs
@@ -276,17 +258,14 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Embeds the predicted next query of a generation and searches for it while due searches leave cores idle.
+    """Embeds the predicted next query of a generation and searches while due searches leave cores idle.
 
-    If the final query is the same, the search continues as the due one; otherwise its results order the clusters of the
-    due one.
+    If the final query differs, its results order the clusters of the due search.
 
     - `bound`: of all searches, 32 in the paper
     - `every`: tokens of a generation between two predictions; queries that have changed least go first
     - `embeddings`: of predicted queries at the same time
     - `generations`: speculated on across the searches (None: a search counts by its own gain)
-
-    Raises ValueError for values below 1.
     """
 
     name = "speculate_retrieval"
@@ -326,8 +305,9 @@ class SpeculateRetrieval:
                     request.trace.declined += 1
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the search and its embedding, at most the rest of the generation, if the query is final; otherwise the
-        gain from ordered clusters, less an embedding. In both cases the gain of a generation on its results is added.
+        """Return the search and its embedding, at most the rest of the generation, if the query is final.
+
+        Otherwise the gain from ordered clusters; in both cases plus a generation on its results.
         """
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
@@ -344,7 +324,7 @@ class SpeculateRetrieval:
 
 
 def all_transformations() -> tuple[Transformation, ...]:
-    """Return all, in order: those that add work items first, so that the others see these."""
+    """Return all; those that add work items come first, so that the others see these."""
     generations = SpeculateGeneration()
     return (
         generations,

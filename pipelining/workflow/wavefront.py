@@ -30,8 +30,7 @@ T = TypeVar("T")
 class EngineQueue(Generic[T]):
     """Generations that wait while `limit` are on the engine (None: none waits).
 
-    The next one has the largest cached / computed length of its prompt, but first one that `window` later ones have
-    overtaken. Raises ValueError for a limit below 1 or a negative window.
+    The next one has the largest cached / computed length, but first one that `window` later ones have overtaken.
     """
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
@@ -51,11 +50,9 @@ class EngineQueue(Generic[T]):
         return self.limit is None or running < self.limit
 
     def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        """Return a function that removes the generation."""
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
-        """Raises IndexError if none waits."""
         return self._waiting.take().item
 
 
@@ -71,34 +68,27 @@ class Request(Protocol):
     trace: WorkflowTrace
 
     @property
-    def searches(self) -> int:
-        """Number of searches in the request's history."""
+    def searches(self) -> int: ...
 
-    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
-        """Return the runs that become due if the item ends with its results so far, without those that a speculative
-        item already does with the same inputs."""
+    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]: ...
 
-    def is_speculated(self, item: WorkItem, /) -> bool:
-        """Return whether a speculation on a due generation is on the engine or has answered it. Drops a speculation
-        that has not been sent."""
+    def is_speculated(self, item: WorkItem, /) -> bool: ...
 
-    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
-        """Return a function that predicts cached and computed tokens of a generation, or None if unknown."""
+    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None: ...
 
     def start(self, item: WorkItem, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """Work on one run of a node. The request waits for a due item; a speculative item was predicted from the progress
-    of `after`.
+    """Work on one run of a node: due, or predicted from the progress of `after`.
 
     - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
-    - `admission`: of a speculative generation; `released`: it has been answered, and is no longer on the engine
-    - of a search: the latest `stage`, the ids `speculated` on, and the number of `dependents`, speculative generations
-      on the engine
-    - of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens at the
-      last one (`checked_tokens`); `drift`: distance between the last two predicted queries
+    - `released`: the speculative generation has been answered, and is no longer on the engine
+    - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
+    engine
+    - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
+    distance between the last two predicted queries
     """
 
     request: Request
@@ -137,8 +127,7 @@ class WorkItem:
 
     @property
     def part(self) -> int:
-        """Progress as a number: eighths of a search, from 1, and 0 for results of earlier searches; `checks` of a
-        generation. A speculative search has other numbers for each check that it was predicted at."""
+        """Progress as a number: eighths of a search, from 1 (0: results of earlier searches), or `checks`."""
         part = 0
         if self.stage is not None and self.stage.number:
             part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
@@ -146,7 +135,6 @@ class WorkItem:
 
     @property
     def parts(self) -> range:
-        """All numbers that `part` can have, as known now."""
         checks = min(self.checks, _MAX_CHECKS)
         if self.worker == "engine":
             return range(checks, checks + 1)
@@ -160,8 +148,7 @@ def worker_of(node: Node) -> Worker:
 class Wavefront:
     """Work items to start, and items whose progress may lead to others.
 
-    `changed` is called when a scheduling cycle is needed. Its cost grows with what has changed, not with all that runs.
-    Due generations wait in `queue` while the engine has no room; other due items start in the next cycle.
+    `changed` is called when a scheduling cycle is needed. Due generations wait in `queue` while the engine has no room.
     """
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
@@ -194,7 +181,6 @@ class Wavefront:
             item.after.dependents += item.worker == "engine"
 
     def release(self, item: WorkItem) -> None:
-        """Make room for others: a speculative item has been answered and is no longer on the engine."""
         if not item.released and not item.ended:
             item.released = True
             self._leave(item)
@@ -209,7 +195,6 @@ class Wavefront:
                 self._leave(item)
 
     def progressed(self, worker: Worker) -> Iterator[WorkItem]:
-        """Return the items with progress since the last cycle: due ones and speculative searches."""
         return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
@@ -221,8 +206,10 @@ class Wavefront:
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
     def take(self) -> list[WorkItem]:
-        """Return the items to start in this cycle, due ones first. At most one waiting generation starts, so that the
-        next choice sees its effect on the cache."""
+        """Return the items to start in this cycle, due ones first.
+
+        At most one waiting generation starts, so that the next choice sees its effect on the cache.
+        """
         items = [item for item in self.starting if not item.ended and not self._waits(item)]
         self.new, self._added = [], []
         self._progressed.clear()
@@ -232,7 +219,6 @@ class Wavefront:
 
     @property
     def next_may_start(self) -> bool:
-        """Whether the next waiting generation could start now."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
     def _leave(self, item: WorkItem) -> None:
@@ -256,12 +242,10 @@ _MAX_EDGES = 1024
 class Measurements:
     """Measurements of all requests; a mean is None before the first value.
 
-    - `load` of the engine; `wavefront`: its counts
-    - `search_s`, `embed_s`, `generation_s`: seconds of a whole one
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
-      searches of its request
+    searches of its request
     - `cached_share`: of the prompt tokens of generations that show documents
-    - `search`: the server's; `speculative_embeddings`: predicted queries that are being embedded
+    - `speculative_embeddings`: predicted queries that are being embedded
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
@@ -279,7 +263,6 @@ class Measurements:
 
     @property
     def cuts(self) -> bool:
-        """Whether searches are cut into parts that others share."""
         return hasattr(self.search, "submit")
 
     @property
@@ -292,7 +275,6 @@ class Measurements:
         return self.load.prefill_s
 
     def odds(self, source: WorkItem) -> SpeculationGain:
-        """Return the odds of speculations on the results of this node so far; a speculative item has its own."""
         origin = None if source.after is None else source.after.run.id
         edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)
@@ -306,7 +288,6 @@ class Measurements:
 
     @property
     def hint(self) -> float:
-        """Share of a search that earlier searches of its request save."""
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value

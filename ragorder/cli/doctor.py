@@ -26,7 +26,6 @@ __all__ = ["doctor"]
 
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
 _REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
-"""Options that only --requests takes."""
 _MEMORY_OPTIONS = (
     "index",
     "profile",
@@ -39,7 +38,6 @@ _MEMORY_OPTIONS = (
     "backlog",
     "dtype",
 )
-"""Options that only --memory takes."""
 
 
 def _request_options() -> Decorator:
@@ -256,7 +254,6 @@ def _check_together(
     of_memory: Mapping[str, object],
     of_requests: Mapping[str, object],
 ) -> None:
-    """Raise click.UsageError for an option that requires another."""
     for switch, options in (("--memory", of_memory), ("--requests", {} if requests else of_requests)):
         if lonely := [name for name, value in options.items() if value is not None]:
             raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires {switch}")
@@ -265,7 +262,6 @@ def _check_together(
 
 
 def _given(context: click.Context, *, but: Collection[str]) -> list[str]:
-    """Return the options on the command line, without those named."""
     return [
         each.opts[0]
         for each in context.command.params
@@ -317,7 +313,6 @@ def _read(path: Path) -> PromptSample:
 def _checked_requests(
     url: str | None, *, tokenizer: str | None, block_size: int | None, topic_header: str | None
 ) -> dict[str, Any]:
-    """Return the options for `examine_requests`, with the tokenizer loaded. Raises click's errors."""
     if topic_header is not None:
         if url is None:
             raise click.UsageError("--topic-header requires URL, the address of the balancer")
@@ -330,7 +325,6 @@ def _checked_requests(
 
 
 def _examine_log(log: Path, **options: Any) -> list[Finding]:
-    """Return the findings. Raises as `examine_requests` does for a server, and click's error for the log."""
     from ragorder.adapters.doctor import examine_requests
     from ragorder.common.jsonl import JSONLinesError
 
@@ -350,7 +344,6 @@ def _load_tokenizer(tokenizer: str) -> Any:
 
 
 def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
-    """Print the report, and return whether a placement fits the budgets. `given` has the _MEMORY_OPTIONS or None."""
     from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
     from ragorder.pipelining.placement.base import Workload
 

@@ -20,7 +20,6 @@ __all__ = ["Documents", "documents_of", "prompt_options", "template_option"]
 
 
 def template_option() -> Decorator:
-    """Return --template."""
     return option(
         "--template",
         type=Text(),
@@ -30,7 +29,6 @@ def template_option() -> Decorator:
 
 
 def prompt_options() -> Decorator:
-    """Return the options for the documents in a prompt, without --template."""
     return together(
         option(
             "--number-by-place",
@@ -72,7 +70,6 @@ class Documents:
     forms: Mapping[str, str | None] = field(default_factory=dict)
 
     def builder(self, tokenizer: Any) -> PromptBuilder:
-        """Return a builder of prompts. Raises click.UsageError for a wrong form."""
         try:
             return PromptBuilder("", tokenizer=tokenizer, **given(self.forms))
         except ValueError as error:
@@ -82,7 +79,6 @@ class Documents:
 def documents_of(
     template: str | None, number_by_place: bool = False, dedup: str | None = None, **forms: str | None
 ) -> Documents:
-    """Return the documents of these options. Raises click.UsageError."""
     from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError
 
     try:

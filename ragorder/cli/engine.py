@@ -133,11 +133,7 @@ def engine(
         options["profile"] = with_loads(chosen["profile"])
     settings = build_orderer(options).settings
     documents = documents_of(
-        template,
-        number_by_place,
-        dedup,
-        document_template=document_template,
-        question_template=question_template,
+        template, number_by_place, dedup, document_template=document_template, question_template=question_template
     )
     metrics = server.metrics
     assert metrics is not None
@@ -160,7 +156,6 @@ def engine(
 def _running(
     options: Mapping[str, Any], settings: Settings, registry: CollectorRegistry, server: ProxyServer
 ) -> Iterator[Backend]:
-    """Run the engine, with its metrics in `registry`. Raises click.ClickException if it cannot start."""
     try:
         from ragorder.adapters.embedded import (
             AppTransport,
@@ -221,9 +216,11 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 
 def take_model(options: dict[str, Any]) -> str:
-    """Remove the model from an engine's options, and return its folder or name. `random` and `smollm2` are made, with
-    the dtype that is fast here."""
-    from ragorder.kernels.engine.loading import may_be_on_hub
+    """Remove the model from an engine's options, and return its folder or name.
+
+    `random` and `smollm2` are made, with the dtype that is fast here.
+    """
+    from ragorder.kernels.models.loading import may_be_on_hub
 
     model: str = options.pop("model")
     if model in (_RANDOM, SMOLLM2):

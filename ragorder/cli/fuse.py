@@ -15,17 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ragorder.cli.engine import take_model
-from ragorder.cli.options import (
-    Command,
-    CommandGroup,
-    Decorator,
-    build,
-    given,
-    option,
-    options_from,
-    section,
-    spelling,
-)
+from ragorder.cli.options import Command, CommandGroup, Decorator, build, given, option, options_from, section, spelling
 from ragorder.cli.output import log_shown
 from ragorder.cli.stats import disk_gib
 from ragorder.cli.values import ParamType, ProfileSource
@@ -45,30 +35,14 @@ __all__ = ["fuse"]
 _EXAMPLE = '{"id": "a", "text": "…"}'
 _PROMPT = ("system", "document_template")
 # Options that may differ between a build and its continuation: where and how fast it is computed.
-_FREE = {
-    "model",
-    "device",
-    "device_tokens",
-    "host_bytes",
-    "profile",
-}
-_ENGINE = (
-    "block_size",
-    "max_model_len",
-    "device_tokens",
-    "max_batch_tokens",
-    "profile",
-    "dtype",
-    "device",
-)
+_FREE = {"model", "device", "device_tokens", "host_bytes", "profile"}
+_ENGINE = ("block_size", "max_model_len", "device_tokens", "max_batch_tokens", "profile", "dtype", "device")
 
 _corpus = click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 _folder = click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 
 
 class Shard(ParamType[tuple[int, int]]):
-    """A part of a build: i/n."""
-
     name = "i/n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
@@ -98,10 +72,7 @@ _model = option(
     help="The model that will be served, as for `ragorder engine`.",
 )
 _moved_model = option("--model", metavar="FOLDER|NAME", help="Where the build's model is now.")
-_source = {
-    "metavar": "NAME[:ARGUMENT]",
-    "help": f"How neighbours are found. {neighbours.help}.",
-}
+_source = {"metavar": "NAME[:ARGUMENT]", "help": f"How neighbours are found. {neighbours.help}."}
 _shard = option("--shard", type=Shard(), metavar="i/n", default=(1, 1), help="Compute part i of n only.")
 
 
@@ -220,8 +191,7 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
     Documents that were computed after them stay, and so does the KV of prompts with them that a server has added.
     """
     with errors():
-        from ragorder.kernels.preprocessing.manifest import Manifest
-        from ragorder.kernels.preprocessing.removal import remove_documents
+        from ragorder.kernels.preprocessing.manifest import Manifest, remove_documents
         from ragorder.kernels.store import ChunkStore
 
         with closing(Manifest.of(folder)) as known:
@@ -247,9 +217,8 @@ class CorpusLine(BaseModel):
 
 @contextmanager
 def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
-    """Yield the builder of a folder, and a function that reads a corpus for it."""
     with errors():
-        from ragorder.kernels.engine.loading import load_tokenizer
+        from ragorder.kernels.models.loading import load_tokenizer
         from ragorder.kernels.preprocessing.builder import FusionBuilder
 
         options = dict(recipe)
@@ -337,8 +306,7 @@ def working(on: str) -> Iterator[None]:
 def compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
     estimate = builder.estimate(shard)
     click.echo(
-        f"{estimate.documents:,} documents to compute, {estimate.tokens:,} tokens: {estimate.bytes:,} bytes",
-        err=True,
+        f"{estimate.documents:,} documents to compute, {estimate.tokens:,} tokens: {estimate.bytes:,} bytes", err=True
     )
     columns = (
         TextColumn("{task.description}"),

@@ -38,8 +38,7 @@ _COMMANDS = {
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand(
-        "ragorder.cli.serve:serve",
-        "Run a proxy that orders documents for a server with OpenAI's or Anthropic's API.",
+        "ragorder.cli.serve:serve", "Run a proxy that orders documents for a server with OpenAI's or Anthropic's API."
     ),
     "engine": LazyCommand(
         "ragorder.cli.engine:engine", "Run a model in this process, and a proxy that orders documents for it."
@@ -49,8 +48,7 @@ _COMMANDS = {
     ),
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved, and what KV each tier holds."),
     "fuse": LazyCommand(
-        "ragorder.cli.fuse:fuse",
-        "Compute documents' KV before they are requested, each after similar documents.",
+        "ragorder.cli.fuse:fuse", "Compute documents' KV before they are requested, each after similar documents."
     ),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
@@ -61,7 +59,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """click's group, which imports a command when it runs, and shows an OSError as one line without a traceback."""
+    """click's group, which imports a command when it runs, and shows an OSError as one line."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -105,11 +103,7 @@ def _drop_unwritten_output() -> None:
         os.close(nowhere)
 
 
-@click.group(
-    cls=LazyGroup,
-    lazy=_COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group(cls=LazyGroup, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
@@ -117,10 +111,9 @@ def main() -> None:
 
 
 def end_on_signals() -> None:
-    """Unwind the stack on SIGTERM as on Ctrl-C, so that contexts close and child processes end, and treat the SIGHUP
-    of a closed terminal as SIGTERM.
+    """Unwind the stack on SIGTERM as on Ctrl-C, and treat the SIGHUP of a closed terminal as SIGTERM.
 
-    Signals that have a handler or are ignored (nohup) stay as they are, and so do all outside the main thread.
+    Signals that have a handler or are ignored (nohup) stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         return

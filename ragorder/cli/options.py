@@ -53,7 +53,7 @@ _LEAST_QUOTED = 4
 
 
 class Option(click.Option):
-    """click's option with a heading in the help, and a text for its default where it has no value: `unset`.
+    """click's option with a heading in the help, and a text, `unset`, for its default where it has no value.
 
     An option of a model's field has that `field` and the model's environment `variable`, which the model reads. A
     variable that click reads is the command's own if `is_own_variable`; others may be set for other programs.
@@ -81,7 +81,7 @@ class Option(click.Option):
 class Command(click.Command):
     """click's command with its options under headings, and examples after them.
 
-    Its errors quote no secret and no value of a file or the environment: others may read the terminal or the log.
+    Its errors quote no secret and no value of a file or the environment.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
@@ -130,8 +130,6 @@ def _unquoted(context: click.Context) -> Iterator[None]:
 
 
 def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
-    """Yield each value that an error must not show and the words to show instead, the longest value first. Choices
-    may be shown."""
     found: dict[str, str] = {}
     for param in context.command.params:
         known = getattr(param.type, "choices", ())
@@ -158,7 +156,6 @@ class CommandGroup(click.Group):
 
 
 def option(*declarations: str, **attributes: Any) -> Decorator:
-    """`click.option` with an `Option`."""
     return click.option(*declarations, cls=Option, **attributes)
 
 
@@ -174,8 +171,6 @@ def api_key(*variables: str) -> Decorator:
 
 
 def kv_events(*, environment: bool = False) -> Decorator:
-    """--events-endpoint, --replay-endpoint and --events-topic; see `events_address`."""
-
     def address(flag: str, metavar: str, help: str, **attributes: Any) -> Decorator:
         variable = f"RAGORDER_{flag[2:].replace('-', '_').upper()}" if environment else None
         return option(flag, metavar=metavar, envvar=variable, show_envvar=environment, help=help, **attributes)
@@ -190,16 +185,12 @@ def kv_events(*, environment: bool = False) -> Decorator:
 def events_address(
     endpoint: str | None, replay_endpoint: str | None, topic: str | None
 ) -> tuple[str, str | None, str] | None:
-    """Return the values of the three options, or None if none is given. Raises click.UsageError if only the first is
-    missing."""
     if not endpoint and (replay_endpoint or topic):
         raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     return (endpoint, replay_endpoint, topic or "") if endpoint else None
 
 
 def together(*options: Decorator) -> Decorator:
-    """Return several options as one decorator."""
-
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for add in reversed(options):
             command = add(command)
@@ -209,8 +200,6 @@ def together(*options: Decorator) -> Decorator:
 
 
 def section(heading: str, *options: Decorator) -> Decorator:
-    """Return options that the help shows under a heading."""
-
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         before = len(_params(command))
         command = together(*options)(command)
@@ -231,18 +220,17 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
     """Return an option for each named field of a pydantic model or dataclass.
 
     Type, bounds, choices, help and environment variable are the field's; choices come from a Literal or from "enum" in
-    its `json_schema_extra`. An option that is not given is None, so that the model applies its default. The help shows
-    this default, or for None the text "unset" in `json_schema_extra`. Fields that a description names become options.
+    its `json_schema_extra`. An option that is not given is None, so that the model applies its default, which the help
+    shows, or for None the text "unset" in `json_schema_extra`.
 
     A sequence is a repeatable option. A field that ends in `_s` is a duration, spelt without it. A switch has its
-    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field: `flag` is another
-    spelling, and `unset` another text for the default.
+    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field, and `flag` (another
+    spelling).
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were given: neither None nor an empty repeatable one."""
     return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
@@ -329,7 +317,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Return whether an option was given to this command, and not by a variable that other programs read too."""
+    """Return whether an option was given to this command itself."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]
@@ -338,7 +326,6 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:
-    """Return the model of the options that were given. Raises click.UsageError in the words of the options."""
     try:
         return model(**given(options))
     except ValidationError as error:
@@ -347,8 +334,6 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
 
 
 def build_orderer(options: Mapping[str, Any]) -> Orderer:
-    """Return an orderer with the settings that were given. Raises click.UsageError, also for a policy or a profile that
-    the orderer refuses."""
     from ragorder.orderer import Orderer
     from ragorder.settings import Settings
 
@@ -360,9 +345,6 @@ def build_orderer(options: Mapping[str, Any]) -> Orderer:
 
 
 def in_options(message: str, model: type[Any]) -> str:
-    """Return a message with options instead of the names of the model's fields, or with environment variables where
-    the running command lacks the option."""
-
     def option_of(found: re.Match[str]) -> str:
         return _spelling_of(found[0], model) if found[0] in _fields_of(model) else found[0]
 
@@ -385,8 +367,6 @@ def _spelling_of(name: str, model: type[Any]) -> str:
 
 
 def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
-    """Give each option of a command that has no variable one of its own: `prefix` and the option's name."""
-
     def decorate(command: click.Command) -> click.Command:
         for param in command.params:
             if isinstance(param, Option) and param.envvar is None and param.variable is None:
@@ -398,8 +378,6 @@ def with_environment(prefix: str) -> Callable[[click.Command], click.Command]:
 
 
 def config_option() -> Decorator:
-    """Return --config: a TOML file with options of the command, by their names."""
-
     def read(context: click.Context, param: click.Parameter, path: Path | None) -> None:
         if path is not None:
             context.default_map = {**(context.default_map or {}), **_read(context.command, path)}
@@ -416,7 +394,6 @@ def config_option() -> Decorator:
 
 
 def _read(command: click.Command, path: Path) -> dict[str, Any]:
-    """Return values by parameter. Raises click.UsageError."""
     try:
         values = decode_toml(path.read_bytes())
     except OSError as error:
@@ -439,7 +416,6 @@ def _read(command: click.Command, path: Path) -> dict[str, Any]:
 
 
 def _as_given(param: Option, value: Any, where: str) -> Any:
-    """Return a file's value as the command line would have it. Raises click.UsageError."""
     if param.is_bool_flag:
         if not isinstance(value, bool):
             raise click.UsageError(f"{where}: write true or false")
@@ -453,5 +429,4 @@ def _as_given(param: Option, value: Any, where: str) -> Any:
 
 
 def _names(param: Option) -> list[str]:
-    """Return an option's names as a variable or a file spells them."""
     return [each[2:].replace("-", "_") for each in param.opts if each.startswith("--")]

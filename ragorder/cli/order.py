@@ -137,7 +137,15 @@ def order(
         ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
         for request, ordering in ordered:
             ordering.confirm()
-            output.write(json.dumps(_as_json(request, ordering)) + "\n")
+            line = order_line(
+                request.echo,
+                request.index,
+                request.ids,
+                ordering.permutation,
+                ordering.prefix_documents,
+                ordering.cached_tokens,
+            )
+            output.write(json.dumps(line) + "\n")
             output.flush()
             if files:
                 files.ordered(request, ordering)
@@ -189,22 +197,10 @@ def _in_batches(
             yield members[ordering.index], ordering
 
 
-def _as_json(request: RequestToOrder, ordering: Ordering[RequestDocument]) -> dict[str, Any]:
-    return order_line(
-        request.echo,
-        request.index,
-        request.ids,
-        ordering.permutation,
-        ordering.prefix_documents,
-        ordering.cached_tokens,
-    )
-
-
 class PromptFiles:
-    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder, which is made if missing.
+    """Prompts in both orders: the files `retrieval.jsonl` and `ordered.jsonl` of a folder.
 
-    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read: "prompt", and the answer's
-    length as "output_tokens" and "output_tokens_count". "output_tokens" of a request replaces the given length.
+    A line has the fields that `vllm bench serve --dataset-name custom` and guidellm read.
     """
 
     def __init__(self, folder: Path, output_tokens: int) -> None:
@@ -229,7 +225,6 @@ class PromptFiles:
         self._open.close()
 
     def retrieved(self, requests: Iterator[RequestToOrder]) -> Iterator[RequestToOrder]:
-        """Yield the requests, and write each in retrieval order. Raises ClickException if one has no prompt."""
         for request in requests:
             self._write(self._retrieval, request, request.documents)
             yield request

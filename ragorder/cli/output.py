@@ -31,7 +31,6 @@ class Figures(Protocol):
 
 @contextmanager
 def log_shown(name: str, heading: str) -> Iterator[None]:
-    """Write what a logger reports in this block to standard error."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{heading}: %(message)s"))
     level, propagates = logger.level, logger.propagate
@@ -47,13 +46,8 @@ def log_shown(name: str, heading: str) -> Iterator[None]:
 
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --watch (`interval_s`) and --json (`as_json`)."""
     watch = option(
-        "--watch",
-        "interval_s",
-        type=Duration(0.1),
-        metavar="TIME",
-        help="Repeat at this interval, until interrupted.",
+        "--watch", "interval_s", type=Duration(0.1), metavar="TIME", help="Repeat at this interval, until interrupted."
     )
     as_json = option(
         "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."
@@ -62,7 +56,6 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_figures(read: Callable[[], Figures], interval_s: float | None, as_json: bool) -> None:
-    """Show figures once, or every `interval_s` seconds until interrupted. Raises as `read` does."""
     from rich.console import Console
     from rich.live import Live
 

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.cli.options import (
-    Decorator,
-    build,
-    config_option,
-    is_given,
-    option,
-    options_from,
-    section,
-    spelling,
-)
+from ragorder.cli.options import Decorator, build, config_option, is_given, option, options_from, section, spelling
 from ragorder.cli.values import Size
 from ragorder.common.extras import install_hint
 from ragorder.settings import Settings
@@ -58,8 +49,6 @@ __all__ = [
 ]
 
 ROUTED = "x-session-id"
-"""The header of topics that most routers know."""
-
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
 _FILE: Mapping[str, Any] = {"type": click.Path(path_type=Path, dir_okay=False, exists=True), "metavar": "FILE"}
@@ -141,14 +130,12 @@ class ServerSettings(BaseModel):
 
 
 def server_options(*names: str) -> Decorator:
-    """Return the options of these fields of `ServerSettings`."""
     known: dict[str, Mapping[str, Any]] = {"body_limit": _MEBIBYTES, "bodies_limit": _MEBIBYTES}
     known |= {"access_log": {"is_flag": True}, "ssl_certfile": _FILE, "ssl_keyfile": _FILE}
     return options_from(ServerSettings, *names, **{name: known[name] for name in names if name in known})
 
 
 def client_options(*limits: str) -> Decorator:
-    """Return the section of options about clients: address, key, hosts and these limits."""
     return section(
         "Clients",
         option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on."),
@@ -174,16 +161,12 @@ def client_options(*limits: str) -> Decorator:
 
 
 def process_options(*names: str) -> Decorator:
-    """Return the section of options about the process, with these fields of `ServerSettings`."""
     return section(
-        "Process",
-        server_options(*names, "log_level", "access_log", "ssl_certfile", "ssl_keyfile"),
-        config_option(),
+        "Process", server_options(*names, "log_level", "access_log", "ssl_certfile", "ssl_keyfile"), config_option()
     )
 
 
 def upstream_key_option() -> Decorator:
-    """Return --upstream-api-key."""
     return option(
         "--upstream-api-key",
         metavar="KEY",
@@ -195,7 +178,6 @@ def upstream_key_option() -> Decorator:
 
 
 def secret_option() -> Decorator:
-    """Return --topic-secret."""
     return option(
         "--topic-secret",
         metavar="TEXT",
@@ -207,7 +189,6 @@ def secret_option() -> Decorator:
 
 
 def check_packages() -> None:
-    """Raise click.ClickException if a package of the proxy is missing."""
     try:
         import ragorder.adapters.http_server.access_log
         import ragorder.adapters.http_server.server
@@ -218,7 +199,6 @@ def check_packages() -> None:
 
 
 def topics_of(header: str, secret: str | None) -> Topics:
-    """Return the topics of a header. Raises click.UsageError for a header that HTTP does not allow."""
     try:
         checked_header(header)
     except ValueError as error:
@@ -229,7 +209,6 @@ def topics_of(header: str, secret: str | None) -> Topics:
 
 
 def with_loads(profile: Path) -> Path | None:
-    """Return the profile, or None if it has no load times. Raises click.UsageError if it cannot be read."""
     from ragorder.trie.profile import PrefillProfile
 
     try:
@@ -258,7 +237,6 @@ class Backend:
 
 
 def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None:
-    """Write the sizes by which documents are ordered, and their origin."""
     settings = server.settings
 
     def origin(name: str) -> str:
@@ -277,8 +255,7 @@ def announce_cache(server: Backend, asked: Settings, *, cloud: str = "") -> None
 class ProxyServer:
     """The proxy's sockets, access control, certificate and processes.
 
-    `options` are a command's values; those of the server are removed from them. Raises click.UsageError for options
-    that contradict each other, and click.ClickException if a package is missing.
+    `options` are a command's values; those of the server are removed from them.
     """
 
     def __init__(self, context: click.Context, options: dict[str, Any]) -> None:
@@ -308,7 +285,6 @@ class ProxyServer:
 
     @contextmanager
     def listening(self) -> Iterator[list[socket.socket]]:
-        """Open a socket for each worker. Raises click.ClickException."""
         from ragorder.adapters.http_server.processes import listen_together
         from ragorder.adapters.http_server.server import listen
 
@@ -333,7 +309,6 @@ class ProxyServer:
         admission: AdmissionQueue | None = None,
         **options: Any,
     ) -> ASGIApp:
-        """Return the proxy's application, in the process that serves. `options` are more of `make_app`."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.access_log import AccessLog
         from ragorder.adapters.proxy import Timeouts, make_app
@@ -357,9 +332,7 @@ class ProxyServer:
                 body_limit=settings.body_limit,
                 bodies_limit=settings.bodies_limit,
                 timeouts=Timeouts(
-                    read_s=settings.read_timeout_s,
-                    client_s=settings.client_timeout_s,
-                    tries_s=settings.tries_timeout_s,
+                    read_s=settings.read_timeout_s, client_s=settings.client_timeout_s, tries_s=settings.tries_timeout_s
                 ),
                 admission=admission,
                 routes=pages.routes,
@@ -373,8 +346,6 @@ class ProxyServer:
         return AccessLog(app) if settings.access_log else app
 
     def run(self, make: Callable[[Metrics], ASGIApp], sockets: list[socket.socket], *said: str) -> None:
-        """Write what is `said` and the address, and serve until stopped. Raises click.ClickException if the workers
-        cannot start."""
         from ragorder.adapters.http_server.server import address_of
         from ragorder.adapters.proxy.app import PROBES
 
@@ -398,10 +369,7 @@ class ProxyServer:
 
 
 def _check_keys(context: click.Context) -> None:
-    """Raise click.UsageError for an empty key, which would be no key at all.
-
-    click takes an empty variable for an unset one, but a missing secret often arrives as an empty variable.
-    """
+    """Raise click.UsageError for an empty key: a missing secret often arrives as an empty variable."""
     for param in context.command.params:
         if param.name not in _KEYS:
             continue
@@ -414,7 +382,6 @@ def _check_keys(context: click.Context) -> None:
 
 
 def _certificate_of(settings: ServerSettings) -> Certificate | None:
-    """Return the certificate, or None for HTTP. Raises click.UsageError if it cannot be used."""
     from ragorder.adapters.http_server.certificate import Certificate
 
     if settings.ssl_certfile is None:
@@ -430,8 +397,6 @@ def _certificate_of(settings: ServerSettings) -> Certificate | None:
 
 
 def _connections(context: click.Context, wanted: int) -> int:
-    """Return `wanted`, or what the system's limit of open files allows. Raises click.UsageError if --max-connections is
-    more."""
     from ragorder.adapters.http_server.server import most_connections
 
     allowed = most_connections()
@@ -445,7 +410,7 @@ def _connections(context: click.Context, wanted: int) -> int:
 
 
 def _log_to(settings: ServerSettings) -> None:
-    """Log to standard error, and only warnings of other packages: their debugging would show headers, and so keys."""
+    """Log to standard error, and only warnings of other packages: their debugging would show keys."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("ragorder").setLevel(settings.log_level.upper())
     if settings.access_log:
@@ -468,7 +433,7 @@ def _run(
         return
 
     from ragorder.adapters.http_server.processes import Supervisor, WorkerError
-    from ragorder.adapters.observing.shared_metrics import SharedMetrics, forget_process, shared_metrics
+    from ragorder.adapters.observing.prometheus import SharedMetrics, forget_process, shared_metrics
 
     def serve(listening: socket.socket, on_started: Callable[[], None], is_orphaned: Callable[[], bool]) -> None:
         metrics = SharedMetrics()

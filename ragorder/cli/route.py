@@ -81,7 +81,6 @@ def route(
     backend = Backend(settings, None, {"upstream": upstream, "upstream_api_key": upstream_api_key}, "assumed")
 
     def make(metrics: Metrics) -> ASGIApp:
-        """Return the application, in the process that serves."""
         from ragorder.adapters.observing.observed import ObservedOrderer
 
         orderer = ObservedOrderer(Orderer(settings, topics=topics), [metrics])

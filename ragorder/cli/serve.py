@@ -359,8 +359,8 @@ def _clouds_of(
     from ragorder.adapters.cloud_orderers import CloudOrderers
     from ragorder.clouds.tables import PROVIDERS
 
-    if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].TTLS:
-        known = " or ".join(PROVIDERS[provider].TTLS)
+    if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].ttls:
+        known = " or ".join(PROVIDERS[provider].ttls)
         raise click.UsageError(f"--marks-ttl: {provider} has no TTL {ttl!r}: use {known}")
     # A cloud's cache is limited by time, not by size.
     settings = settings.model_copy(update={"capacity_tokens": None})

@@ -121,7 +121,6 @@ class _ServerFigures:
 
 
 def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> Figures:
-    """Return the figures of a server. Raises ServerError if it has metrics of neither ordering nor tiers."""
     from ragorder.adapters.http_client import ServerError
     from ragorder.adapters.observing.stats import fetch_stats
     from ragorder.adapters.observing.tier_stats import fetch_tier_stats
@@ -142,7 +141,6 @@ def _read_server(url: str, api_key: str | None, prefill_rate: float | None) -> F
 
 
 def _read_folder(folder: Path) -> Figures:
-    """Return the figures of a folder. Raises click.ClickException if it is neither a build nor a disk tier."""
     from ragorder.kernels.preprocessing.manifest import NoBuildError
     from ragorder.kernels.store import survey
 
@@ -164,8 +162,6 @@ def _read_folder(folder: Path) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class _FolderFigures:
-    """The content of a disk tier's folder."""
-
     found: Survey
 
     def show(self) -> Table:
@@ -351,8 +347,7 @@ def _age(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BuildFigures:
-    """A build's documents, and the KV of them that is on the disk. `other_chunks` are of the system prompt, or added by
-    a server."""
+    """A build's documents, and their KV on the disk. `other_chunks` are of the system prompt or a server."""
 
     model: str
     documents: int
@@ -435,12 +430,10 @@ def _read_build(folder: Path) -> _BuildFigures:
 
 
 def disk_gib(size: int) -> int:
-    """Return the GiB of a disk tier for a build of this size in bytes."""
     return max(1, -(-int(_SPARE * size) // _GIB))
 
 
 def check_fits(folder: Path, disk_bytes: int) -> None:
-    """Raise click.UsageError if a disk tier of this size would evict a part of the build in the folder."""
     from ragorder.kernels.preprocessing.manifest import ManifestError
 
     try:

@@ -28,18 +28,7 @@ else:
             return cls
 
 
-__all__ = [
-    "Choice",
-    "Count",
-    "Duration",
-    "Model",
-    "ParamType",
-    "ProfileSource",
-    "Rate",
-    "Size",
-    "StreamFile",
-    "Text",
-]
+__all__ = ["Choice", "Count", "Duration", "Model", "ParamType", "ProfileSource", "Rate", "Size", "StreamFile", "Text"]
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -141,8 +130,7 @@ class ProfileSource(ParamType[Any]):
 
 
 class Model(ParamType[Any]):
-    """A model's folder or name on the Hub; smollm2 is converted from its package. `path`: return a Path; `exists`: the
-    folder must exist."""
+    """A model's folder or name on the Hub; smollm2 is converted from its package."""
 
     name = "FOLDER|smollm2"
 

@@ -9,11 +9,10 @@
     ordering.confirm(usage.cached_tokens, prompt_tokens=usage.prompt_tokens, written_tokens=usage.written_tokens)
     ordering.cost                                    # in input tokens at the plain price, and in money
 
-`cache_rules` returns the rules of a provider's model, from one file per provider with date and sources.
+`cache_rules` returns the rules of a provider's model, from `providers.toml`, with date and sources.
 `anthropic_content`, `openai_content` and `bedrock_content` make content parts with breakpoints from texts.
 """
 
-from ragorder.clouds.hybrid import hybrid_rules
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
 from ragorder.clouds.prices import Cost, Prices
 from ragorder.clouds.request import CloudModel, CloudRequest, CloudUsage, read_cloud_usage
@@ -37,7 +36,6 @@ __all__ = [
     "anthropic_content",
     "bedrock_content",
     "cache_rules",
-    "hybrid_rules",
     "openai_content",
     "read_cloud_usage",
 ]

@@ -34,8 +34,6 @@ _PROMPTS = 4
 
 
 def cell_of(count: int, places: int) -> int:
-    """Return the cell of prefixes that `count` requests contained and that end `places` documents after the cached
-    ones."""
     return min(count.bit_length(), _COUNTS - 1) * _RATED_PLACES + min(places, _RATED_PLACES - 1)
 
 
@@ -51,9 +49,9 @@ class MarkRates:
     """
 
     def __init__(self, ttl_s: float) -> None:
-        self.life_s = min(ttl_s, _LONGEST_S)
+        self.window_s = min(ttl_s, _LONGEST_S)
         self._reads = [0.0] * (CELLS + 1)
-        self._lives = [0.0] * (CELLS + 1)
+        self._observed = [0.0] * (CELLS + 1)
         # Number of the samples still observed, and the sum of their start times.
         self._open = [0] * (CELLS + 1)
         self._starts = [0.0] * (CELLS + 1)
@@ -61,8 +59,8 @@ class MarkRates:
     def expected(self, cell: int, now: float) -> float:
         count, place = divmod(cell, _RATED_PLACES)
         prior = _FIRST[count] * _NEXT ** max(0, place - 1)
-        young = (self._open[cell] * now - self._starts[cell]) / self.life_s
-        return (_WEIGHT * prior + self._reads[cell]) / (_WEIGHT + self._lives[cell] + max(0.0, young))
+        young = (self._open[cell] * now - self._starts[cell]) / self.window_s
+        return (_WEIGHT * prior + self._reads[cell]) / (_WEIGHT + self._observed[cell] + max(0.0, young))
 
     def begin(self, cells: Iterable[int], started: float) -> None:
         for cell in cells:
@@ -73,19 +71,19 @@ class MarkRates:
         self._reads[cell] += 1
 
     def end(self, cells: Iterable[int], started: float, now: float) -> None:
-        life = min(1.0, max(0.0, (now - started) / self.life_s))
+        share = min(1.0, max(0.0, (now - started) / self.window_s))
         for cell in cells:
             self._open[cell] -= 1
             # Reset at zero, so that rounding does not add up over months.
             self._starts[cell] = self._starts[cell] - started if self._open[cell] else 0.0
-            self._lives[cell] += life
-            if self._lives[cell] > _MOST:
-                self._lives[cell] *= _DECAY
+            self._observed[cell] += share
+            if self._observed[cell] > _MOST:
+                self._observed[cell] *= _DECAY
                 self._reads[cell] *= _DECAY
 
     def copy(self) -> Self:
         copy = shallow_copy(self)
-        copy._reads, copy._lives = list(self._reads), list(self._lives)
+        copy._reads, copy._observed = list(self._reads), list(self._observed)
         copy._open, copy._starts = list(self._open), list(self._starts)
         return copy
 
@@ -93,8 +91,7 @@ class MarkRates:
 class WriteBudget:
     """Budget for cache writes, in input tokens at the plain price.
 
-    Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache: at most four
-    prompts of savings are kept for writes, and four are lent.
+    Even with wrong predictions, prompts cost at most 1.5 % plus eight prompts more than without a cache.
     """
 
     def __init__(self) -> None:
@@ -104,7 +101,6 @@ class WriteBudget:
         return surcharge <= self.balance + _PROMPTS * prompt_tokens
 
     def add(self, plain: float, cost: float) -> None:
-        """Record a prompt of `plain` tokens that costs `cost`."""
         self.balance = min(self.balance + (1 + _SHARE) * plain - cost, _PROMPTS * plain)
 
     def correct(self, excess: float) -> None:
@@ -146,7 +142,7 @@ class MarkSamples:
 
     def observe(self, asked: Set[Key], now: float) -> None:
         samples, rates = self._samples, self._rates
-        while samples and samples[0].started <= now - rates.life_s:
+        while samples and samples[0].started <= now - rates.window_s:
             self._end_first(now)
         for sample in samples:
             for place, key in enumerate(sample.keys):
@@ -156,9 +152,8 @@ class MarkSamples:
                     rates.passed(sample.cells[place - sample.cached])
 
     def add(self, keys: tuple[Key, ...], cached: int, cells: list[int], now: float) -> None:
-        """Observe a request whose first `cached` documents can be read already, unless there are too many samples."""
         samples, rates = self._samples, self._rates
-        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
+        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.window_s / _SAMPLES
         if len(samples) < _SAMPLES and sparse:
             samples.append(_Sample(now, keys, cached, cells))
             rates.begin(cells, now)
@@ -224,12 +219,10 @@ class MarkChoice:
     def choose(
         self, keys: Sequence[Key], ends: Sequence[int], held: int, live: Sequence[int], prompt_tokens: int, now: float
     ) -> tuple[int, ...]:
-        """Return a request's breakpoints as numbers of documents before each, ascending. The request counts from the
-        next one on.
+        """Return a request's breakpoints as numbers of documents before each, ascending.
 
         `ends[i]`: tokens up to the end of document i; `ends[0]`: before the first. The request can resume after `held`
-        documents (-1: nowhere), if one of its breakpoints is there or less than `lookback_parts` after it. `live` are
-        other entries on its path.
+        documents (-1: nowhere); `live` are other entries on its path.
         """
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)
@@ -295,7 +288,7 @@ class MarkChoice:
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Choose breakpoints when one for the place to resume leaves too little room.
 
-        Returns the new breakpoints, that one if it is set again, and the tokens after which the request writes.
+        Returns the new ones, that one if it is set again, and the tokens after which the request writes.
         """
         ends, held = path.ends, path.held
         near = best_marks(ends, gains, ends[held], slots)
@@ -325,7 +318,7 @@ class MarkChoice:
 
     def _counts(self, keys: Sequence[Key], now: float) -> list[int]:
         """Return the requests within the last TTL that contain no document, the first, the first two, …"""
-        times, oldest = self._times, now - self._rates.life_s
+        times, oldest = self._times, now - self._rates.window_s
         while times and times[0] <= oldest:
             times.popleft()
         recent = min(len(times), len(self._cohorts))
@@ -340,7 +333,6 @@ class MarkChoice:
         return counts + [0] * (len(keys) + 1 - len(counts))
 
     def _expected(self, counts: Sequence[int], held: int, now: float) -> list[float]:
-        """Return the expected reads of each breakpoint; they never increase along the path."""
         rates, found = self._rates, []
         least = float("inf")
         start = max(held, 0)
@@ -371,7 +363,7 @@ class MarkChoice:
 def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots: int) -> tuple[int, ...]:
     """Return at most `slots` of the places in `gains`, ascending, that gain most together.
 
-    A breakpoint gains `gains[place]` for each token between the one before it, or `base`, and `ends[place]`.
+    A breakpoint gains `gains[place]` for each token after the one before it, or after `base`.
     """
     best = 0.0
     chosen: tuple[int, ...] = ()

@@ -1,11 +1,12 @@
 """Content parts with cache breakpoints for the APIs of clouds.
 
-A mark is the number of texts before a breakpoint. Empty texts are left out, because these APIs refuse them.
+A mark is the number of texts before a breakpoint. Empty texts are omitted, because these APIs refuse them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
@@ -24,12 +25,10 @@ Part = dict[str, Any]
 
 
 def cache_control(ttl: str | None = None) -> Part:
-    """Return a breakpoint of Anthropic's Messages API, as a field of a part."""
     return {"cache_control": {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}}
 
 
 def prompt_cache_breakpoint() -> Part:
-    """Return a breakpoint of OpenAI's APIs, as a field of a part."""
     return {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
@@ -40,7 +39,6 @@ def cache_options(ttl: str | None = None) -> Part:
 
 
 def cache_point(ttl: str | None = None) -> Part:
-    """Return a breakpoint of Bedrock's Converse, which is a separate part."""
     # The default TTL is left out: earlier versions of boto3 do not have the field.
     return {"cachePoint": {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}}
 
@@ -72,8 +70,10 @@ def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | 
 
 
 def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts that are more than white space, and whether a breakpoint follows each. A breakpoint after an
-    empty text follows the last text before it."""
+    """Yield the texts that are more than white space, and whether a breakpoint follows each.
+
+    A breakpoint after an empty text follows the last text before it.
+    """
     after = set(marks)
     pending: tuple[str, bool] | None = None
     for number, text in enumerate(texts, 1):
@@ -87,48 +87,35 @@ def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, b
         yield pending
 
 
+@dataclass(slots=True, eq=False)
 class PromptParts:
-    """A prompt in parts: `system`, a text for each document, and `question`. A mark is the number of documents before a
-    breakpoint; 0: directly after the system prompt.
+    """A prompt in parts: `system`, a text for each document, and `question`.
 
         PromptParts("Answer briefly.", ["[a]\\n…", "[b]\\n…"], "Question: …", marks=[0, 2]).anthropic()
+
+    A mark is the number of documents before a breakpoint; 0: directly after the system prompt.
     """
 
-    __slots__ = ("_escape", "documents", "explicit", "marks", "question", "system", "ttl")
-
-    def __init__(
-        self,
-        system: str,
-        documents: Sequence[str],
-        question: str,
-        marks: Sequence[int] = (),
-        ttl: str | None = None,
-        *,
-        explicit: bool = False,
-        escape: Callable[[str], str] | None = None,
-    ) -> None:
-        self.system = system
-        self.documents = documents
-        self.question = question
-        self.marks = marks
-        self.ttl = ttl
-        self.explicit = explicit
-        self._escape = escape
+    system: str
+    documents: Sequence[str]
+    question: str
+    marks: Sequence[int] = ()
+    ttl: str | None = None
+    explicit: bool = False
+    escape: Callable[[str], str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the escaped texts: the function that escapes them cannot be pickled."""
         *documents, question = self.texts()
-        return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
+        return PromptParts, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
     def anthropic(self) -> dict[str, Any]:
-        """Return arguments of `client.messages.create`."""
         found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": anthropic_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
         )
 
     def openai(self) -> dict[str, Any]:
-        """Return arguments of `client.chat.completions.create`."""
         messages: list[dict[str, Any]] = []
         if self.system.strip():
             messages.append({"role": "system", "content": openai_content([self.system], self.before)})
@@ -138,7 +125,6 @@ class PromptParts:
         return {"messages": messages} | cache_options(self.ttl)
 
     def bedrock(self) -> dict[str, Any]:
-        """Return arguments of Bedrock's `converse`."""
         found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.after, self.ttl)}]}
         return found | (
             {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
@@ -146,12 +132,10 @@ class PromptParts:
 
     @property
     def before(self) -> Sequence[int]:
-        """Marks of the system prompt's parts."""
         return [1] if 0 in self.marks else []
 
     @property
     def after(self) -> Sequence[int]:
-        """Marks of the documents' parts."""
         return [mark for mark in self.marks if mark]
 
     def texts(self) -> list[str]:
@@ -159,17 +143,11 @@ class PromptParts:
         texts: list[str] = []
         before = ""
         for text in (*self.documents, self.question):
-            if self._escape is not None:
-                text = _apart(before, text, self._escape)
+            if self.escape is not None:
+                text = _apart(before, text, self.escape)
             texts.append(text)
             before = (before + text)[-_LONGEST:]
         return texts
-
-
-def _made(
-    system: str, documents: Sequence[str], question: str, marks: Sequence[int], ttl: str | None, explicit: bool
-) -> PromptParts:
-    return PromptParts(system, documents, question, marks, ttl, explicit=explicit)
 
 
 # Upper bound of a special token's length, in characters.

@@ -31,8 +31,7 @@ class Prices:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
-        """Read a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, or
-        ValueError with file and field."""
+        """Read a TOML file (default: the one that RAGORDER_PRICES names, or the package's own)."""
         from ragorder.common.jsonl import decode_toml
 
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
@@ -53,7 +52,6 @@ class Prices:
         return cls(str(date), currency, {str(name).lower(): float(price) for name, price in prices.items()})
 
     def of(self, model: str) -> float | None:
-        """Return the price of a model, or None if it is not listed."""
         found = generation(model, self.per_million)
         return None if found is None else self.per_million[found]
 
@@ -62,9 +60,8 @@ class Prices:
 class Cost:
     """The cost of a prompt without its answer.
 
-    `cached_tokens` of the `prompt_tokens` were read from the cache, and `written_tokens` written into it.
-    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them in
-    `currency`, as of `prices_date`, or None if no table has it. `reported`: counts are the provider's, else predicted.
+    `input_tokens` is the number of tokens at the plain price that cost the same. `price` is for a million of them, or
+    None if no table has it. `reported`: counts are the provider's, else predicted.
     """
 
     prompt_tokens: float

@@ -32,11 +32,9 @@ class CloudModel:
 class RequestMirror(Protocol):
     """The mirror of a cache, as a request updates it. No method blocks."""
 
-    def publish(self) -> None:
-        """Record that the first token has arrived."""
+    def publish(self) -> None: ...
 
-    def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Record that the request has only these of its marks."""
+    def keep_marks(self, breakpoints: Collection[int]) -> None: ...
 
 
 class CloudRequest:
@@ -68,11 +66,9 @@ class CloudRequest:
 
     @property
     def resumed(self) -> int:
-        """The mark at which the request is expected to resume, or -1 if it does not resume."""
         return self._plan.resumed
 
     def keep_marks(self, breakpoints: Collection[int]) -> None:
-        """Record that the request, which is no turn, is sent with only these of its `breakpoints`."""
         if set(self._plan.breakpoints) - set(breakpoints):
             self._mirror.keep_marks(breakpoints)
 
@@ -108,7 +104,7 @@ _KNOWN = (
 
 
 class CloudUsage(NamedTuple):
-    """Tokens of a prompt: read from the cache, written into it, and all. A missing or impossible count is None."""
+    """Tokens of a prompt: read from the cache, written into it, and all. A missing count is None."""
 
     cached_tokens: int | None = None
     written_tokens: int | None = None
@@ -116,8 +112,7 @@ class CloudUsage(NamedTuple):
 
 
 def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
-    """Return the counts in an answer's `usage`, a mapping or an object, by the field names of `rules` or of the known
-    APIs."""
+    """Return the counts in an answer's `usage`, by the field names of `rules` or of the known APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 from ragorder.clouds.marks import MarkChoice
 from ragorder.clouds.tree import MarkedTree
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
-from ragorder.trie.residency.lengths import ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.pool import Pool, UseEntry
+from ragorder.trie.residency.pool import Pool
 from ragorder.trie.tree import Node
 
 __all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "MarksResidency", "RequestTokens"]
@@ -40,8 +39,7 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path, or documents of a plain request, before each. The request resumes at the last of
     `live` nodes with a breakpoint there or less than `lookback_parts` after it. `depths`: entries that it makes or
-    renews. `states`: places, in tokens, where a hybrid model keeps its state. Predicts `cached_tokens`, then
-    `written_tokens`, and `prompt_tokens` (without the answer).
+    renews. `states`: places, in tokens, where a hybrid model keeps its state.
     """
 
     __slots__ = (
@@ -104,7 +102,6 @@ class MarkPlan:
 
     @property
     def tokens(self) -> RequestTokens:
-        """Tokens as reported, else as predicted."""
         cached, written, prompt = self.report
         prompt = float(self.prompt_tokens) if prompt is None else prompt
         if cached is None:
@@ -133,9 +130,8 @@ class MarksResidency(LRUResidency):
 
         residency = MarksResidency(MarkedTree(600, rules), Pool(None, 1), choice, clock=time.monotonic)
 
-    Entries can be read from their request's first token (`publish`) on. Their TTL begins with the request; requests
-    that use them renew it. Nodes leave the tree with the last entry below them. `clock()` is in seconds; backward steps
-    count as no time.
+    Entries can be read from their request's first token (`publish`) on. Nodes leave the tree with the last entry below
+    them. Backward steps of the clock count as no time.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
@@ -211,7 +207,6 @@ class MarksResidency(LRUResidency):
                 tree.marks.move_to_end(node)
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop entries that the provider should have found, if it found only `cached_tokens` of a request's prompt."""
         likely = cached_tokens * (_ESTIMATES_EXCEED if estimated else 1)
         if likely >= lease.cached_tokens * (1 - _TOLERANCE) - _TOLERANCE_TOKENS:
             return
@@ -223,9 +218,9 @@ class MarksResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         if not lease.open:
             return
@@ -254,20 +249,13 @@ class MarksResidency(LRUResidency):
             self._pend(lease, plan, -1)
             del self.plans[lease]
             self.choice.budget.correct(-self._surcharge(plan.predicted))
-        lease.open = False
-        stamp = next(self.pool.clock)
-        self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
-        path, lease.turn = lease.path, None
-        for node in path:
-            node.leases -= 1
-            node.stamp = stamp
+        super().cancel(lease)
+
+    def _withdraw(self, path: Sequence[Node]) -> Node:
         self._prune(path[-1])
-        self.pool.append(UseEntry(self, path[-1], stamp, 0))
-        self.pool.count(self)
-        lease.path = ()
+        return path[-1]
 
     def holds(self, node: Node) -> bool:
-        """Return whether the node has an entry, is too short for one, or will get one from a request in flight."""
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
@@ -310,14 +298,12 @@ class MarksResidency(LRUResidency):
         return self.rules.cost(*tokens) - tokens.prompt
 
     def _written_end(self, plan: MarkPlan) -> float:
-        """Return the end of the entries once the request is served, or infinity without a report."""
         cached, written, _ = plan.report
         if cached is None or written is None or self.rules.resume != "marks":
             return inf
         return _ESTIMATES_EXCEED * (cached + written) + _TOLERANCE_TOKENS if cached + written else 0.0
 
     def _pend(self, lease: Lease, plan: MarkPlan, change: int) -> None:
-        """Change the number of requests in flight that will write entries at the plan's nodes."""
         pending = self.marked.pending
         for place in plan.depths:
             node = lease.path[place]
@@ -344,9 +330,6 @@ class MarkedFeedback(FeedbackResidency):
 
     mirror: MarksResidency
 
-    def __init__(self, mirror: MarksResidency, lengths: ScopeLengths | None = None) -> None:
-        super().__init__(mirror, lengths)
-
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
         predicted, history = lease.cached_tokens, lease.turn.history_nodes if lease.turn is not None else 0
         # A very different count means that another entry was found.
@@ -363,9 +346,9 @@ class MarkedFeedback(FeedbackResidency):
 class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places where it kept its state.
 
-    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state of other layers only at the last
-    multiple of `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts, if it did
-    not resume there. So a shared prefix is found from the third request on.
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, but the state only at the last multiple of
+    `interval_tokens` in a prompt, and at the last one in the prefix shared with earlier prompts. So a shared prefix is
+    found from the third request on.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:
@@ -373,7 +356,7 @@ class JunctionsResidency(MarksResidency):
         tree, size = self.marked, self.rules.interval_tokens
         shared = 0
         for node in path:
-            if not tree.lives(node) or node.missing:
+            if not tree.has_entry(node) or node.missing:
                 break
             shared = node.end
         # Engines always compute the last token of a prompt.
@@ -393,7 +376,6 @@ class JunctionsResidency(MarksResidency):
                 states[node] = max(end, states.get(node, 0))
 
     def find(self, lease: Lease, cached_tokens: float, *, estimated: bool) -> None:
-        """Drop states that the engine should have found, if it found only `cached_tokens` of a request's prompt."""
         if cached_tokens >= lease.cached_tokens * (1 - _TOLERANCE):
             return
         states = self.marked.states

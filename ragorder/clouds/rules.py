@@ -31,19 +31,15 @@ class CacheRules:
 
     - `minimum_tokens`: shorter prefixes are not cached, without an error
     - `resume`: a request resumes at breakpoints of earlier requests ("marks"), at any multiple of `interval_tokens`
-      ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
+    ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
     - `marks`: maximum breakpoints per request
-    - `read_marks`: (first, latest) numbers of breakpoints that are looked up in a request with more than `marks`; its
-      latest `marks` are written. Default: such a request is refused
-    - `lookback_parts`: content parts before each breakpoint, including its own, at whose ends an entry is looked up
-    - `ttl_s`: TTL in seconds from the start of a request; requests that read the entry renew it. `ttl`: the provider's
-      name of it
+    - `read_marks`: (first, latest) numbers of breakpoints that are looked up in a request with more than `marks`;
+    default: such a request is refused
+    - `lookback_parts`: content parts before each breakpoint at whose ends an entry is looked up
+    - `ttl_s`: seconds from the start of the last request that used the entry; `ttl`: the provider's name of it
     - `write`, `read`: prices in multiples of the plain input price
     - `readable`: an entry can be read from its writer's "first token", or from its "start"
     - `usage`: names of the reported counts (default: OpenAI's)
-    - `source`, `date`: source of the figures, and the date of reading
-
-    Raises ValueError for impossible figures.
     """
 
     name: str
@@ -90,7 +86,6 @@ class CacheRules:
         return (self.write - 1) / (1 - self.read) if self.read < 1 else inf
 
     def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
-        """Return the cost of a prompt, in input tokens at the plain price."""
         return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens
 
 
@@ -101,8 +96,7 @@ _VARIANT = r"(?:-[a-z]+)*"
 def generation(model: str, known: Iterable[str], *, variants: bool = False) -> str | None:
     """Return the longest known name that the model's name begins with, or None.
 
-    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions
-    ("openrouter/", "eu.anthropic.") are ignored.
+    Only a date or a version may follow, or with `variants` also a word. Prefixes of gateways and regions are ignored.
     """
     name = model.lower().rpartition("/")[2]
     name = re.sub(r"^(?:[a-z-]+\.)+(?=[a-z])", "", name)

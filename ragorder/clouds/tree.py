@@ -15,9 +15,9 @@ __all__ = ["MarkedPathSearch", "MarkedTree"]
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.
 
-    `marks`: expiry of the entry that ends with each node, soonest first (`now` is the clock's last reading). `pending`:
-    number of requests in flight that will write an entry there. `states`: for a cache that resumes at junctions, the
-    last place within a node, in tokens of the prompt, with its state.
+    `marks`: expiry of the entry that ends with each node, soonest first. `pending`: number of requests in flight that
+    will write an entry there. `states`: the last place within a node, in tokens of the prompt, with a hybrid model's
+    state.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
@@ -28,13 +28,12 @@ class MarkedTree(KnowledgeTree):
         self.states: dict[Node, int] = {}
         self.now = 0.0
 
-    def lives(self, node: Node) -> bool:
-        """Return whether an entry ends with the node."""
+    def has_entry(self, node: Node) -> bool:
         return self.marks.get(node, self.now) > self.now
 
     def resumable(self, node: Node) -> int:
         """Return the tokens at which a request resumes by the node's own entry, or 0 without one."""
-        if not self.lives(node):
+        if not self.has_entry(node):
             return 0
         rules, end = self.rules, node.end - node.missing
         if rules.resume == "junctions":
@@ -48,10 +47,9 @@ class MarkedTree(KnowledgeTree):
 
     def joins(self, node: Node) -> bool:
         """Return whether later requests gain if this one shares the node without reading there."""
-        return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
+        return node in self.pending or (self.rules.resume == "junctions" and self.has_entry(node))
 
     def cached_tokens(self, node: Node) -> int:
-        """Return the tokens of the deepest entry at the node or above it."""
         at: Node | None = node
         while at is not None:
             if found := self.resumable(at):
@@ -72,8 +70,8 @@ class MarkedTree(KnowledgeTree):
 class MarkedPathSearch(PrefixSearch):
     """Depth-first search of a `MarkedTree`, over at most `budget` nodes.
 
-    The path with most resumable tokens wins, and ends at its entry. Ties go to a deeper node that requests in flight
-    will write or that will be a junction, then to the most recently used.
+    The path with most resumable tokens wins. Ties go to a deeper node that requests in flight will write, then to the
+    most recently used.
     """
 
     def __init__(self, budget: int = SEARCH_BUDGET) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,8 +17,7 @@ _SPEAKERS = ("user", "assistant")
 
 
 class HistoryMark(NamedTuple):
-    """A breakpoint after `parts` of the `of` parts of message number `message`. If both are equal, it is after the
-    whole message, for any number of parts."""
+    """A breakpoint after `parts` of the `of` parts of message number `message`; all parts if equal."""
 
     message: int
     parts: int
@@ -25,8 +25,7 @@ class HistoryMark(NamedTuple):
 
 
 class TurnMarks(NamedTuple):
-    """Breakpoints of a turn: after the system prompt, in messages of the history, after these numbers of documents, and
-    after the question."""
+    """Breakpoints of a turn: after the system prompt, in history messages, after documents, after the question."""
 
     system: bool = False
     history: tuple[HistoryMark, ...] = ()
@@ -35,8 +34,10 @@ class TurnMarks(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
-        """Return the breakpoints of `places`, the numbers of nodes before each. The messages of the history have
-        `sizes` nodes; the documents and the question follow."""
+        """Return the breakpoints of `places`, the numbers of nodes before each.
+
+        The messages of the history have `sizes` nodes; the documents and the question follow.
+        """
         ends = list(accumulate(sizes))
         start = ends[-1] if ends else 0
         history = []
@@ -48,6 +49,7 @@ class TurnMarks(NamedTuple):
         return cls(0 in places, tuple(history), own, any(place > start + documents for place in places))
 
 
+@dataclass(slots=True, eq=False)
 class TurnParts:
     """The messages of a turn and its breakpoints; the first `front` messages are the system prompt.
 
@@ -56,29 +58,20 @@ class TurnParts:
     Messages that are not texts are sent unchanged.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        front: int,
-        marks: TurnMarks,
-        ttl: str | None = None,
-        *,
-        explicit: bool = False,
-    ) -> None:
-        self._messages = messages
-        self._front = front
-        self._marks = marks
-        self._ttl = ttl
-        self._explicit = explicit
+    messages: Sequence[Mapping[str, Any]]
+    front: int
+    marks: TurnMarks
+    ttl: str | None = None
+    explicit: bool = False
 
     def anthropic(self) -> dict[str, Any]:
         """Return arguments of `client.messages.create`. Raises ValueError for messages that have another form there."""
-        mark = cache_control(self._ttl)
+        mark = cache_control(self.ttl)
         return self._split(lambda content, places: _marked(content, places, partial(_with_mark, mark, False)), mark)
 
     def bedrock(self) -> dict[str, Any]:
         """Return arguments of Bedrock's `converse`. Raises as `anthropic` does."""
-        point = cache_point(self._ttl)
+        point = cache_point(self.ttl)
 
         def converse(content: Any, places: Sequence[int]) -> list[Part]:
             parts = _marked(content, places, lambda part: [part, point])
@@ -87,27 +80,24 @@ class TurnParts:
         return self._split(converse)
 
     def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
-        """Return the content of each message, as parts with the fields of `mark` at breakpoints, or with `apart` as
-        parts with `mark` after them."""
         contents: list[Any] = []
-        for number, message in enumerate(self._messages):
+        for number, message in enumerate(self.messages):
             content, places = message.get("content"), self._places(number, mark)
             contents.append(_marked(content, places, partial(_with_mark, mark, apart)) if places else content)
         return contents
 
     def openai(self) -> dict[str, Any]:
-        """Return arguments of `client.chat.completions.create`."""
         messages = []
         contents = self.contents(prompt_cache_breakpoint())
-        for message, content in zip(self._messages, contents, strict=True):
+        for message, content in zip(self.messages, contents, strict=True):
             messages.append({**message, "content": content} if "content" in message else dict(message))
-        return {"messages": messages} | (cache_options(self._ttl) if self._explicit else {})
+        return {"messages": messages} | (cache_options(self.ttl) if self.explicit else {})
 
     def _split(self, convert: Callable[[Any, Sequence[int]], Any], mark: Part | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {"messages": []}
-        for number, message in enumerate(self._messages):
+        for number, message in enumerate(self.messages):
             role, content, places = message.get("role"), message.get("content"), self._places(number, mark)
-            if role in _INSTRUCTIONS and number < self._front:
+            if role in _INSTRUCTIONS and number < self.front:
                 found["system"] = convert(content, places)
             elif role in _SPEAKERS and not message.get("tool_calls"):
                 found["messages"].append({"role": role, "content": convert(content, places)})
@@ -121,7 +111,7 @@ class TurnParts:
     def _places(self, number: int, mark: Part | None) -> list[int]:
         """Return the number of parts before each breakpoint of a message.
 
-        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are left out where the
+        Anthropic refuses breakpoints of an hour after those of five minutes, so ours are omitted where the
         application's own would make them wrong.
         """
         places = self._chosen(number)
@@ -130,7 +120,7 @@ class TurnParts:
         is_hour = _is_hour(mark)
         own = [
             ((message, place), _is_hour(part))
-            for message, each in enumerate(self._messages)
+            for message, each in enumerate(self.messages)
             for place, part in enumerate(_parts(each.get("content")), 1)
             if part.get("cache_control")
         ]
@@ -144,18 +134,18 @@ class TurnParts:
         ]
 
     def _chosen(self, number: int) -> list[int]:
-        marks, content = self._marks, self._messages[number].get("content")
+        marks, content = self.marks, self.messages[number].get("content")
         count = len(content) if isinstance(content, list) else 1
-        last = len(self._messages) - 1
-        if number < self._front:
-            return [count] if marks.system and number == self._front - 1 else []
+        last = len(self.messages) - 1
+        if number < self.front:
+            return [count] if marks.system and number == self.front - 1 else []
         if number == last:
             # A document that is no text has no part of its own, so its breakpoints would be at another place.
             own = [place for place in marks.documents if place < count]
             return own + [count] * marks.question
         places = set()
         for mark in marks.history:
-            if mark.message == number - self._front:
+            if mark.message == number - self.front:
                 if mark.parts == mark.of:
                     places.add(count)
                 elif mark.of == count:
@@ -177,7 +167,6 @@ def _with_mark(mark: Part, apart: bool, part: Part) -> list[Part]:
 
 
 def _marked(content: Any, places: Sequence[int], mark: Callable[[Part], list[Part]]) -> list[Part]:
-    """Return content as parts, with a breakpoint after these numbers of parts."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     found: list[Part] = []
     for number, part in enumerate(parts, 1):

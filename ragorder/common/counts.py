@@ -35,8 +35,7 @@ def estimate_tokens(text: str) -> Estimate:
 
 
 def reported_count(value: Any) -> int | None:
-    """Return a token count that an engine reported, or None if it is negative, not whole, not finite, 2**32 or more, or
-    not a number.
+    """Return a token count that an engine reported, or None if it is no whole number from 0 to 2**32.
 
     The first invalid count of a process is logged. Never raises.
     """
@@ -56,10 +55,9 @@ def reported_count(value: Any) -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g decimal; K, M, G
-    binary).
+    """Return a number of tokens from "100000", "100_000", "25.6k" or "16K", with vLLM's units.
 
-    Raises ValueError for anything else, including fractions of a token.
+    These are k, m, g decimal and K, M, G binary.
     """
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
@@ -73,8 +71,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str, unit: int = 1) -> int:
-    """Return a number of bytes from "8GiB", "500MB", or a number of `unit` bytes. Raise ValueError for anything
-    else."""
+    """Return a number of bytes from "8GiB", "500MB", or a number of `unit` bytes."""
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     size = _SPELLED.get(found[2].lower()) if found else None
     if found is None or size is None:

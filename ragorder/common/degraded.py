@@ -10,7 +10,7 @@ __all__ = ["Degradations", "DegradedWarning"]
 
 
 class DegradedWarning(UserWarning):
-    """Ordering continues with less than was configured. The message names the missing part."""
+    """Ordering continues with less than was configured."""
 
 
 class Degradations:

@@ -15,11 +15,7 @@ def install_hint(extra: str) -> str:
 
 @contextmanager
 def needs(extra: str, user: str) -> Iterator[None]:
-    """Wrap imports for `user`. An ImportError names the extra to install.
-
-    with needs("eval", "a picture"):
-        import matplotlib
-    """
+    """Wrap imports for `user`. An ImportError names the extra to install."""
     try:
         yield
     except ImportError as error:

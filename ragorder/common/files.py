@@ -11,7 +11,6 @@ __all__ = ["cache_folder", "try_lock", "wait_for_lock"]
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"
 
 
@@ -32,10 +31,6 @@ def try_lock(file: IO[bytes] | IO[str], *, unsupported: bool = False) -> bool:
 
 
 def wait_for_lock(file: IO[bytes] | IO[str]) -> None:
-    """Wait until no other process holds the file, and lock it until this process closes it.
-
-    Returns at once on systems without such locks.
-    """
     # A system without locks lacks the module; a file system without locks raises an error.
     with suppress(ImportError, OSError):
         import fcntl

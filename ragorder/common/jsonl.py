@@ -48,7 +48,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class JSONLinesError(RagorderError, ValueError):
-    """A file of JSON lines cannot be read. The message names file, line and remedy, and quotes no content."""
+    """A file of JSON lines cannot be read. The message quotes no content."""
 
 
 class JSONLines:
@@ -162,7 +162,6 @@ class JSONLines:
                 buffered.detach()
 
     def _watch(self, source: IO[bytes]) -> tuple[int, Callable[[int], None]]:
-        """Return the size in bytes (0 for a pipe), and a callback for the position."""
         try:
             size = os.fstat(source.fileno()).st_size
             source.tell()
@@ -271,7 +270,6 @@ def _missing_fields(error: ValidationError) -> bool:
 
 
 def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> str:
-    """Return the location in JavaScript's notation, without pydantic's names for the alternatives of a union."""
     path = ""
     for place, part in enumerate(location):
         if isinstance(part, int) and isinstance(value, list):

@@ -51,7 +51,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_collecting() -> bool:
-    """Return whether this thread runs the garbage collector."""
     phase, collection = _latest.args
     return phase == "start" and getattr(_own, "start", None) is collection
 
@@ -86,7 +85,7 @@ class ReentryError(RagorderError, RuntimeError):
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock, which its own thread may hold. It runs at once if the lock is free, else on
+    Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
     its release, and always before other work.
     """
 
@@ -117,7 +116,6 @@ class DeferringLock:
         self.drain()
 
     def drain(self) -> None:
-        """Run the deferred work, unless the lock is held; then its holder runs the work."""
         lock = self._lock
         while self._queue and not lock._is_owned():
             try:
@@ -156,7 +154,7 @@ class DeferringLock:
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Renew the state. Called first in the child process, where the parent's other threads do not exist."""
+        """Renew the state, first thing in the child process, without the parent's other threads."""
 
 
 _followed: WeakSet[Forked] = WeakSet()
@@ -166,10 +164,10 @@ def follow(each: Forked) -> None:
     _followed.add(each)
 
 
-def _tell() -> None:
+def _renew() -> None:
     for each in list(_followed):
         each.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(after_in_child=_renew)

@@ -47,8 +47,7 @@ PositiveLength = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 
 
 def seconds_of(time: float | str) -> float:
-    """Return seconds, from seconds of any origin or from ISO 8601 (UTC without an offset). Raise ValueError
-    otherwise."""
+    """Return seconds, from seconds of any origin or from ISO 8601 (UTC without an offset)."""
     if isinstance(time, str):
         try:
             moment = datetime.fromisoformat(time)
@@ -68,7 +67,6 @@ def _checked(time: float | str) -> float | str:
 
 
 Time = Annotated[int | float | str, AfterValidator(_checked)]
-"""The time as written; see `seconds_of`."""
 
 
 class LineDocument(BaseModel):
@@ -83,7 +81,6 @@ class LineDocument(BaseModel):
 
     @property
     def name(self) -> Hashable:
-        """Its identity: the id, and the text's digest if there is a text."""
         if self.text is None:
             return self.id
         return self.id, blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -100,9 +97,8 @@ class Lengths(NamedTuple):
 class RequestLine(BaseModel):
     """A request. Unknown fields are kept in `model_extra`.
 
-    Tenants share no blocks. `documents` are ids or objects, best first; the same id with another text or length is
-    another document. `tokens` are lengths including headers, one for each or one for all. `prompt_tokens` replaces
-    `suffix_tokens`.
+    `documents` are ids or objects, best first; the same id with another text or length is another document. `tokens`
+    are lengths including headers, one for each or one for all. `prompt_tokens` replaces `suffix_tokens`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -140,10 +136,7 @@ class RequestLine(BaseModel):
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """Return the documents' lengths. A document without length and text has `document_tokens`.
-
-        Estimates are `Estimate`s.
-        """
+        """Return the documents' lengths; unknown ones have `document_tokens`. Estimates are `Estimate`s."""
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
@@ -160,11 +153,7 @@ class RequestLine(BaseModel):
         return Lengths(tokens, estimated, assumed)
 
     def tokens_after_documents(self, tokens_before: int) -> int | None:
-        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if the line does not
-        give them.
-
-        Raises ValueError for a prompt that is shorter than its documents.
-        """
+        """Return the prompt's tokens after its documents, which end at `tokens_before`, or None if unknown."""
         if self.prompt_tokens is None:
             return self.suffix_tokens
         if self.prompt_tokens <= tokens_before:
@@ -196,7 +185,6 @@ class UnreadFields:
 
     @property
     def doubtful(self) -> list[str]:
-        """Unknown fields that resemble a known one or are parallel to the documents, each with the reason."""
         said = []
         for name, count in self.lines.items():
             if _meant(name):
@@ -213,7 +201,6 @@ class UnreadFields:
 
 
 def describe(name: str, lines: int) -> str:
-    """Return an unknown field, the number of its lines, and the known field that it resembles."""
     meant = _meant(name)
     return f"{name} ({lines:,} line{'s' * (lines != 1)}{f'; was {meant} meant?' if meant else ''})"
 

@@ -8,8 +8,10 @@ _WEIGHT = 1 / 16
 
 
 class RunningMean:
-    """Exponentially weighted mean: a new value weighs 1/16; with `arithmetic_start` the first 16 values have equal
-    weight. `value` is None before the first."""
+    """Exponentially weighted mean with weight 1/16. `value` is None before the first.
+
+    With `arithmetic_start` the first 16 values have equal weight.
+    """
 
     __slots__ = ("_count", "_start", "value")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ragorder.scope.moves import BestPlace
@@ -15,7 +16,6 @@ from ragorder.trie.tree import Key
 __all__ = ["Step", "plan_batch"]
 
 _MOST_CANDIDATES = 64
-"""Number of requests from which the next one is chosen."""
 
 
 class Step(NamedTuple):
@@ -29,16 +29,10 @@ _Requests = Sequence[OrderRequest[Any]]
 _Plan = Callable[["_DryRun", _Requests], None]
 
 
-def plan_batch(
-    scope: Scope,
-    requests: _Requests,
-    max_wait: int | None,
-    suffix_tokens: int | None = None,
-) -> list[Step]:
-    """Return the steps of the plan with most cached tokens, in serving order, none more than `max_wait` places late.
+def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
+    """Return the steps of the plan with most cached tokens, in serving order, at most `max_wait` places late.
 
-    Each plan is dry-run on a copy of `scope`. Time is near-linear in the number of requests, and proportional to
-    `max_wait` up to 64.
+    Each plan is dry-run on a copy of `scope`.
     """
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
@@ -53,7 +47,9 @@ def plan_batch(
     best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
         # With a single window the windowed plan is better.
-        best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
+        best = max(
+            best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=attrgetter("cached_tokens")
+        )
     # With equal hits the plan is better: its shared prefixes are adjacent, so other cache users cannot separate them.
     return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
@@ -75,10 +71,6 @@ class _DryRun:
         self.steps.append(Step(number, list(ordering.permutation)))
         self.cached_tokens += ordering.cached_tokens
         ordering.confirm()
-
-
-def _cached_tokens(run: _DryRun) -> int:
-    return run.cached_tokens
 
 
 def _one_by_one(run: _DryRun, requests: _Requests) -> None:
@@ -122,7 +114,6 @@ def _with_best(
     cached: Sequence[CachedPath],
     tokens: Mapping[Key, int],
 ) -> Sequence[Planned]:
-    """Move the best documents of a planned batch to their place. `requests` are in retrieval order."""
     if best.end == "any":
         return planned
     improved: list[Planned] = []
@@ -140,6 +131,5 @@ def _with_best(
 def _saved(
     order: Sequence[Key], before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> int:
-    """Return the tokens shared with an earlier order, plus those that later orders share."""
     found = max(shared_tokens(order, other, tokens) for other in before)
     return found + sum(shared_tokens(order, other, tokens) for other in after)

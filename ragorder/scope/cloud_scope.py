@@ -48,7 +48,6 @@ class CloudCache:
         prices: Prices | str | PathLike[str] | None,
         clock: Callable[[], float],
     ) -> CloudCache:
-        """Return the cache of a model. Raise OSError or ValueError."""
         if rules is None:
             if provider is None or model is None:
                 raise ValueError("give provider and model, or rules=CacheRules(…)")
@@ -60,10 +59,6 @@ class CloudCache:
 
 
 def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    """Return an orderer's settings for a cloud: blocks of one token, and unlimited capacity unless given.
-
-    Raises ValueError for settings of other engines.
-    """
     if settings is None:
         settings = Settings(**options)
     given = settings.model_fields_set
@@ -122,9 +117,6 @@ class CloudScope(Scope):
         self.search = MarkedPathSearch()
         self._model = cache.model
 
-    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        return self._at_cloud(super()._begin(*arguments, **options))
-
     def _lease(
         self, path: Sequence[Node], turn: TurnEnd | None, suffix_tokens: int, token_ids: Sequence[TokenIds]
     ) -> Lease:
@@ -132,7 +124,8 @@ class CloudScope(Scope):
             return super()._lease(path, turn, suffix_tokens, token_ids)
         return self.mirror.lease_turn(path, turn, suffix_tokens)
 
-    def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
+    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        ordering = super()._begin(*arguments, **options)
         lease: Any = ordering._lease
         plan = self.mirror.plans.get(lease)
         if plan is not None:

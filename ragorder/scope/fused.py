@@ -39,9 +39,8 @@ class Investment:
     """Choice of documents to compute exactly after the exact prefix, although all have copies.
 
     The request computes all tokens of such a document instead of the share `recompute`; later requests with this
-    prefix, as `tail` forecasts them, compute none instead of that share. Forecasts are scaled by the rate at which
-    earlier ones came true: paths are evicted, and a request uses only one of two fitting paths. At most 1 % of the
-    recomputed tokens is spent before it is saved.
+    prefix, as `tail` forecasts them, compute none. Forecasts are scaled by the rate at which earlier ones came true. At
+    most 1 % of the recomputed tokens is spent before it is saved.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
@@ -91,21 +90,17 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Return the expected uses of a document after those `placed`, or None if it does not pay after `spent`
-        tokens."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return the tokens that computing a document costs beyond reusing its copy."""
         return (1 - self._recompute) * tokens
 
     def begin(
         self, path: Sequence[Node], cached_documents: int, invested: Sequence[Invested], reused_tokens: int
     ) -> None:
-        """Start a request whose documents' nodes are in `path`, from the root."""
         if not self._invests:
             return
         self._requests += 1
@@ -127,7 +122,6 @@ class Investment:
             self._tokens_left -= self.cost(expectation.tokens)
 
     def cancel(self, path: Sequence[Node], invested: Iterable[Invested]) -> None:
-        """Undo the investments of a request that was never served."""
         for place, _ in invested:
             node = path[1 + place]
             if (expectation := self._expectations.get(node)) is not None:
@@ -159,7 +153,6 @@ class FusedPlaces(NamedTuple):
 
     @property
     def exact_documents(self) -> int:
-        """Number of leading documents for which the engine must not reuse copies."""
         return self.invested[-1].place + 1 if self.invested else 0
 
 
@@ -215,8 +208,6 @@ class FusedReuse:
         return FusedPlaces(len(permutation), invested, [])
 
     def rest(self, keys: Sequence[Key], tokens: Sequence[int], places: Places | None) -> Rest:
-        """Return the tokens to compute (a share of reused documents) and to load, each document from its fastest
-        tier."""
         start, copied, loads = self._tree.root.end, 0, {}
         for key, length in zip(keys, tokens, strict=True):
             if self.has_copy(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,18 +11,90 @@ from ragorder.guards import RequestGuards
 from ragorder.scope.request import OrderRequest
 from ragorder.settings import Settings
 from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
-from ragorder.trie.shadow import Shadow
 from ragorder.trie.tail import EarnedTail
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["BestPlace", "EarnedMoves"]
+__all__ = ["BestPlace", "EarnedMoves", "Shadow"]
+
+_MAX_REQUESTS = 4096
+
+
+class Shadow:
+    """The engine's contents if all requests had been served in the orders given to `serve`.
+
+        shadow = Shadow(prefix_tokens=64)
+        found = search.find(shadow.tree, ranks)  # a cached path
+        shadow.serve(found, keys, tokens, order, stamp=2)  # the rest of the order, after that path
+        shadow.evict(before=2)
+
+    At most the last 4,096 paths are kept.
+    """
+
+    def __init__(self, prefix_tokens: int = 0) -> None:
+        self.tree = KnowledgeTree(1)
+        self.tree.root = _HeldNode(None, None, prefix_tokens, 0)
+        self._uses: deque[tuple[int, Node]] = deque()
+
+    def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
+        """Serve documents `keys[i]`, for i in `rest`, after the path to `found`. Stamps must increase."""
+        node: Node | None = found
+        while node is not None:
+            node.stamp = stamp
+            node = node.parent
+        node = found
+        for i in rest:
+            key, children = keys[i], node.children
+            child = None
+            if children is None:
+                children = node.children = {}
+            else:
+                child = children.get(key)
+            if child is None:
+                child = children[key] = _HeldNode(key, node, node.end + tokens[i], stamp)
+            else:
+                child.stamp = stamp
+            node = child
+        self._uses.append((stamp, node))
+        if len(self._uses) > _MAX_REQUESTS:
+            self.evict(self._uses[0][0] + 1)
+
+    @property
+    def oldest(self) -> int:
+        return self._uses[0][0] if self._uses else 0
+
+    def evict(self, before: int) -> None:
+        uses = self._uses
+        while uses and uses[0][0] < before:
+            _, node = uses.popleft()
+            # A parent is used at least as recently as its children.
+            while node.parent is not None and node.stamp < before:
+                parent, siblings = node.parent, node.parent.children
+                if siblings is None or siblings.get(node.key) is not node:
+                    break
+                if len(siblings) == 1:
+                    parent.children = None
+                else:
+                    del siblings[node.key]
+                node = parent
+
+
+class _HeldNode(Node):
+    __slots__ = ()
+
+    def __init__(self, key: Key, parent: Node | None, end: int, stamp: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.children = None
+        self.end = end
+        self.missing = 0
+        self.stamp = stamp
 
 
 class BestPlace:
-    """Position at which the model reads the most relevant document best: "first", or "last" (next to the question).
+    """Position at which the model reads the most relevant document best: "first", or "last".
 
     A request loses at most `best_tokens` cached tokens for it; otherwise "last" is the most relevant document after the
-    cached prefix. Other documents keep retrieval order. "any" prefers no position.
+    cached prefix.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -35,7 +108,6 @@ class BestPlace:
         ranks: Mapping[Key, int],
         guards: RequestGuards | None,
     ) -> Node:
-        """Return the last node of the best cached path. `find` returns the longest permitted path."""
         permits = None if guards is None else guards.permits
         longest = find(permits)
         count = len(ranks)
@@ -58,7 +130,6 @@ class BestPlace:
         return rest[:held], rest[held:], []
 
     def order(self, count: int) -> list[int]:
-        """Return the order if no document is cached and none moves."""
         first, middle, last = self.split((), [*range(count)])
         return first + middle + last
 
@@ -68,14 +139,13 @@ _WORTH = 0.02
 
 _DECAY = 0.995
 _PRIOR_PROMPTS = 3
-"""Number of moved prompts without savings that a scope starts with."""
 
 
 class EarnedMoves:
     """Compares two policies in shadow trees: moves on the tail's forecast, and moves into the cached prefix only.
 
     This is set dueling (Qureshi et al., ISCA 2007). The forecast pays while it finds 2 % of a prompt's tokens more for
-    each prompt that only it moves, over about the last 200 requests. The served orders do not affect either tree.
+    each prompt that only it moves, over about 200 requests.
     """
 
     def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:
@@ -89,7 +159,6 @@ class EarnedMoves:
         self._prompts = 0.0
 
     def observe(self, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int) -> None:
-        """Measure a request with documents of these lengths. The engine holds entries used since `held_since`."""
         saved, moves = self._serve(self._moved, request, tokens, stamp, held_since)
         otherwise_saved, otherwise_moves = self._serve(self._ranked, request, tokens, stamp, held_since)
         gain = (saved - otherwise_saved) / max(1, self._prefix_tokens + sum(tokens)) if saved != otherwise_saved else 0
@@ -100,9 +169,8 @@ class EarnedMoves:
     def _serve(
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
-        """Return (tokens found, whether a document moves)."""
         if shadow.oldest < held_since:
-            shadow.forget(held_since)
+            shadow.evict(held_since)
         keys, ranks = request.keys, request.ranks
         guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
         found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)

@@ -32,30 +32,19 @@ class Lengths(NamedTuple):
 USUAL = Lengths()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OrderRequest(Generic[D]):
-    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "sent", "token_ids", "tokens")
-
-    def __init__(
-        self,
-        documents: list[D],
-        keys: Sequence[Key],
-        ranks: Mapping[Key, int],
-        tokens: Sequence[int],
-        groups: Sequence[Hashable | None],
-        token_ids: Sequence[TokenIds] = (),
-        estimated: bool = False,
-    ) -> None:
-        self.documents = documents
-        self.estimated = estimated
-        self.keys = keys
-        self.ranks = ranks
-        self.tokens = tokens
-        self.groups = groups
-        self.token_ids = token_ids
-        self.sent: list[int] | None = None
+    documents: list[D]
+    keys: Sequence[Key]
+    ranks: Mapping[Key, int]
+    tokens: Sequence[int]
+    groups: Sequence[Hashable | None]
+    token_ids: Sequence[TokenIds] = ()
+    estimated: bool = False
+    sent: list[int] | None = None
 
     def send_as(self, permutation: Sequence[int]) -> None:
-        """Send the documents in this order again. Raise ValueError unless it has each rank once."""
+        """Send the documents in this order again, which must have each rank once."""
         sent = list(map(index, permutation))
         if sorted(sent) != list(range(len(self.keys))):
             raise ValueError("History.sent must have each rank of the documents exactly once")
@@ -101,14 +90,12 @@ class RequestReader:
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
 
     def read_keys(self, given: Iterable[Any]) -> list[Hashable]:
-        """Return each document's key, including those of repeated documents."""
         return list(map(self._key, given))
 
     def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the objects are not documents."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 
@@ -132,7 +119,6 @@ class _Repeat:
 
 
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
-    """Return distinct keys for repeated documents, so that a search need not track which it has placed."""
     seen: dict[Hashable, int] = {}
     numbered: list[Hashable] = []
     for key in keys:

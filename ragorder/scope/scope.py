@@ -49,7 +49,6 @@ class EngineContents(NamedTuple):
 class ScopeOwner(Protocol):
     tiers: EngineTiers
     segments: KnownSegments
-    """Known segments of all conversations."""
     defer: Callable[[Callable[[], None]], None]
     """Runs an outcome when the scope is free."""
 
@@ -59,10 +58,9 @@ class ScopeOwner(Protocol):
 class Scope:
     """The engine's cache for one (model, template, tenant). The caller serialises all calls except `finish`.
 
-    Documents after a history are shared with no other request, so they keep retrieval order, except for the best one
-    and those that the engine holds in another order.
-
-    `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be rebased.
+    Documents after a history keep retrieval order, except for the best one and those that the engine holds in another
+    order. `follows_histories`: the engine can resume a prompt anywhere. `rebases`: an evicted conversation may be
+    rebased.
     """
 
     follows_histories = True
@@ -136,14 +134,12 @@ class Scope:
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting = (), history: History | None = None) -> list[int]:
-        after = _after(history)
+        after = history is not None and bool(history.segments)
         self.residency.refresh(None if after else request)
         with nullcontext() if after else self.tail.observing(request):
             return self._arrange(request, waiting, history)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D], history: History | None = None) -> tuple[int, int]:
-        """Return the cached tokens in the order of `preview`, and the tokens up to the end of the question or the
-        documents."""
         end = self.tree.root.end + sum(self._tokens(request))
         if history is None:
             self.residency.refresh(request)
@@ -187,17 +183,12 @@ class Scope:
         return self._begin(request, planned, 0, suffix_tokens)
 
     def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None = None) -> None:
-        """Count a request that another process has served in this order."""
         self.residency.refresh(request)
         self.tail.observe(request)
         self._begin(request, permutation, 0, suffix_tokens).confirm()
 
     def finish(
-        self,
-        lease: Lease,
-        outcome: RequestOutcome,
-        documents_end: int | None = None,
-        fused: FusedPlaces | None = None,
+        self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None, fused: FusedPlaces | None = None
     ) -> None:
         """End a lease. Any thread may call this at any time; it never waits.
 
@@ -333,8 +324,8 @@ class Scope:
             turn = lease.turn
             held = 0 if turn is None else max(0, min(lease.cached_documents, turn.documents) - turn.history_nodes)
             cached_tokens = self._reusable(lease.cached_tokens, path, history)
-        if not after:
-            self._measure(request, tokens, lease)
+        if not after and self.earned is not None and request.sent is None:
+            self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
         ordering = Ordering(
             [request.documents[rank] for rank in permutation],
             permutation,
@@ -362,7 +353,6 @@ class Scope:
         permutation: list[int],
         suffix_tokens: int,
     ) -> tuple[list[Node], int, Lease]:
-        """Return a turn's path from the root, the end of its documents in tokens, and its lease."""
         lengths = self._lengths_of(request, history)
         if not self._follows:
             # No later request finds any part of it.
@@ -393,17 +383,11 @@ class Scope:
         return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], history: History) -> Sequence[int]:
-        """Return the tokens of a history's segments, its question, and the segments after it."""
         asked = [] if history.question is None else [history.question]
         lengths = [segment.tokens for segment in (*history.segments, *asked, *history.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths
 
-    def _measure(self, request: OrderRequest[D], tokens: Sequence[int], lease: Lease) -> None:
-        if self.earned is not None and request.sent is None:
-            self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
-
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
-        """Count the tokens loaded from slower tiers."""
         if self.places is None:
             return
         for node in path[1 : 1 + lease.cached_documents]:
@@ -411,10 +395,6 @@ class Scope:
             ordering.host_tokens += host * self.tree.block_size
             ordering.disk_tokens += disk * self.tree.block_size
         self.places.serve(path, lease, lambda: ordering.expected_uses)
-
-
-def _after(history: History | None) -> bool:
-    return history is not None and bool(history.segments)
 
 
 class _DetachedOwner:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_NODES", "MAX_SCOPES", "Scopes"]
 
 MAX_NODES = 100_000
-"""Bound of the nodes of all trees of an orderer."""
-
 MAX_SCOPES = 1024
 
 
@@ -53,16 +51,14 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return FollowedPool(*options, blocks=self.blocks)
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope in place of a damaged one of its name, or of the least recently used one if there are too
-        many."""
         if (former := self.get(scope.name)) is not None:
-            self.forget(former)
+            self.drop(former)
         if len(self) >= MAX_SCOPES and (first := self._first()) is not None:
-            self.forget(first)
+            self.drop(first)
         self[scope.name] = scope
         return scope
 
-    def forget(self, scope: Scope) -> None:
+    def drop(self, scope: Scope) -> None:
         try:
             del self[scope.name]
         except Exception:
@@ -87,12 +83,12 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         if emptied := self.pool.emptied:
             self.pool.emptied = []
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:
-                self.forget(scope)
+                self.drop(scope)
 
     def _first(self) -> Scope | None:
         try:
             return next(iter(self.values()), None)
         except Exception:
-            # As in `forget`.
+            # As in `drop`.
             self.clear()
             return None

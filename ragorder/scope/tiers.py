@@ -20,8 +20,7 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """The tiers and their load costs, from the settings. Raises ValueError for an unknown policy or an unreadable
-    profile."""
+    """The tiers and their load costs, from the settings."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -35,7 +34,6 @@ class EngineTiers:
         return self._several and self._profile is not None and not self._profile.loads
 
     def make_pool(self, max_nodes: int) -> Pool:
-        """Return an empty pool for all scopes. It evicts by the tiers' policy, or with one tier in LRU order."""
         settings = self._settings
         held_tokens = settings.held_tokens
         options = held_tokens, settings.block_size, max_nodes, settings.partial_blocks_first
@@ -69,7 +67,6 @@ class EngineTiers:
         return residency if several and isinstance(residency, Places) else None
 
     def priced(self, places: Places | None) -> PricedPaths | None:
-        """Return the search by seconds, or None if cached paths are compared in tokens."""
         if places is None or self._price is None or self._settings.search != "best":
             return None
         return PricedPaths(SEARCH_BUDGET, self._price, places.loads)

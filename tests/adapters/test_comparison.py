@@ -16,10 +16,9 @@ import pytest
 from support.rings import length
 
 from ragorder import Document, Orderer
-from ragorder.adapters.observing.comparison import Comparison, Reports, compare
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.observing.stats import Stats
+from ragorder.adapters.observing.stats import Comparison, Reports, Stats, compare
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.ordering import RequestOutcome
 

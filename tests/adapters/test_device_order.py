@@ -37,8 +37,8 @@ def vllm() -> SimpleNamespace:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
-    from ragorder.adapters.vllm_tiers.device import order_device
     from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
+    from ragorder.adapters.vllm_tiers.ordered_connector import order_device
 
     if not hasattr(kv_cache_utils, "NONE_HASH"):
         kv_cache_utils.init_none_hash(sha256)
@@ -571,7 +571,7 @@ class TestTheConnector:
         """One without an engine: the host has 8 tokens for each request, and a new token costs 1 s per cached one."""
         vllm()
         from ragorder.adapters.vllm_tiers import TierSettings
-        from ragorder.adapters.vllm_tiers.device import DeviceOrderConnector
+        from ragorder.adapters.vllm_tiers.ordered_connector import DeviceOrderConnector
 
         connector = DeviceOrderConnector.__new__(DeviceOrderConnector)
         connector._bounding_group_ids = ()

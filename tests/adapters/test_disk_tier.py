@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
+from ragorder.adapters.vllm.kv_events import EventCounters, EventReader
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads

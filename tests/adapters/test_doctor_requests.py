@@ -17,7 +17,7 @@ from support.commands import run_command
 from support.request_logs import NAMES, SYSTEM, assert_quotes_nothing, chat, examined, healthy, served, write_log
 
 from ragorder.adapters.doctor import Finding, examine_requests
-from ragorder.adapters.doctor.beginnings import common_length, shared_beginnings
+from ragorder.adapters.doctor.case import common_length, shared_beginnings
 from ragorder.adapters.doctor.request_log import LoggedRequest, read_log
 from ragorder.cli import main
 from ragorder.common.jsonl import JSONLinesError

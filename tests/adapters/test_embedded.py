@@ -53,7 +53,8 @@ from ragorder.adapters.observing.tier_stats import TierStats
 from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
-from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+from ragorder.kernels.models import loading
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
 from ragorder.trie.profile import PrefillProfile
@@ -1055,7 +1056,7 @@ class TestWorker:
 
         async with reaching(make_engine_app(worker)) as client:
             with monkeypatch.context() as patch:
-                patch.setattr("ragorder.kernels.engine.batch.Forward.__call__", fail)
+                patch.setattr("ragorder.kernels.models.batch.Forward.__call__", fail)
                 error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=500)
             assert error["code"] == "engine_error"
             assert await complete(client)
@@ -1064,7 +1065,7 @@ class TestWorker:
                 lines = response.aiter_lines()
                 await anext(lines)
                 with monkeypatch.context() as patch:
-                    patch.setattr("ragorder.kernels.engine.batch.Forward.__call__", fail)
+                    patch.setattr("ragorder.kernels.models.batch.Forward.__call__", fail)
                     *_, last = [line async for line in lines if line]
             assert json.loads(last.removeprefix("data: "))["error"] == error
             assert await complete(client)
@@ -1073,7 +1074,7 @@ class TestWorker:
     async def test_a_device_that_recovers_is_not_seen_by_clients(
         self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from ragorder.kernels.engine.batch import Forward
+        from ragorder.kernels.models.batch import Forward
 
         forward, calls = Forward.__call__, iter(range(1000))
 
@@ -1657,9 +1658,9 @@ class TestStreamedWeights:
     ) -> None:
         from transformers import AutoConfig
 
-        from ragorder.kernels.offload import footprint
+        from ragorder.kernels.offload import ModelMemory
 
-        size = footprint(AutoConfig.from_pretrained(model), "float32")
+        size = ModelMemory.of(AutoConfig.from_pretrained(model), "float32")
         # One of the two layers, with room to align it.
         budget = size.outside + max(size.layers) + (1 << 15) + size.workspace(64) + 2048 * size.kv_token
         sizes = ["--device-bytes", str(budget), "--host-bytes", "0", "--device-tokens", "2048", "--dtype", "float32"]
@@ -1935,7 +1936,7 @@ class TestOptions:
             asked.append(name)
             raise OSError("no network")
 
-        monkeypatch.setattr("ragorder.kernels.engine.loading.AutoConfig.from_pretrained", ask)
+        monkeypatch.setattr("ragorder.kernels.models.loading.AutoConfig.from_pretrained", ask)
         command = serving(needed=["--model", "tiny", "--port", "0"])
         assert command.result.exit_code == 1
         assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr

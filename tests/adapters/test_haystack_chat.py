@@ -17,7 +17,7 @@ from support.chat_server import BLOCK, ChatServer
 from support.conversation_contract import SYSTEM, ConversationContract, FrameworkChat, text_of
 
 from ragorder import Orderer, PromptBuilder
-from ragorder.adapters.haystack_chat import CacheOrderChatPromptBuilder, CacheOrderFeedback
+from ragorder.adapters.haystack import CacheOrderChatPromptBuilder, CacheOrderFeedback
 
 
 def documents(names: str) -> list[Document]:

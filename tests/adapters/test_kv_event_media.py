@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
 
 from ragorder import Document, Orderer
-from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
-from ragorder.benchmarks.ragcache.replacement import A10G
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G
 from ragorder.trie.residency import Place
 from ragorder.trie.residency.blocks import Content, EngineBlocks, block_content, chain_root
 

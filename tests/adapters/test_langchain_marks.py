@@ -15,7 +15,7 @@ from langchain_core.runnables import RunnableLambda
 
 from ragorder import Orderer
 from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, content_parts
-from ragorder.adapters.langchain import base as module
+from ragorder.adapters.langchain import retriever as module
 
 MARK = {"type": "ephemeral"}
 

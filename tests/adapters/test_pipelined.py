@@ -18,16 +18,17 @@ import pytest
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.openai.pipelined import (
+    MetricsPoll,
     OpenAIStreams,
     OrderedPrompts,
     PipelinedClient,
+    PromptLoad,
     Question,
     SyncPipelinedClient,
     SystemPrefix,
+    WatchedEngine,
 )
 from ragorder.adapters.openai.prompts import TimedUsage
-from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
-from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.ordering import RequestOutcome
 from ragorder.pipelining import PipelinedStream, Provisional, Retrieval, Usage
 

@@ -23,12 +23,10 @@ from support.ray_calls import Handle, Items
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.upstream import UpstreamError
-from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, make_application, versions
-from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError
-from ragorder.adapters.ray.ingress import AppResponse
-from ragorder.adapters.ray.lifespan import Lifespan
-from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
-from ragorder.adapters.ray.transport import ReplicaTransport
+from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, application, make_application
+from ragorder.adapters.ray.application import AppResponse
+from ragorder.adapters.ray.replica import EngineReplica, Lifespan, ReplicaRequest
+from ragorder.adapters.ray.transport import ReplicaAnswer, ReplicaLostError, ReplicaTransport
 from ragorder.common.degraded import DegradedWarning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,20 +36,20 @@ SECRET = "what the prompt says"  # noqa: S105
 
 class TestTheContract:
     def test_ray_has_all_that_is_used(self) -> None:
-        assert versions.missing_parts() == []
+        assert application.missing_parts() == []
 
     def test_its_range_is_that_of_the_extra(self) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
         (wanted,) = (each for each in map(Requirement, extras["ray"]) if each.name == "ray")
         assert wanted.specifier.contains(ray.__version__)
-        assert wanted.specifier.contains(f"{versions.SUPPORTED_RAY}.0")
-        major, minor = versions.SUPPORTED_RAY.split(".")
+        assert wanted.specifier.contains(f"{application.SUPPORTED_RAY}.0")
+        major, minor = application.SUPPORTED_RAY.split(".")
         assert not wanted.specifier.contains(f"{major}.{int(minor) + 1}.0")
 
     def test_another_version_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "__version__", "2.99.1")
         with pytest.warns(DegradedWarning, match=re.escape("Ray 2.99.1 is installed")):
-            versions.check_ray()
+            application.check_ray()
 
     @pytest.mark.parametrize(
         "changed",
@@ -61,14 +59,14 @@ class TestTheContract:
         ],
     )
     def test_a_missing_part_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
-        monkeypatch.setitem(versions.CONTRACT, changed, ())
+        monkeypatch.setitem(application.CONTRACT, changed, ())
         with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '\.\[ray\]'"):
             make_application(EmbeddedEngine("/models/none"))
 
     def test_so_is_a_parameter_that_is_no_longer_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "ray.serve.request_router:RequestRouter.choose_replicas"
-        monkeypatch.setitem(versions.CONTRACT, name, ("candidate_replicas", "no_such_parameter"))
-        assert versions.missing_parts() == [name]
+        monkeypatch.setitem(application.CONTRACT, name, ("candidate_replicas", "no_such_parameter"))
+        assert application.missing_parts() == [name]
 
     def test_without_ray_the_extra_is_named(self, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.ray", blocked=("ray",))

@@ -25,7 +25,7 @@ from support.waiting import eventually
 
 from ragorder.adapters.http_server.app_transport import AppTransport
 from ragorder.adapters.ray import EmbeddedEngine, make_application
-from ragorder.adapters.ray.lifespan import Lifespan
+from ragorder.adapters.ray.replica import Lifespan
 from ragorder.kernels.engine_settings import EngineSettings
 
 pytestmark = pytest.mark.slow

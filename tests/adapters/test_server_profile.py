@@ -19,9 +19,8 @@ pytest.importorskip("prometheus_client")
 
 from ragorder import Orderer
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.copy_times import copy_times
-from ragorder.adapters.vllm.load import requests_on
-from ragorder.adapters.vllm.server_profile import profile_server
+from ragorder.adapters.vllm.cache_config import requests_on
+from ragorder.adapters.vllm.server_profile import copy_times, profile_server
 from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.cli import main
@@ -142,7 +141,7 @@ class TestLoads:
     def test_are_those_of_the_copies_so_far_where_it_does_not(
         self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.load_times.TierLoads._filling_s", lambda *_: float("inf"))
+        monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
         tiers.pages["/metrics"] += COPIES
         profile = profile_server(tiers.base_url, budget_s=2)
         assert profile is not None
@@ -157,7 +156,7 @@ class TestLoads:
         assert profile.loads["host"] == pytest.approx(2e6 / 16)
 
     def test_are_not_invented(self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.load_times.TierLoads._filling_s", lambda *_: float("inf"))
+        monkeypatch.setattr("ragorder.adapters.vllm.server_profile.TierLoads._filling_s", lambda *_: float("inf"))
         profile = profile_server(tiers.base_url, budget_s=2)
         assert profile is not None
         assert (dict(profile.loads), profile.facts["load_missing"]) == ({}, ["host", "disk"])

@@ -36,8 +36,7 @@ from support.waiting import eventually
 from ragorder import Document, Orderer
 from ragorder.adapters.observing import Observation, ObservedOrderer
 from ragorder.adapters.shared_orders import SharedOrderer
-from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, is_shareable, read_order
-from ragorder.adapters.shared_orders.log import LENGTH
+from ragorder.adapters.shared_orders.orderer import LENGTH, SharedOrder, UnreadableError, is_shareable, read_order
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts

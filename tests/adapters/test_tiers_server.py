@@ -218,7 +218,7 @@ def kv_bytes(model: Path) -> int:
     """Of a token."""
     from transformers import AutoConfig
 
-    from ragorder.benchmarks.ragcache.tiering import kv_bytes_per_token
+    from ragorder.benchmarks.ragcache.tiering.experiment import kv_bytes_per_token
 
     return kv_bytes_per_token(AutoConfig.from_pretrained(model), 4)
 

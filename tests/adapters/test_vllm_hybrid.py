@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ragorder import Document, Orderer
-from ragorder.clouds import hybrid_rules
+from ragorder.adapters.vllm.connect import hybrid_rules
 
 pytest.importorskip("vllm")
 

@@ -199,9 +199,9 @@ class TestFacts:
 def tiers() -> Any:
     """The modules that vLLM loads; importing vLLM takes seconds."""
     pytest.importorskip("vllm")
-    from ragorder.adapters.vllm_tiers import connector, cpu_worker, manager, metrics, plugin, policy, spec
+    from ragorder.adapters.vllm_tiers import connector, cpu_worker, metrics, plugin, policy, spec
 
-    modules = (connector, cpu_worker, manager, metrics, plugin, policy, spec)
+    modules = (connector, cpu_worker, metrics, plugin, policy, spec)
     return type("Tiers", (), {module.__name__.rpartition(".")[2]: module for module in modules})
 
 
@@ -228,7 +228,7 @@ class Host:
         )
         self.policy = primary._policy
         self.policy.configure(**{"policy": "pgdsf", "history": 100} | settings)
-        self.manager = tiers.manager.TierManager(primary, [], CHUNK_BYTES)
+        self.manager = tiers.spec.TierManager(primary, [], CHUNK_BYTES)
         self.requests = 0
 
     def begin(self, word: str, facts: Any = None) -> tuple[Any, list[Any]]:
@@ -489,28 +489,29 @@ class TestTheHostsPolicy:
             tier.policy.configure("lru")
         tier.manager.primary_tier._policy = LRUCachePolicy(4)
         with pytest.raises(ValueError, match="eviction_policy is LRUCachePolicy"):
-            tiers.manager.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
+            tiers.spec.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
 
     def test_all_is_counted(self, host: Any, tiers: Any) -> None:
-        names = tiers.metrics
         tier = host(3)
         tier.serve("SAB", {"documents": [16, 32], "tenant": "x"})
         tier.serve("TCD", {"tenant": "y"})
         tier.serve("TCD", "rubbish")
         tier.serve("TCD")
-        values = tier.manager.get_stats().data["data"]
+        counted = tier.manager.get_stats().data["data"]
+        values = {name.removeprefix("vllm:ragorder_"): value for name, value in counted.items()}
         host_tier = ("host",)
-        assert values[names.CHUNKS] == {host_tier: 3}
-        assert values[names.BYTES] == values[names.CAPACITY_BYTES] == {host_tier: 3 * CHUNK_BYTES}
-        assert values[names.STORED_CHUNKS] == {host_tier: 6}
-        assert values[names.EVICTED_CHUNKS] == {host_tier: 3}
-        assert values[names.OLDEST_SECONDS][host_tier] >= 0
-        assert values[names.REQUESTS_WITH_FACTS] == {(): 2}
-        assert values[names.REQUESTS_WITHOUT_FACTS] == values[names.REQUESTS_WITH_UNREADABLE_FACTS] == {(): 1}
-        assert (values[names.DOCUMENTS], values[names.TENANTS]) == ({(): 2}, {(): 2})
-        assert set(values) - set(names.metric_definitions()) <= {name for name in values if "kv_offload" in name}
+        assert values["chunks"] == {host_tier: 3}
+        assert values["bytes"] == values["capacity_bytes"] == {host_tier: 3 * CHUNK_BYTES}
+        assert values["stored_chunks"] == {host_tier: 6}
+        assert values["evicted_chunks"] == {host_tier: 3}
+        assert values["oldest_chunk_seconds"][host_tier] >= 0
+        assert values["requests_with_facts"] == {(): 2}
+        assert values["requests_without_facts"] == values["requests_with_unreadable_facts"] == {(): 1}
+        assert (values["documents"], values["tenants"]) == ({(): 2}, {(): 2})
+        defined = set(tiers.metrics.metric_definitions())
+        assert set(counted) - defined <= {name for name in counted if "kv_offload" in name}
         again = tier.manager.get_stats().data["data"]
-        assert names.STORED_CHUNKS not in again, "a counter tells what it has grown by"
+        assert "vllm:ragorder_stored_chunks" not in again, "a counter tells what it has grown by"
 
 
 # What versions of vLLM give the methods that are ours, where they differ: (class, method), and the parameters.
@@ -525,7 +526,7 @@ OURS = [
     ("policy", "HostPolicy"),
     ("cpu_worker", "HostCopyWorker"),
     ("disk", "DiskTier"),
-    ("manager", "TierManager"),
+    ("spec", "TierManager"),
     ("spec", "TierSpec"),
     ("device_order", "WatchedQueue"),
     ("connector", "TierConnector"),

@@ -420,7 +420,7 @@ class TestShared:
 class TestLangGraph:
     def test_a_node(self, workflows: SharedWorkflows) -> None:
         graphs = pytest.importorskip("langgraph.graph")
-        from ragorder.adapters.workflows.langgraph import workflow_node
+        from ragorder.adapters.workflows.langchain import workflow_node
 
         class Asked(TypedDict, total=False):
             question: str
@@ -446,7 +446,7 @@ class TestLangGraph:
 
     def test_inputs_and_scope_come_from_the_state(self) -> None:
         pytest.importorskip("langchain_core")
-        from ragorder.adapters.workflows.langgraph import workflow_node
+        from ragorder.adapters.workflows.langchain import workflow_node
 
         graph = RAGraph("styled", inputs=["style"]).add_generation("a", prompt="{query} in {style}")
         server = PlainServer()
@@ -614,7 +614,7 @@ class TestEmbeddedEngine:
 async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: ContinuousIVF) -> None:
     """The second round finds the documents of the first, which its query ranks in another order."""
     openai = pytest.importorskip("openai")
-    from ragorder.adapters.openai.engine import OpenAIStreams
+    from ragorder.adapters.openai.endpoint import OpenAIStreams
     from ragorder.eval.engines.models import load_tokenizer
 
     vllm_server.reset()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batch_kv.measuring import POLICIES, fill, measure
-from ragorder.benchmarks.doll.batch_kv.record import SUFFIX_TOKENS, BatchKVRecord
-from ragorder.benchmarks.doll.batch_kv.report import make_part
+from ragorder.benchmarks.doll.batch_kv import POLICIES, SUFFIX_TOKENS, fill, measure
 from ragorder.document import Document
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
 
 DOCUMENTS = [Document(str(number), tokens=10 * (number + 1)) for number in range(6)]
 requests = st.lists(
@@ -81,29 +75,3 @@ class TestOrders:
     def test_put_requests_that_share_into_one_batch(self) -> None:
         counts = {policy: len(measure(policy, self.asked(), 4 * 400 + 8 * SUFFIX_TOKENS)[0]) for policy in POLICIES}
         assert counts["order_batch"] < counts["retrieval"] <= counts["sum"]
-
-
-def record(policy: str, *sizes: int) -> BatchKVRecord:
-    facts = {"served_tokens": 127_000, "kv_tokens": 63_500, "steps": 10 * len(sizes)}
-    return BatchKVRecord(suite="mine", cell={"corpus": "docs"}, policy=policy, rows={"batch": list(sizes)}, facts=facts)
-
-
-def test_the_report_compares_with_retrieval_order() -> None:
-    results = Results(Path(), records=[record("retrieval", 4, 4, 4), record("order_batch", 6, 6)])
-    (table,) = make_part(Suite.unlisted("mine"), results).tables
-    assert [[entry.text for entry in row] for row in table.rows] == [
-        ["retrieval order, prefixes shared", "33.33", "1.00", "4.0", "50.0"],
-        ["ordered as a batch", "50.00", "1.50", "6.0", "50.0"],
-    ]
-    assert "10 steps" in table.note
-
-
-def test_a_record_without_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="batches"):
-        record("retrieval")
-
-
-def test_the_suite_has_a_short_form() -> None:
-    suite = load_suites()["doll-ordering"]
-    assert suite.short_form is not None
-    assert len(suite.short_form.cells) < len(suite.cells)

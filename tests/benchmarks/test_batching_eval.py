@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -10,23 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batching.joining import KeptKV
-from ragorder.benchmarks.doll.batching.layers import FAR_AHEAD, stalls, step_seconds
-from ragorder.benchmarks.doll.batching.line import Line, Served
-from ragorder.benchmarks.doll.batching.prompts import ANSWER_TOKENS, QUESTION_TOKENS, Prompts
-from ragorder.benchmarks.doll.batching.record import BatchingCell, BatchingRecord
-from ragorder.benchmarks.doll.batching.report import make_part
-from ragorder.benchmarks.doll.batching.retrieval import Passes
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, BatchingCell
+from ragorder.benchmarks.doll.batching.generation import (
+    ANSWER_TOKENS,
+    QUESTION_TOKENS,
+    BacklogSizes,
+    FixedSizes,
+    KeptKV,
+    Line,
+    Passes,
+    Prompts,
+    RateSizes,
+    Served,
+)
 from ragorder.benchmarks.doll.batching.serving import rates, serve
-from ragorder.benchmarks.doll.batching.settings import PARTITIONS, SETTINGS, Generator
-from ragorder.benchmarks.doll.batching.sizes import BacklogSizes, FixedSizes, RateSizes
-from ragorder.benchmarks.doll.batching.systems import SYSTEMS
+from ragorder.benchmarks.doll.batching.settings import FAR_AHEAD, PARTITIONS, SETTINGS, Generator, stalls, step_seconds
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
-from ragorder.eval.running.cells import Display, SuiteError
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.virtual.loop import run_virtual
 
 times = st.lists(st.tuples(st.floats(0.01, 5), st.floats(0.01, 5)), min_size=1, max_size=40)
@@ -318,71 +319,3 @@ class TestSuites:
             BatchingCell.read({"steps": "poisson:2"}, "mine")
         with pytest.raises(SuiteError, match="choose another setting"):
             BatchingCell.read({"setting": "high-8b", "weights": 0.5}, "mine")
-
-    @pytest.mark.parametrize("name", ["serving", "ablation", "trace", "placement", "idle", "index", "topk", "kept"])
-    def test_are_there(self, name: str) -> None:
-        suite = load_suites()[f"doll-{name}"]
-        assert suite.short_form is not None
-        assert len(suite.short_form.cells) * len(suite.short_form.policies) < len(suite.cells) * len(suite.policies)
-
-
-def record(policy: str, latency_s: float, **cell: Any) -> BatchingRecord:
-    trace = [[0.0, 16, 0, 0.4, 3], [1300.0, 48, 20, 0.15, 2]]
-    rows = {"at_s": 0.0, "waiting_s": latency_s / 2, "retrieval_s": latency_s / 4, "generation_s": latency_s / 4}
-    return BatchingRecord(
-        suite="mine",
-        cell={"setting": "high-70b", **cell},
-        policy=policy,
-        rows={name: [value] * 4 for name, value in (rows | {"latency_s": latency_s}).items()},
-        facts={"total_s": 100.0, "searching_s": 60.0, "generating_s": 20.0, "trace": trace},
-    )
-
-
-def texts(table: Any) -> list[list[str]]:
-    return [[f"{entry.text} ({entry.note})" if entry.note else entry.text for entry in row] for row in table.rows]
-
-
-class TestTheReport:
-    def part(self, chart: str, *records: BatchingRecord) -> Any:
-        suite = Suite.unlisted("mine").model_copy(update={"report": Display(chart=chart)})
-        return make_part(suite, Results(Path(), records=list(records)))
-
-    def test_compares_latencies_with_the_paper(self) -> None:
-        part = self.part("serving", record("vllmrag", 2000.0), record("ragdoll", 1000.0))
-        means, ratios, parts, spread = part.tables
-        assert texts(means)[1] == ["RAGDoll", "1,000 (paper 1,236, −19 %)"]
-        assert texts(ratios) == [["RAGDoll", "2.00 (2.00 to 2.00, paper 1.89)"]]
-        assert texts(parts)[1] == ["RAGDoll", "500 (paper 606)", "250 (paper 388)", "250 (paper 242)"]
-        assert texts(spread)[1] == ["RAGDoll", "1,000, 1,000, 1,000, 1,000"]
-        (picture,) = part.pictures()
-        assert picture.alt == "vllmrag 2,000 s on average; ragdoll 1,000 s on average"
-
-    def test_compares_ablations_with_the_paper(self) -> None:
-        (table,) = self.part("ablation", record("ragdoll", 1000.0), record("ragdoll-serial", 1500.0)).tables
-        assert texts(table) == [
-            ["RAGDoll", "1,000 s (paper 1,236)"],
-            ["RAGDoll, not pipelined", "+50 % (paper 1,954, +58 %)"],
-        ]
-
-    def test_has_batches_by_interval_and_over_time(self) -> None:
-        part = self.part("trace", record("ragdoll", 1.0, steps="steps:4@20m,8@20m"))
-        (table,) = part.tables
-        assert texts(table)[0] == ["requests in a batch, mean", "16.0", "48.0", "–"]
-        assert texts(table)[2] == ["KV on the device, %", "40", "15", "–"]
-        sizes, memory = part.pictures()
-        assert sizes.alt == "batches of 16 to 48 requests, at most 20 behind"
-        assert memory.alt == "15 to 40 % of the KV on the device, 2 to 3 partitions"
-
-    def test_has_the_other_tables(self) -> None:
-        (table,) = self.part("placement", record("ragdoll-serial", 8.0, batch=32, resident=3)).tables[:1]
-        assert texts(table) == [["PF-High, 70B", "3", "4", "2", "2", "8"]]
-        idle, batches = self.part("idle", record("ragdoll-serial", 8.0, batch=32)).tables
-        assert texts(idle)[0][2:] == ["60", "20", "60"]
-        assert texts(batches) == [["PF-High, 70B", "32", "2", "2"]]
-        for chart in ("index", "kept"):
-            (table,) = self.part(chart, record("vllmrag", 8.0), record("ragdoll", 4.0)).tables
-            assert texts(table)[1] == ["RAGDoll", "4 (2.00 times shorter)"]
-
-    def test_says_what_is_fitted(self) -> None:
-        (said,) = self.part("serving", record("vllmrag", 1.0)).words
-        assert "Fitted" in said and "Guessed" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, serve_live
-from ragorder.benchmarks.doll.batching_live.parts import LiveParts
-from ragorder.benchmarks.doll.batching_live.record import BatchingLiveCell, BatchingLiveRecord
-from ragorder.benchmarks.doll.batching_live.report import make_part
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.benchmarks.doll.batching_live.experiment import BatchingLiveCell
+from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, LiveParts, serve_live
 
 pytestmark = pytest.mark.merge
 
@@ -69,25 +64,3 @@ def test_all_layers_stream_in_every_step(tmp_path: Path) -> None:
         stream = timed.stats().stream
         assert stream is not None and stream.disk_layers == CELL.layers
         assert timed.passes >= len(timed.times)
-
-
-def record(policy: str, *latency_s: float) -> BatchingLiveRecord:
-    facts: dict[str, Any] = {"total_s": 10.0, "prompt_tokens": 100, "cached_tokens": 25, "pass_s": 5.05, "step_s": 0.12}
-    facts["streamed"] = 1.0
-    facts["beside_s"] = 0.125 if policy == "decoupled" else None
-    return BatchingLiveRecord(suite="mine", cell={}, policy=policy, rows={"latency_s": list(latency_s)}, facts=facts)
-
-
-def test_the_report_compares_means() -> None:
-    results = Results(Path(), records=[record("serial", 4.0, 8.0), record("decoupled", 1.0, 3.0)])
-    (table,) = make_part(Suite.unlisted("mine"), results).tables
-    assert [[entry.text for entry in row] for row in table.rows] == [
-        ["serial static batches", "6.0", "1.00", "8.0", "10.0", "25.0", "1.000", "5.050", "0.120", "–"],
-        ["DecoupledServer, ordered", "2.0", "3.00", "3.0", "10.0", "25.0", "1.000", "5.050", "0.120", "0.125"],
-    ]
-
-
-def test_the_suite_has_a_short_form() -> None:
-    suite = load_suites()["doll-live"]
-    assert suite.short_form is not None
-    assert suite.short_form.cells[0].scale > suite.cells[0].scale

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from support.rings import grid
 
-from ragorder.benchmarks.chats.clouds.chats import CHATS
-from ragorder.benchmarks.chats.clouds.record import CloudsCell, CloudsRecord
-from ragorder.benchmarks.chats.clouds.talking import serve_conversations, talks
+from ragorder.benchmarks.chats.clouds.experiment import CloudsCell, CloudsRecord
+from ragorder.benchmarks.chats.clouds.policies import CHATS
+from ragorder.benchmarks.chats.clouds.serving import serve_conversations, talks
 from ragorder.cli import main
 from ragorder.clouds import CacheRules, cache_rules
 

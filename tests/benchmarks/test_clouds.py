@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 from support.rings import grid
 
-from ragorder.benchmarks.chats.clouds.measuring import serve
+from ragorder.benchmarks.chats.clouds.experiment import Clouds, CloudsCell, CloudsRecord
 from ragorder.benchmarks.chats.clouds.policies import POLICIES
-from ragorder.benchmarks.chats.clouds.record import CloudsCell, CloudsRecord
-from ragorder.benchmarks.chats.clouds.report import make_part
+from ragorder.benchmarks.chats.clouds.serving import serve
 from ragorder.cli import main
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.cloud import CloudAnswer, CloudError, SimulatedCloud
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite, load_suites
@@ -289,7 +289,7 @@ class TestSuite:
 
     def test_the_report_says_whether_the_bound_holds(self) -> None:
         lines = [run("mix8", policy, ANTHROPIC, 60) for policy in ("automatic", "ragorder")]
-        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        (table,) = tables_of(Clouds, Suite.unlisted("mine"), Results(Path(), records=lines))
         assert [row[0].text for row in table.rows] == [
             "as retrieved, the provider's automatic mark",
             "ragorder for the cloud",

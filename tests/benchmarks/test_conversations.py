@@ -16,9 +16,9 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
 
-from ragorder.benchmarks.chats.conversations.experiment import make_proxy, send_conversations
-from ragorder.benchmarks.chats.conversations.layouts import LAYOUTS, ChatTurn, conversations
-from ragorder.benchmarks.chats.conversations.server import SimulatedServer
+from ragorder.benchmarks.chats.conversations import LAYOUTS, make_proxy, send_conversations
+from ragorder.benchmarks.chats.servers import SimulatedServer
+from ragorder.benchmarks.chats.talks import ChatTurn, conversations
 from ragorder.eval.cli.eval import eval as evaluate
 
 
@@ -55,7 +55,7 @@ def both(made: list[list[ChatTurn]], name: str) -> tuple[Sums, Sums]:
 @pytest.mark.parametrize(
     "layout", ["each turn", "first turn only", "system message replaced", "last turn behind history"]
 )
-def test_d1_what_is_predicted_of_conversations_is_what_the_server_has(layout: str, made: list[list[ChatTurn]]) -> None:
+def test_what_is_predicted_of_conversations_is_what_the_server_has(layout: str, made: list[list[ChatTurn]]) -> None:
     """Estimated at four characters a token where the server's tokens have 3.75. What stood behind the documents was not
     counted, and 32 % were predicted where the server had 19."""
     retrieval, ordered = both(made, layout)
@@ -69,14 +69,14 @@ def test_d1_what_is_predicted_of_conversations_is_what_the_server_has(layout: st
     assert ordered.cached_tokens > retrieval.cached_tokens
 
 
-def test_d10_documents_in_parts_have_what_documents_in_a_text_have(made: list[list[ChatTurn]]) -> None:
+def test_documents_in_parts_have_what_documents_in_a_text_have(made: list[list[ChatTurn]]) -> None:
     _, text = both(made, "one turn")
     retrieval, parts = both(made, "one turn in parts")
     assert parts.cached_share > 2 * retrieval.cached_share
     assert abs(parts.cached_share - text.cached_share) < 0.01
 
 
-def test_d7_numbers_by_place_have_what_names_have(made: list[list[ChatTurn]]) -> None:
+def test_numbers_by_place_have_what_names_have(made: list[list[ChatTurn]]) -> None:
     _, names = both(made, "one turn")
     retrieval, ranks = both(made, "one turn ids are ranks")
     _, by_place = both(made, "the same --number-by-place")
@@ -122,7 +122,7 @@ def test_with_engine_openai_a_server_with_a_model_is_started(
         started.append((model, max_model_len))
         yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.benchmarks.chats.conversations.servers.VLLMServer", start)
+    monkeypatch.setattr("ragorder.benchmarks.chats.servers.VLLMServer", start)
     options = ["--engine", "openai", "--model", model_folder, "--seeds", "0", "--limit", "3", "-o", tmp_path]
     invoke("run", "conversations", *options, "--set", "turns=1", "--set", "layout=one turn", "--set", "tokenizer=yes")
     assert started == [(model_folder, 8192)]

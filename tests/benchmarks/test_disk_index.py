@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run_command
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.doll.disk_index.measuring import POLICIES, measure, refine
-from ragorder.benchmarks.doll.disk_index.record import DiskIndexCell, DiskIndexRecord
-from ragorder.benchmarks.doll.disk_index.report import make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.benchmarks.common.vectors import clustered
+from ragorder.benchmarks.doll.disk_index import POLICIES, DiskIndexCell, measure, refine
+from ragorder.cli import main
 
 D = 32
 
@@ -62,14 +60,7 @@ def test_each_page_is_read_once() -> None:
     assert refine(vectors, queries, np.array([[0, 1], [1, 2]]), 1).read_bytes == 3 * 4096
 
 
-def test_the_report_has_bytes_and_recall() -> None:
-    facts = {"memory_bytes": 25, "read_bytes": 50, "recall": 0.9, "vector_bytes": 100}
-    record = DiskIndexRecord(suite="mine", cell={"requests": 8}, policy="codes refined", rows={}, facts=facts)
-    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=[record])).tables
-    assert [entry.text for entry in table.rows[0]] == ["and refined from disk", "25.0", "50.0", "90.0"]
-
-
-def test_the_suite_has_a_short_form() -> None:
-    suite = load_suites()["doll-disk-index"]
-    assert suite.short_form is not None
-    assert len(suite.short_form.cells) < len(suite.cells)
+def test_the_suite_runs(tmp_path: Path) -> None:
+    assert run_command(main, "eval", "run", "doll-disk-index", "--reduced", "-o", tmp_path).exit_code == 0
+    report = run_command(main, "eval", "report", tmp_path, "--md").output
+    assert "A batch of 8 searches: 2,000 random vectors of 16, top 5" in report

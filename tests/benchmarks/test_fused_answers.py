@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fused_answers.report import make_part
+from ragorder.benchmarks.fusion.fused_answers import make_part
 from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites

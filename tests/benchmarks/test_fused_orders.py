@@ -14,17 +14,22 @@ from support.commands import run_command
 pytest.importorskip("scipy")
 
 from ragorder import Orderer
-from ragorder.benchmarks.fusion.fused_orders.measuring import ORDERS, measure
-from ragorder.benchmarks.fusion.fused_orders.record import FusedOrdersCell, FusedOrdersRecord
-from ragorder.benchmarks.fusion.fused_orders.report import make_part
-from ragorder.benchmarks.fusion.fused_orders.simulated import FusedPrefill, SimulatedFusion
+from ragorder.benchmarks.fusion.fused_orders import (
+    ORDERS,
+    FusedOrders,
+    FusedOrdersCell,
+    FusedPrefill,
+    SimulatedFusion,
+    measure,
+)
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
 from ragorder.benchmarks.ragcache.replacement.tiers import QUESTION_TOKENS
 from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.running.reading import Results, read_results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.report.declared import tables_of
+from ragorder.eval.running.reading import read_results
+from ragorder.eval.running.suite import load_suites
 
 TOKENS = [10 * number for number in range(1, 9)]
 
@@ -69,10 +74,7 @@ class TestTheSimulatedEngine:
             found = sim.serve(documents, random.randrange(4), 5)
             length = sum(TOKENS[document] for document in documents)
             assert 5 <= found.computed <= length + 5 + 0.5 * length
-            assert sim._tier.used <= 150
-            held = {path for paths in sim._ending.values() for path in paths}
-            assert len(held) == len(sim._tier)
-            assert all(path in sim._tier and (path[:-1] in held or len(path) == 1) for path in held)
+            assert sim.held_tokens <= 150
 
     @pytest.mark.merge
     def test_computes_what_the_embedded_engine_computes(self, tmp_path: Path) -> None:
@@ -189,21 +191,8 @@ class TestTheSuite:
         done = run_command(ragorder, "eval", "run", "fusion-orders", *options)
         assert done.exit_code == 0, done.output
         results = read_results(tmp_path)
-        found = results.of(FusedOrdersRecord, "fusion-orders")
+        found = results.of(FusedOrders.record, "fusion-orders")
         assert {record.policy for record in found} == set(ORDERS)
         assert all(len(record.rows["seconds"]) == 250 for record in found)
-        part = make_part(load_suites()["fusion-orders"], results)
-        assert [table.title.split()[0] for table in part.tables] == ["All", "Documents"]
-
-    def test_the_table_compares_with_the_order_as_it_was(self) -> None:
-        def record(policy: str, computed: float) -> FusedOrdersRecord:
-            columns = {"document_tokens": 100, "exact_tokens": 10, "fused_tokens": 90, "seconds": computed / 10}
-            rows = {name: [float(value)] for name, value in {**columns, "computed_tokens": computed}.items()}
-            return FusedOrdersRecord(suite="mine", cell={"corpus": "few"}, policy=policy, rows=rows)
-
-        records = [record("ordered", 2_000), record("invested", 1_500)]
-        [table] = make_part(Suite.unlisted("mine"), Results(Path(), records=records)).tables
-        assert [[entry.text for entry in row] for row in table.rows] == [
-            ["few", "unlimited", "ordered", "10.0", "90.0", "", "2.0", "1.0000", "200.0", "1.0000"],
-            ["few", "unlimited", "invested", "10.0", "90.0", "", "1.5", "0.7500", "150.0", "0.7500"],
-        ]
+        tables = tables_of(FusedOrders, load_suites()["fusion-orders"], results)
+        assert [table.title.split()[0] for table in tables] == ["All", "Documents"]

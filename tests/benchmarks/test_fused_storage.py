@@ -10,10 +10,9 @@ from support.commands import run_command
 
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fused_storage.measuring import POLICIES, draw, measure
-from ragorder.benchmarks.fusion.fused_storage.record import StorageCell, StorageRecord
-from ragorder.benchmarks.fusion.fused_storage.report import make_part
+from ragorder.benchmarks.fusion.fused_storage import POLICIES, FusedStorage, StorageCell, draw, measure
 from ragorder.cli import main as ragorder
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
 
@@ -64,8 +63,8 @@ def test_the_suite_is_run_and_told(tmp_path: Path) -> None:
     done = run_command(ragorder, "eval", "run", "fusion-storage", "--reduced", "--seeds", "0,1", "-o", tmp_path)
     assert done.exit_code == 0, done.output
     results = read_results(tmp_path)
-    assert len(results.of(StorageRecord, "fusion-storage")) == 2 * 2 * len(POLICIES)
-    [table] = make_part(load_suites()["fusion-storage"], results).tables
+    assert len(results.of(FusedStorage.record, "fusion-storage")) == 2 * 2 * len(POLICIES)
+    [table] = tables_of(FusedStorage, load_suites()["fusion-storage"], results)
     rows = [[entry.text for entry in row] for row in table.rows]
     assert [row[1] for row in rows] == 2 * list(POLICIES)
     assert [row[5] for row in rows[:3]] == ["", "100.0", "100.0"]

@@ -14,8 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion_deviation.record import DeviationRecord
-from ragorder.benchmarks.fusion.fusion_deviation.report import make_part
+from ragorder.benchmarks.fusion.fusion_deviation.experiment import make_part
 from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
@@ -132,14 +131,6 @@ class TestReport:
             "Critical tokens by place in the document",
         ]
         assert all("<svg" in picture.svg for picture in pictures)
-
-    def test_says_what_random_weights_cannot_show(self, measured: Path) -> None:
-        results = read_results(measured)
-        suite = load_suites()["fusion-deviation"]
-        assert make_part(suite, results).words == []
-        [record, _] = results.of(DeviationRecord, suite.name)
-        results.records[:] = [record.model_copy(update={"engine": {"name": "torch", "model": "random weights"}})]
-        assert "nothing about texts" in make_part(suite, results).words[0]
 
 
 class TestNotMeasured:

@@ -19,27 +19,24 @@ pytest.importorskip("scipy")
 import torch
 
 from ragorder.benchmarks.fusion.fusion import training
-from ragorder.benchmarks.fusion.fusion.arms import ARMS, BASELINE, RATIOS, REUSE, Arm
-from ragorder.benchmarks.fusion.fusion.batches import KINDS, LINKS, draw_batch
-from ragorder.benchmarks.fusion.fusion.cells import FusionCell
-from ragorder.benchmarks.fusion.fusion.checkpoints import SHIPPED, checkpoint
-from ragorder.benchmarks.fusion.fusion.copies import make_copies
-from ragorder.benchmarks.fusion.fusion.curves import measure_curves
-from ragorder.benchmarks.fusion.fusion.export import llama, llama_tokens
-from ragorder.benchmarks.fusion.fusion.model import ChainModel
-from ragorder.benchmarks.fusion.fusion.prompts import Prompts
-from ragorder.benchmarks.fusion.fusion.questions import Questions, draw_questions
-from ragorder.benchmarks.fusion.fusion.record import FusionRecord
-from ragorder.benchmarks.fusion.fusion.reference import (
-    compute_behind,
-    compute_prompts,
-    system_prompt,
+from ragorder.benchmarks.fusion.fusion.experiment import (
+    ARMS,
+    BASELINE,
+    RATIOS,
+    REUSE,
+    SHIPPED,
+    Arm,
+    FusionCell,
+    FusionRecord,
+    checkpoint,
 )
-from ragorder.benchmarks.fusion.fusion.report import make_part
-from ragorder.benchmarks.fusion.fusion.results import Group, curve
+from ragorder.benchmarks.fusion.fusion.prompts import Prompts, Questions, draw_questions, make_copies, measure_curves
+from ragorder.benchmarks.fusion.fusion.report import Group, curve, make_part
 from ragorder.benchmarks.fusion.fusion.served import (
     answer_on_engine,
     chain_engine,
+    llama,
+    llama_tokens,
     measure_on_engine,
     prepare,
     reference_arm,
@@ -52,10 +49,14 @@ from ragorder.benchmarks.fusion.fusion.task import (
     NAMES,
     VALUES,
     WORDS,
+    ChainModel,
     Level,
+    compute_behind,
+    compute_prompts,
     draw_corpora,
+    system_prompt,
 )
-from ragorder.benchmarks.fusion.fusion.training import Stage, train
+from ragorder.benchmarks.fusion.fusion.training import KINDS, LINKS, Stage, draw_batch, hidden_states, train
 from ragorder.cli import main as ragorder
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError
@@ -251,7 +252,7 @@ class TestModel:
 
 def dense(model: ChainModel, prompts: torch.Tensor) -> torch.Tensor:
     """Logits of whole prompts by the training's own forward."""
-    return model.logits(training._hidden(model, prompts, None)[0][:, -1])
+    return model.logits(hidden_states(model, prompts, None)[0][:, -1])
 
 
 class TestReference:

@@ -15,14 +15,10 @@ pytest.importorskip("scipy")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.hedra.hybrid_index import measuring
-from ragorder.benchmarks.hedra.hybrid_index.record import HybridRecord
-from ragorder.benchmarks.hedra.hybrid_index.report import make_part
-from ragorder.benchmarks.hedra.locality.measuring import build_index, skew
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra import hybrid_index
+from ragorder.benchmarks.hedra.locality import skew
 from ragorder.cli import main
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
 from ragorder.kernels.vectors import TorchClusterScan
 from ragorder.pipelining.search import IndexTiers
 
@@ -39,13 +35,13 @@ def index() -> Iterator[Any]:
 
 @pytest.mark.parametrize("share", [0.4, 0.69, 0.9])
 def test_questions_have_the_skew_that_is_asked_for(share: float, index: Any) -> None:
-    queries = measuring.skewed_queries(index, 2000, share, seed=1)
+    queries = hybrid_index.skewed_queries(index, 2000, share, seed=1)
     assert skew(index, queries, [0.2])["0.2"] == pytest.approx(share, abs=0.03)
 
 
 def test_a_cold_index_finds_the_same(index: Any, tmp_path: Path) -> None:
     queries = clustered(20, D, clusters=60, seed=1)
-    cold = measuring.ColdIndex(index, tmp_path / "index")
+    cold = hybrid_index.ColdIndex(index, tmp_path / "index")
     cold.index.nprobe = index.nprobe
     for query in queries:
         cold.cool()
@@ -54,11 +50,11 @@ def test_a_cold_index_finds_the_same(index: Any, tmp_path: Path) -> None:
 
 
 def test_a_fifth_of_the_clusters_has_most_hits_at_the_papers_skew(index: Any) -> None:
-    queries = measuring.skewed_queries(index, 1200, 0.69, seed=1)
+    queries = hybrid_index.skewed_queries(index, 1200, 0.69, seed=1)
     fast = TorchClusterScan("inner product")
     # Its time is not looked at: the fast tier is used for whatever it holds.
     tiers = IndexTiers(fast, int(0.2 * fast.bytes_of(index.ntotal, D)), every=50, clock=lambda: 0.0)
-    times, hit_share = measuring.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
+    times, hit_share = hybrid_index.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
     assert len(times) == 1200
     assert 0.6 <= hit_share <= 0.75
 
@@ -70,29 +66,3 @@ def test_the_suite_runs(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
     assert "An index of which memory holds a part: 3,000 random vectors, 69 % in a fifth" in shown
-
-
-def test_the_report_has_hits_and_times_by_the_share_held() -> None:
-    lines = [
-        HybridRecord(
-            suite="mine",
-            cell={"held": held},
-            policy=policy,
-            rows={"latency_ms": [ms] * 60},
-            facts={"skew": {f"{held:g}": 2 * held}, "hit_share": 0.0 if policy == "file" else 1.5 * held},
-        )
-        for held in (0.4, 0.2)
-        for policy, ms in (("file", 10.0), ("file and memory", 8.0))
-    ]
-    part = make_part(Suite.unlisted("mine", baseline="file"), Results(Path(), records=lines))
-    (table,) = part.tables
-    assert list(table.headings) == ["", "20 % held", "40 % held"]
-    assert [[entry.text for entry in row[1:]] for row in table.rows] == [
-        ["40.0", "80.0"],
-        ["30.0", "60.0"],
-        ["10.00", "10.00"],
-        ["8.00", "8.00"],
-    ]
-    assert table.rows[3][1].note.startswith("1.25")
-    (picture,) = part.pictures()
-    assert picture.alt == "30.0 % at 20 % held, 60.0 % at 40 % held"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +9,9 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.locality import measuring
-from ragorder.benchmarks.hedra.locality.record import LocalityRecord
-from ragorder.benchmarks.hedra.locality.report import make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra import locality
+from ragorder.benchmarks.hedra.locality import Locality
 
 D = 16
 
@@ -24,7 +20,7 @@ D = 16
 def index() -> Any:
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
-    yield measuring.build_index(clustered(1000, D, clusters=40, seed=0), 0.25)
+    yield build_index(clustered(1000, D, clusters=40, seed=0), 0.25)
     faiss.omp_set_num_threads(before)
 
 
@@ -42,39 +38,34 @@ def found(*rows: list[int]) -> Any:
 
 class TestASearchIsFinal:
     def test_after_the_last_cluster_that_changed_its_best(self) -> None:
-        assert measuring.final_at(found([1, 2], [1, 2], [1, 2])) == [1]
-        assert measuring.final_at(found([1, 2], [2, 1], [1, 2])) == [3]
-        assert measuring.final_at(found([9, 2], [1, 2], [1, 2])) == [2]
+        assert locality.final_at(found([1, 2], [1, 2], [1, 2])) == [1]
+        assert locality.final_at(found([1, 2], [2, 1], [1, 2])) == [3]
+        assert locality.final_at(found([9, 2], [1, 2], [1, 2])) == [2]
 
     def test_in_shares_of_its_clusters(self) -> None:
-        line = LocalityRecord(
-            suite="mine",
-            cell={"corpus": "docs"},
-            policy="nearest",
-            rows={"final_at": [1, 2, 5, 10]},
-            facts={"nprobe": 10},
-        )
-        assert [line.final_share(share) for share in (0.05, 0.1, 0.25, 0.5, 1)] == [0, 0.25, 0.5, 0.75, 1]
+        line = Locality.record(suite="mine", policy="nearest", rows={"final_at": [1, 2, 5, 10]}, facts={"nprobe": 10})
+        shares = [locality.final_share(line, share) for share in (0.05, 0.1, 0.25, 0.5, 1)]
+        assert shares == [0, 25, 50, 75, 100]
 
 
 class TestAnEarlyEnd:
     def test_is_after_a_run_of_clusters_that_change_nothing(self) -> None:
         changes = found([1, -1], [1, 2], [1, 2], [1, 2], [1, 3], [1, 3])
-        assert measuring.early_ends(changes, 2) == (2 / 6, 0.5)
-        assert measuring.early_ends(changes, 1) == (3 / 6, 0.5)
-        assert measuring.early_ends(changes, 3) == (0.0, 1.0)
+        assert locality.early_ends(changes, 2) == (2 / 6, 0.5)
+        assert locality.early_ends(changes, 1) == (3 / 6, 0.5)
+        assert locality.early_ends(changes, 3) == (0.0, 1.0)
 
     def test_is_never_before_all_are_found(self) -> None:
-        assert measuring.early_ends(found([1, -1], [1, -1], [1, -1], [1, 2]), 1) == (0.0, 1.0)
+        assert locality.early_ends(found([1, -1], [1, -1], [1, -1], [1, 2]), 1) == (0.0, 1.0)
 
     def test_is_where_the_search_itself_ends(self, index: Any, pairs: Any) -> None:
         from ragorder.pipelining import ContinuousIVF
 
-        trace = measuring.trace(index, zip(*pairs, strict=True), 3, history=False)
+        trace = locality.trace(index, zip(*pairs, strict=True), 3, history=False)
         search = ContinuousIVF(index, patience=4, thread=False)
         ends = [search.submit(query, 3).result() for query in pairs[1]]
         scanned = sum(stage.number for stage in ends)
-        saved, recall = measuring.early_ends(trace, 4)
+        saved, recall = locality.early_ends(trace, 4)
         assert scanned == round((1 - saved) * index.nprobe * len(ends))
         hits = [np.isin(stage.ids[0], row[-1]).mean() for stage, row in zip(ends, trace, strict=True)]
         assert recall == pytest.approx(np.mean(hits))
@@ -84,16 +75,16 @@ class TestATrace:
     def test_ends_with_the_results_of_faiss_in_either_order(self, index: Any, pairs: Any) -> None:
         expected = index.search(pairs[1], 3)[1]
         for history in (False, True):
-            trace = measuring.trace(index, zip(*pairs, strict=True), 3, history=history)
+            trace = locality.trace(index, zip(*pairs, strict=True), 3, history=history)
             assert trace.shape == (40, index.nprobe, 3)
             assert trace[:, -1].tolist() == expected.tolist()
 
     def test_of_all_searches_those_that_find_what_faiss_finds_are_counted(self, index: Any, pairs: Any) -> None:
-        assert measuring.as_faiss(index, list(zip(*pairs, strict=True)), 3) == 80
+        assert locality.as_faiss(index, list(zip(*pairs, strict=True)), 3) == 80
 
     def test_is_final_earlier_by_what_a_similar_search_has_found(self, index: Any, pairs: Any) -> None:
         ends = [
-            np.mean(measuring.final_at(measuring.trace(index, zip(*pairs, strict=True), 3, history=history)))
+            np.mean(locality.final_at(locality.trace(index, zip(*pairs, strict=True), 3, history=history)))
             for history in (False, True)
         ]
         assert ends[1] < ends[0]
@@ -101,50 +92,20 @@ class TestATrace:
 
 class TestObservations:
     def test_of_a_query_with_itself_all_hold(self, index: Any, pairs: Any) -> None:
-        assert set(measuring.observations(index, pairs[0], pairs[0], 2).values()) == {1.0}
+        assert set(locality.observations(index, pairs[0], pairs[0], 2).values()) == {1.0}
 
     def test_of_opposite_queries_none_holds(self, index: Any, pairs: Any) -> None:
-        shares = measuring.observations(index, pairs[0], -pairs[0], 2)
+        shares = locality.observations(index, pairs[0], -pairs[0], 2)
         assert max(shares.values()) < 0.1
 
 
 def test_work_in_the_clusters_used_most_grows_to_all_of_it(index: Any, pairs: Any) -> None:
-    few = measuring.skew(index, pairs[0][:1], [0.05, 0.25, 0.5, 1.0])
+    few = locality.skew(index, pairs[0][:1], [0.05, 0.25, 0.5, 1.0])
     assert few["0.05"] < few["0.25"] == few["0.5"] == few["1"] == 1
-    many = measuring.skew(index, pairs[0], [0.25])
+    many = locality.skew(index, pairs[0], [0.25])
     assert 0.25 < many["0.25"] < 1
 
 
 def test_a_partial_text_has_the_first_words_of_its_passage() -> None:
-    assert measuring.partial_texts(["who?"], ["a b c d"], 0.5) == ["who? a b"]
-    assert measuring.partial_texts(["who?"], ["a b c d"], 0.01) == ["who? a"]
-
-
-def test_the_report_has_a_row_for_each_order() -> None:
-    facts = {
-        "clusters": 40,
-        "nprobe": 10,
-        "patience": {"2": [0.5, 0.9]},
-        "observations": {"in their clusters": 0.5},
-        "skew": {"0.2": 0.6},
-        "to_first_query": 0.5,
-        "to_neighbours": 0.75,
-        "to_nearest": 0.7,
-        "to_whole": {"0.5": 0.25},
-    }
-    lines = [
-        LocalityRecord(suite="mine", cell={"corpus": "docs"}, policy=policy, rows={"final_at": [1, end]}, facts=facts)
-        for policy, end in (("nearest", 9), ("history", 2))
-    ]
-    part = make_part(Suite.unlisted("mine"), Results(Path(), records=lines))
-    final, ends, said, distances, work = part.tables
-    assert [[entry.text for entry in row] for row in final.rows] == [
-        ["nearest first", "0.0", "50.0", "50.0", "50.0", "5.0"],
-        ["by the first search", "0.0", "50.0", "100.0", "100.0", "1.5"],
-    ]
-    assert [entry.text for entry in ends.rows[0]] == ["nearest first", "50.0, 90.0"]
-    (picture,) = part.pictures()
-    assert picture.alt == "nearest first: 90.0 % at 50.0 %; by the first search: 90.0 % at 50.0 %"
-    assert [entry.text for entry in said.rows[0]] == ["all in their clusters", "50.0"]
-    assert [entry.text for entry in distances.rows[0]] == ["the first query", "0.50"]
-    assert [entry.text for entry in work.rows[0]] == ["20.0 %", "60.0"]
+    assert locality.partial_texts(["who?"], ["a b c d"], 0.5) == ["who? a b"]
+    assert locality.partial_texts(["who?"], ["a b c d"], 0.01) == ["who? a"]

@@ -14,15 +14,13 @@ pytest.importorskip("scipy")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.hedra.partition import experiment, playing, real, virtual
-from ragorder.benchmarks.hedra.partition.record import PartitionCell, PartitionRecord
-from ragorder.benchmarks.hedra.partition.report import make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra.partition import engines, experiment
+from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
 from ragorder.cli import main
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import silent
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Job, Suite
 from ragorder.eval.virtual.costs import ScanCosts
@@ -39,60 +37,60 @@ def one_thread() -> Iterator[None]:
     faiss.omp_set_num_threads(before)
 
 
-def index_of(*nprobes: int) -> virtual.VirtualIndex:
+def index_of(*nprobes: int) -> engines.VirtualIndex:
     """Clusters of ten vectors."""
-    return virtual.VirtualIndex(np.full(100, 10), nprobes, seed=0)
+    return engines.VirtualIndex(np.full(100, 10), nprobes, seed=0)
 
 
 class TestPlaying:
     def test_waits_for_arrivals_and_counts_from_each(self) -> None:
-        clock = playing.VirtualClock()
-        system = virtual.VirtualBatches(index_of(10, 10), COSTS, 1, clock, by_clusters=False)
-        assert playing.play(system, [0.0, 5.0], clock) == pytest.approx([0.1, 0.1])
+        clock = engines.VirtualClock()
+        system = engines.VirtualBatches(index_of(10, 10), COSTS, 1, clock, by_clusters=False)
+        assert engines.play(system, [0.0, 5.0], clock) == pytest.approx([0.1, 0.1])
 
     def test_a_batch_has_all_that_wait_and_ends_at_once(self) -> None:
-        clock = playing.VirtualClock()
-        system = virtual.VirtualBatches(index_of(10, 10, 10), COSTS, 1, clock, by_clusters=False)
-        assert playing.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.29, 0.28])
+        clock = engines.VirtualClock()
+        system = engines.VirtualBatches(index_of(10, 10, 10), COSTS, 1, clock, by_clusters=False)
+        assert engines.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.29, 0.28])
 
     def test_cores_take_queries_or_clusters(self) -> None:
         for by_clusters, expected in ((False, 0.1), (True, 0.05)):
-            clock = playing.VirtualClock()
-            system = virtual.VirtualBatches(index_of(10), COSTS, 2, clock, by_clusters=by_clusters)
-            assert playing.play(system, [0.0], clock) == pytest.approx([expected])
+            clock = engines.VirtualClock()
+            system = engines.VirtualBatches(index_of(10), COSTS, 2, clock, by_clusters=by_clusters)
+            assert engines.play(system, [0.0], clock) == pytest.approx([expected])
 
     def test_pieces_of_the_oldest_end_one_search_after_the_other(self) -> None:
-        clock = playing.VirtualClock()
-        system = virtual.VirtualPieces(index_of(10, 10, 10), COSTS, 1, clock, "oldest first")
-        assert playing.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.19, 0.28], abs=0.015)
+        clock = engines.VirtualClock()
+        system = engines.VirtualPieces(index_of(10, 10, 10), COSTS, 1, clock, "oldest first")
+        assert engines.play(system, [0.0, 0.01, 0.02], clock) == pytest.approx([0.1, 0.19, 0.28], abs=0.015)
 
     def test_the_shortest_overtakes(self) -> None:
-        clock = playing.VirtualClock()
-        system = virtual.VirtualPieces(index_of(80, 4), COSTS, 1, clock, "shortest first")
-        long, short = playing.play(system, [0.0, 0.01], clock)
+        clock = engines.VirtualClock()
+        system = engines.VirtualPieces(index_of(80, 4), COSTS, 1, clock, "shortest first")
+        long, short = engines.play(system, [0.0, 0.01], clock)
         assert short < long / 2
 
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("cores", [1, 7])
     def test_no_work_is_lost_or_done_twice(self, policy: str, cores: int) -> None:
-        clock = playing.VirtualClock()
+        clock = engines.VirtualClock()
         nprobes = [1 + number % 50 for number in range(60)]
-        system = virtual.VirtualPieces(index_of(*nprobes), COSTS, cores, clock, policy)
-        latencies = playing.play(system, [0.0] * 60, clock)
+        system = engines.VirtualPieces(index_of(*nprobes), COSTS, cores, clock, policy)
+        latencies = engines.play(system, [0.0] * 60, clock)
         assert clock.now() == pytest.approx(max(latencies))
         assert clock.now() >= sum(nprobes) * 10 * COSTS.code_s / cores
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "batches", "batches by clusters"])
 def test_on_faiss_every_search_ends(policy: str) -> None:
-    index, queries = real.build_index(1000, 8), clustered(12, 8, clusters=20, seed=1)
-    clock, nprobes = playing.RealClock(), [3, 9] * 6
+    index, queries = build_index(clustered(1000, 8, clusters=20, seed=0), 0.25), clustered(12, 8, clusters=20, seed=1)
+    clock, nprobes = engines.RealClock(), [3, 9] * 6
     if policy.startswith("batches"):
-        system: playing.System = real.RealBatches(index, queries, nprobes, 2, by_clusters="by" in policy)
-        latencies = playing.play(system, [0.0] * 12, clock)
+        system: engines.System = engines.RealBatches(index, queries, nprobes, 2, by_clusters="by" in policy)
+        latencies = engines.play(system, [0.0] * 12, clock)
     else:
-        with real.pieces_of(index, policy, 2) as search:
-            latencies = playing.play(real.RealPieces(search, queries, nprobes), [0.0] * 12, clock)
+        with engines.pieces_of(index, policy, 2) as search:
+            latencies = engines.play(engines.RealPieces(search, queries, nprobes), [0.0] * 12, clock)
             assert search.in_flight == 0
     assert len(latencies) == 12
     assert min(latencies) > 0
@@ -110,41 +108,17 @@ def test_the_suite_runs_in_real_and_virtual_time(tmp_path: Path) -> None:
     assert "of CPU time beside its scan, with 100 searches in flight" in shown
 
 
-def test_the_report_has_a_column_for_each_load_and_a_picture() -> None:
-    lines = [
-        PartitionRecord(
-            suite="mine",
-            cell={"cores": 2, "load": load},
-            policy=policy,
-            rows={"latency_ms": [ms] * 60},
-            facts={"search_ms": 10.0},
-        )
-        for load in (0.8, 0.3)
-        for policy, ms in (("batches", 20.0), ("oldest first", 10.0 if load == 0.3 else 16.0))
-    ]
-    suite = Suite.unlisted("mine", baseline="batches")
-    part = make_part(suite, Results(Path(), records=lines))
-    (table,) = part.tables
-    assert list(table.headings) == ["search", "load 0.3", "load 0.8"]
-    (_, low, high) = table.rows[1]
-    assert (low.text, high.text) == ("10.00", "16.00")
-    assert low.note.startswith("2.00")
-    assert high.note.startswith("1.25")
-    (picture,) = part.pictures()
-    assert picture.alt == "oldest first: 2.00 at 0.3, 1.25 at 0.8"
-
-
 def test_the_papers_index_has_38_million_vectors() -> None:
-    assert virtual.paper_sizes().sum() == pytest.approx(38_000_000, rel=1e-3)
+    assert engines.paper_sizes().sum() == pytest.approx(38_000_000, rel=1e-3)
 
 
 def test_costs_are_measured_on_the_index() -> None:
-    index, queries = real.build_index(2000, 8), clustered(20, 8, clusters=40, seed=1)
+    index, queries = build_index(clustered(2000, 8, clusters=40, seed=0), 0.25), clustered(20, 8, clusters=40, seed=1)
     index.nprobe = 20
-    costs: Any = real.measure_costs(index, queries)
+    costs: Any = engines.measure_costs(index, queries)
     assert min(costs.code_s, costs.piece_s, costs.hand_s) > 0
-    assert real.piece_cpu_seconds(index, queries) > 0
-    assert real.search_seconds(index, queries, [3, 9]) > 0
+    assert engines.piece_cpu_seconds(index, queries) > 0
+    assert engines.search_seconds(index, queries, [3, 9]) > 0
 
 
 @pytest.mark.parametrize("clock", ["real", "virtual"])
@@ -169,7 +143,7 @@ def test_an_interrupted_cell_is_resumed_at_the_same_rate(
         store.append({**named, **first})
     with Store(tmp_path) as store, experiment.Partition(Options(), store, "session", silent) as partition:
         for name in ("search_seconds", "measure_costs", "piece_cpu_seconds"):
-            monkeypatch.setattr(real, name, lambda *_: pytest.fail("measured again"))
+            monkeypatch.setattr(engines, name, lambda *_: pytest.fail("measured again"))
         (second,) = partition.measure(job.without(["batches"]), lambda: None)
     assert second["policy"] == "oldest first"
     assert second["facts"] == first["facts"]

@@ -11,7 +11,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("scipy")
 
 from ragorder import Document
-from ragorder.benchmarks.chats.placement.prompts import PLACES, PlacedPrompts
+from ragorder.benchmarks.chats.placement import PLACES, PlacedPrompts
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report.groups import group_runs
@@ -64,12 +64,6 @@ class TestPrompts:
         tokens = prompts.prefix_tokens + sum(prompts.document_tokens(DOCUMENTS[number]) for number in found)
         # The number of the third place is the same, too.
         assert common(first, second) == tokens + 4 * (place == "numbered by place")
-
-    @pytest.mark.parametrize(("wrong", "known"), [("documents=nowhere", "in front"), ("workload=mix9", "mix8")])
-    def test_a_place_or_a_workload_that_there_is_not_is_refused(self, wrong: str, known: str, tmp_path: Path) -> None:
-        done = CliRunner().invoke(evaluate, ["run", "placement", "-o", str(tmp_path), "--set", wrong])
-        assert done.exit_code == 2
-        assert known in done.output
 
 
 def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:

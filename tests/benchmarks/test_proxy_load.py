@@ -20,8 +20,9 @@ from support.rings import examples
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from ragorder.benchmarks.proxy.proxy_load.load import measure_latency, post, run_streams, servers
-from ragorder.benchmarks.proxy.proxy_load.upstream import allow_many_connections, answer, answer_events
+from ragorder.benchmarks.proxy.client import post
+from ragorder.benchmarks.proxy.load import measure_latency, run_streams, servers
+from ragorder.benchmarks.proxy.upstream import allow_many_connections, answer, answer_events
 from ragorder.eval.cli.eval import eval as evaluate
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def test_two_thousand_streams_hold_and_each_client_gets_its_own(ports: tuple[int
 def test_too_few_open_files_are_an_error_that_says_so() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
-        "from ragorder.benchmarks.proxy.proxy_load.upstream import allow_many_connections\n"
+        "from ragorder.benchmarks.proxy.upstream import allow_many_connections\n"
         "allow_many_connections(480)\n"
         "try: allow_many_connections(2000)\n"
         "except OSError as error: print(error)"

@@ -18,9 +18,15 @@ pytest.importorskip("uvicorn")
 import httpx2
 
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, VALUE_BYTES
-from ragorder.benchmarks.proxy.proxy_load.load import instant_server
-from ragorder.benchmarks.proxy.proxy_memory.attacks import ATTACKS, EVERYTHING, TEMPLATE
-from ragorder.benchmarks.proxy.proxy_memory.experiment import ProxyMemoryCell, attacked_proxy, measure_peak
+from ragorder.benchmarks.proxy.client import instant_server
+from ragorder.benchmarks.proxy.memory import (
+    ATTACKS,
+    EVERYTHING,
+    TEMPLATE,
+    ProxyMemoryCell,
+    attacked_proxy,
+    measure_peak,
+)
 from ragorder.eval.cli.eval import eval as evaluate
 
 pytestmark = [
@@ -75,7 +81,7 @@ def serving() -> Iterator[ServeProcess]:
     command = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()")
     options = ("--port", "0", "--capacity-tokens", "100000", "--template", TEMPLATE)
     with (
-        instant_server("ragorder.benchmarks.proxy.proxy_memory.upstream") as upstream,
+        instant_server() as upstream,
         launching(ServeProcess, *command, "--upstream", f"http://127.0.0.1:{upstream.port}", *options) as launch,
     ):
         yield launch()

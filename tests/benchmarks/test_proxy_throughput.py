@@ -16,11 +16,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.proxy.proxy_throughput.record import ThroughputCell, ThroughputRecord
-from ragorder.benchmarks.proxy.proxy_throughput.report import make_part
+from ragorder.benchmarks.proxy.throughput import ProxyThroughput, ThroughputCell
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.machine import cpu_s, peak_mb
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 ROWS = {
@@ -33,12 +34,12 @@ ROWS = {
 }
 
 
-def record(policy: str = "order", seed: int = 0, **rows: Any) -> ThroughputRecord:
-    return ThroughputRecord(suite="mine", policy=policy, seed=seed, cell={"workers": 2}, rows={**ROWS, **rows})
+def record(policy: str = "order", seed: int = 0, **rows: Any) -> Record:
+    return ProxyThroughput.record(suite="mine", policy=policy, seed=seed, cell={"workers": 2}, rows={**ROWS, **rows})
 
 
-def rows_of(*records: ThroughputRecord) -> list[list[str]]:
-    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=list(records))).tables
+def rows_of(*records: Record) -> list[list[str]]:
+    (table,) = tables_of(ProxyThroughput, Suite.unlisted("mine"), Results(Path(), records=list(records)))
     return [[entry.text for entry in row] for row in table.rows]
 
 
@@ -53,9 +54,6 @@ class TestTheReport:
 
     def test_says_so_if_none_holds(self) -> None:
         assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
-
-    def test_needs_no_processor_time(self) -> None:
-        assert rows_of(record(cpu_ms=[None] * 3))[0][4:] == ["–", "–"]
 
 
 class TestTheCell:

@@ -13,19 +13,23 @@ from support.commands import run_command
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion.checkpoints import SHIPPED, checkpoint
-from ragorder.benchmarks.fusion.fusion.model import ChainModel
-from ragorder.benchmarks.fusion.fusion.task import VALUES
-from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, order_stream
-from ragorder.benchmarks.fusion.quality_positions.record import PositionsRecord
-from ragorder.benchmarks.fusion.quality_positions.report import make_part
-from ragorder.benchmarks.fusion.quality_positions.results import Share, bands, by_place, change, swapped
-from ragorder.benchmarks.fusion.quality_positions.stream import Stream, Task, draw_stream
+from ragorder.benchmarks.fusion.fusion.experiment import SHIPPED, checkpoint
+from ragorder.benchmarks.fusion.fusion.task import VALUES, ChainModel
+from ragorder.benchmarks.fusion.quality_positions.experiment import (
+    QualityPositions,
+    Share,
+    bands,
+    by_place,
+    change,
+    make_part,
+    swapped,
+)
+from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, Stream, Task, draw_stream, order_stream
 from ragorder.cli import main as ragorder
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.reading import Results, read_results
-from ragorder.eval.running.suite import Suite, load_suites, read_suite
+from ragorder.eval.running.reading import read_results
+from ragorder.eval.running.suite import load_suites, read_suite
 
 TASKS: tuple[Task, ...] = get_args(Task)
 
@@ -127,11 +131,11 @@ class TestAnswers:
         assert answers.to([tuple(range(8))] * 10) == first
 
 
-def record(policy: str, right: list[int], place: list[int], **columns: Any) -> PositionsRecord:
+def record(policy: str, right: list[int], place: list[int], **columns: Any) -> Any:
     count = len(right)
     rows = {"right": right, "rank": [0] * count, "place": place, "displacement": [0.5] * count}
     rows |= {"cached_tokens": [30] * count, "prompt_tokens": [120] * count, **columns}
-    return PositionsRecord(suite="mine", cell={"documents": 16}, policy=policy, rows=rows)
+    return QualityPositions.record(suite="mine", cell={"documents": 16}, policy=policy, rows=rows)
 
 
 class TestTheReport:
@@ -149,14 +153,6 @@ class TestTheReport:
         # Wilson (1927), as in every table of it: 8 of 10.
         assert Share(8, 10).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
-    def test_says_nothing_where_nothing_was_asked(self) -> None:
-        part = make_part(
-            Suite.unlisted("mine", baseline="retrieval"), Results(Path(), records=[record("free", [1], [3])])
-        )
-        compared, placed = part.tables
-        assert [entry.text for entry in compared.rows[0]][:4] == ["ragorder (free)", "100.0", "–", "–"]
-        assert [entry.text for entry in placed.rows[0]] == ["ragorder (free)", "–", "100.0", *["–"] * 6]
-
 
 class TestTheSuite:
     def test_is_run_and_told(self, tmp_path: Path) -> None:
@@ -164,7 +160,7 @@ class TestTheSuite:
         done = run_command(ragorder, "eval", "run", "quality-positions", *options)
         assert done.exit_code == 0, done.output
         results = read_results(tmp_path)
-        assert len(results.of(PositionsRecord, "quality-positions")) == 9
+        assert len(results.of(QualityPositions.record, "quality-positions")) == 9
         # No model was trained with this seed.
         assert {each.policy for each in results.unavailable} == {"seed 7"}
         part = make_part(load_suites()["quality-positions"], results)

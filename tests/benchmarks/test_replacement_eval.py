@@ -21,28 +21,25 @@ from support.suites import assert_refused, suite_of
 
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.ragcache.replacement import (
+from ragorder.benchmarks.ragcache.replacement.experiment import TierSize
+from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
+from ragorder.benchmarks.ragcache.replacement.tiers import (
     A10G,
     QUESTION_TOKENS,
     REPLACEMENT_POLICIES,
-    SKEWED,
     SYSTEM_TOKENS,
-    DocumentStream,
     EventsOrderer,
     SimulatedPrefill,
-    TierSize,
     TwoTiers,
     mirroring_orderer,
     most_hits,
     simulate,
-    skewed_stream,
-    stream_of_trace,
 )
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.running.suite import Suite, load_suites
 
 JSON = dict[str, Any]
 Path_ = tuple[int, ...]
@@ -305,7 +302,8 @@ class TestSimulating:
 
     def test_is_the_same_every_time_whatever_strings_hash_to(self, python: Any) -> None:
         script = (
-            "from ragorder.benchmarks.ragcache.replacement import *\n"
+            "from ragorder.benchmarks.ragcache.replacement.streams import *\n"
+            "from ragorder.benchmarks.ragcache.replacement.tiers import *\n"
             "stream = skewed_stream('nq-like', 3, top_k=3, requests=300)\n"
             "for policy in REPLACEMENT_POLICIES:\n"
             "    served = simulate(stream, policy, 30_000, 60_000).served\n"
@@ -492,22 +490,6 @@ def suite(text: str = SUITE) -> Suite:
 
 
 class TestSuites:
-    def test_of_the_papers_figures_can_be_run(self) -> None:
-        for name, cells, short in (
-            ("ragcache-figure-20", 55, 6),
-            ("ragcache-figure-18", 15, 5),
-            ("ragcache-scheduling", 3, 2),
-        ):
-            (found,) = choose_suites([name])
-            assert (found.kind, found.needs) == ("replacement", "")
-            assert found.short_form is not None
-            assert (len(found.points), len(found.short_form.points)) == (cells, short)
-
-    def test_have_every_policy_with_and_without_history(self) -> None:
-        found = load_suites()["ragcache-figure-20"]
-        assert {*found.policies} == {*CACHES} - {"lru+history", "forecast", "forecast+history"}
-        assert found.baseline == "lru"
-
     def test_of_table_2_bring_both_data_sets_at_the_sizes_that_are_simulated(self) -> None:
         found = load_suites()["ragcache-figure-20"]
         rows = [row for row in found.paper if row.cell]
@@ -519,14 +501,12 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"gdsf+history"]', '"free"]', "unknown policy 'free': choose from none, device, forecast+history"),
             ('device = "1%"', 'device = "1 per cent"', "device: '1 per cent' is no size of a tier"),
             ('device = "1%"', "nodes = 5", 'nodes go with measure = "scheduling"'),
             ('device = "1%"', 'measure = "scheduling"', "needs nodes, and no stream"),
             ('device = "1%"', "", "device and host: give the sizes of both"),
             ('device = "1%"', 'device = "1%"\norder = "data"', "order is that of a corpus' questions"),
             ('device = "1%"', 'device = "1%"\ncorpus = "pydocs"', "either a workload or a corpus"),
-            ("top_k = 2", "topk = 2", "topk: unknown field"),
         ],
     )
     def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
@@ -566,44 +546,12 @@ class TestTheHarness:
         for each in facts:
             assert each["working_set_tokens"] // 100 < 400 < each["device_tokens"] <= 2 * 220
 
-    def test_gives_every_policy_the_same_requests(self, folder: Path) -> None:
-        facts: dict[str, set[str]] = {}
-        for line in result_lines(folder, "replacement"):
-            facts.setdefault(json.dumps([line["cell"], line["seed"]]), set()).add(json.dumps(line["facts"]))
-        assert {len(each) for each in facts.values()} == {1}
-
-    def test_does_not_simulate_again_what_is_there(self, folder: Path) -> None:
-        before = (folder / "results.jsonl").read_text("utf-8")
-        invoke("run", folder / "mine.toml", "-o", folder, "--seeds", "0,1")
-        after = (folder / "results.jsonl").read_text("utf-8")
-        assert after.startswith(before) and '"type":"replacement"' not in after.removeprefix(before)
-
-    def test_runs_the_policies_and_requests_that_are_asked_for(self, folder: Path, tmp_path: Path) -> None:
-        options = ("--seeds", "0", "--policy", "lru", "--limit", "30")
-        invoke("run", folder / "mine.toml", "-o", tmp_path, *options)
-        found = result_lines(tmp_path, "replacement")
-        assert {line["policy"] for line in found} == {"lru"}
-        assert {(line["warmup"], len(line["rows"]["hits"])) for line in found} == {(15, 30)}
-
-    def test_says_once_which_corpus_is_not_here(self, tmp_path: Path) -> None:
-        text = SUITE.replace('workload = ["mmlu-like"]', 'corpus = ["far", "far"]')
-        (tmp_path / "mine.toml").write_text(text, "utf-8")
-        done = invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
-        assert "6 runs served, 1 unavailable" in done.output
-        (line,) = result_lines(tmp_path, "unavailable")
-        assert line["cell"] == {"corpus": "far"} and "give --corpora" in line["reason"]
-
     def test_says_once_that_a_workload_does_not_exist(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE.replace("paper-shuf", "papr"), "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
         (line,) = result_lines(tmp_path, "unavailable")
         assert "unknown workload 'papr'" in line["reason"]
         assert len(result_lines(tmp_path, "replacement")) == 3
-
-    def test_asks_no_engine(self, folder: Path, tmp_path: Path) -> None:
-        invoke("run", folder / "mine.toml", "-o", tmp_path, "--engine", "vllm")
-        (line,) = result_lines(tmp_path, "unavailable")
-        assert "run it without --engine" in line["reason"]
 
     def test_times_scheduling(self, tmp_path: Path) -> None:
         text = SUITE.partition("[cell]")[0] + (
@@ -694,11 +642,6 @@ class TestTheReport:
         ]
         assert "KV events: 1 of 1 streams; KV events, 32 waiting requests known: 1 of 1 streams" in table.note
 
-    def test_has_no_headline_without_the_policies_that_it_is_about(self, tmp_path: Path) -> None:
-        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("lfu", MORE, [80.0] * 100))
-        assert found.headline.words == [] and found.overview is None
-        assert found.statistics in render_markdown(found) and "At a glance" not in render_html(found)
-
     @pytest.mark.parametrize(
         ("hits", "prefill_ms", "said"),
         [
@@ -737,15 +680,6 @@ class TestTheReport:
         hits, times, *_ = report(tmp_path, *found).sections[0].tables
         assert "no cache" not in hits.headings and cells(hits)["PGDSF, history"].note.startswith("1.50 ×")
         assert cells(times)["no cache"].note == "baseline"
-
-    def test_passes_over_a_line_that_does_not_say_all_it_must(self, tmp_path: Path) -> None:
-        whole = line("lru", HALF, [100.0] * 100)
-        torn = line("pgdsf", HALF, [100.0] * 99)
-        untold = {name: value for name, value in line("gdsf", HALF, [1.0] * 100).items() if name != "facts"}
-        found = report(tmp_path, whole, torn, untold, whole)
-        assert "1 runs, 100 requests after warm-up" in found.measured
-        assert any("2 ×" in note and "missing fields" in note for note in found.notes)
-        assert any("is there already" in note for note in found.notes)
 
     def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path) -> None:
         suites = load_suites()

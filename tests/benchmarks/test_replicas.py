@@ -12,17 +12,23 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from ragorder.benchmarks.fleet.replicas.measuring import serve
-from ragorder.benchmarks.fleet.replicas.record import ReplicasCell, ReplicasRecord
-from ragorder.benchmarks.fleet.replicas.replica import SimulatedReplica
-from ragorder.benchmarks.fleet.replicas.report import make_part
-from ragorder.benchmarks.fleet.replicas.ring import Ring
-from ragorder.benchmarks.fleet.replicas.routers import ROUTERS
+from ragorder.benchmarks.fleet.replicas import (
+    ROUTERS,
+    Replicas,
+    ReplicasCell,
+    Ring,
+    SimulatedReplica,
+    cached,
+    load,
+    serve,
+)
 from ragorder.cli import main
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 TOPICS = [f"topic {number}" for number in range(4000)]
@@ -35,6 +41,10 @@ def cell(**fields: Any) -> ReplicasCell:
 @pytest.fixture(scope="module")
 def requests() -> list[TraceRequest]:
     return list(trace_of_workload(make_workload("mix8", 0, requests=600), 600).requests)
+
+
+def served(requests: list[TraceRequest], of: ReplicasCell, policy: str) -> Record:
+    return Replicas.record(suite="mine", policy=policy, **serve(requests, of, policy, 0, 100))
 
 
 class TestRing:
@@ -93,12 +103,7 @@ class TestServing:
         assert serve(requests, cell(), policy, 0, 100)["facts"]["exact"] >= 0.99
 
     def test_topics_and_the_best_replica_find_more_than_chance(self, requests: list[TraceRequest]) -> None:
-        found = {
-            policy: ReplicasRecord(
-                suite="mine", cell={}, policy=policy, **serve(requests, cell(), policy, 0, 100)
-            ).cached
-            for policy in ROUTERS
-        }
+        found = {policy: cached(served(requests, cell(), policy)) for policy in ROUTERS}
         chance = max(found[policy] for policy in ("random", "in turn", "least busy"))
         assert found["topic"] > chance + 0.05
         assert found["topic, bound 2"] > chance + 0.05
@@ -114,11 +119,10 @@ class TestServing:
         """And finds as much, as a topic stays where it has begun."""
         drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
         ring, table = (
-            ReplicasRecord(suite="mine", cell={}, policy=policy, **serve(drawn, cell(replicas=8), policy, 0, 100))
-            for policy in ("topic, bound 2", "topic, table, bound 2")
+            served(drawn, cell(replicas=8), policy) for policy in ("topic, bound 2", "topic, table, bound 2")
         )
-        assert table.load < ring.load
-        assert table.cached > ring.cached - 0.02
+        assert load(table) < load(ring)
+        assert cached(table) > cached(ring) - 0.02
 
     def test_a_table_loses_the_topics_of_a_replica_that_goes_and_no_other(self) -> None:
         drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
@@ -144,14 +148,9 @@ class TestRecord:
             "cached_tokens": [0, 150, 50],
             "always": [0, 1, 1],
         }
-        record = ReplicasRecord(suite="s", policy="best", cell={}, rows=rows, facts={"exact": 1, "in_flight": 1})
-        assert record.cached == 200 / 500
-        assert record.load == 150 / 100
-
-    def test_a_record_of_unequal_columns_is_none(self) -> None:
-        rows = {"requests": [1], "prompt_tokens": [100, 1], "cached_tokens": [0], "always": [1]}
-        with pytest.raises(ValidationError, match="columns are missing"):
-            ReplicasRecord(suite="s", policy="best", cell={}, rows=rows, facts={"exact": 1, "in_flight": 1})
+        record = Replicas.record(suite="s", policy="best", rows=rows, facts={"exact": 1, "in_flight": 1})
+        assert cached(record) == 200 / 500
+        assert load(record) == 150 / 100
 
     def test_a_cell_has_one_trace(self) -> None:
         with pytest.raises(ValidationError, match="either workload or corpus"):
@@ -172,14 +171,14 @@ class TestSuites:
         assert report.output.count("| topic, bound 1.5 |") == 2
 
     def test_the_report_says_whether_the_goals_are_reached(self) -> None:
-        def record(policy: str, cached: list[int]) -> ReplicasRecord:
+        def record(policy: str, cached: list[int]) -> Record:
             rows = {"requests": [5, 5], "prompt_tokens": [1000, 1000], "cached_tokens": cached, "always": [1, 1]}
             facts = {"exact": 0.995, "in_flight": 1.5, "moved": []}
             fields = {"suite": "mine", "cell": {"workload": "mix8", "replicas": 2}, "engine": {"name": "sim"}}
-            return ReplicasRecord(policy=policy, rows=rows, facts=facts, **fields)
+            return Replicas.record(policy=policy, rows=rows, facts=facts, **fields)
 
         lines = [record("random", [100, 100]), record("topic, bound 2", [650, 300]), record("best", [500, 500])]
-        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        (table,) = tables_of(Replicas, Suite.unlisted("mine"), Results(Path(), records=lines))
         assert [[entry.text for entry in row] for row in table.rows] == [
             ["random", "10.0", "20.0", "1.00", "1.50", "99.5"],
             ["topic, bound 2", "47.5", "95.0", "1.33", "1.50", "99.5"],

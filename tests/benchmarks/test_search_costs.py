@@ -12,19 +12,14 @@ np = pytest.importorskip("numpy")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.hedra.partition.real import build_index
-from ragorder.benchmarks.hedra.search_costs.measuring import cluster_ms, scans
-from ragorder.benchmarks.hedra.search_costs.record import CostsRecord
-from ragorder.benchmarks.hedra.search_costs.report import explained, make_part
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra.search_costs import SearchCosts, cluster_ms, explained, scans
 from ragorder.cli import main
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
 
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    return build_index(2000, 8)
+    return build_index(clustered(2000, 8, clusters=40, seed=0), 0.25)
 
 
 def test_calls_scan_one_cluster_up_to_a_quarter_and_are_predicted_from_those_before(index: Any) -> None:
@@ -40,28 +35,13 @@ def test_each_cluster_is_timed_by_itself(index: Any) -> None:
     assert len(cluster_ms(index, clustered(1, 8, clusters=40, seed=1)[0])) == index.nlist
 
 
-def line(ms: list[float], predicted_ms: list[float]) -> CostsRecord:
-    rows = {"codes": [1000.0 * each for each in ms], "ms": ms, "predicted_ms": predicted_ms}
-    facts = {"clusters": [0.01, 0.02, 0.03], "queries": {"1": 2.0, "16": 1.9}}
-    return CostsRecord(suite="mine", cell={}, policy="scans", rows=rows, facts=facts)
+def line(ms: list[float], predicted_ms: list[float]) -> Any:
+    return SearchCosts.record(suite="mine", policy="scans", rows={"ms": ms, "predicted_ms": predicted_ms})
 
 
 def test_what_is_explained_is_of_the_later_half() -> None:
     assert explained(line([9, 9, 1, 2, 3, 4], [0, 0, 0, 2, 3, 4])) == 1.0
     assert explained(line([9, 9, 9, 2, 3, 4], [0, 0, 0, 3, 3, 3])) == 0.0
-
-
-def test_the_report_has_scans_and_steps() -> None:
-    rows = {"requests": [1, 2, 1, 2], "context": [128, 128, 512, 512], "ms": [4.0, 5.0, 6.0, 8.0]}
-    decoding = CostsRecord(suite="mine", cell={}, policy="decoding", rows=rows)
-    scanned, steps = make_part(
-        Suite.unlisted("mine"), Results(Path(), records=[line([1, 2, 3, 4], [0, 0, 3, 4]), decoding])
-    ).tables
-    shown = {row[0].text: row[1].text for row in scanned.rows}
-    assert shown["R² of what was predicted"] == "1.000"
-    assert shown["ns a vector, mean"] == "1,000.0"
-    assert shown["a whole search in a call of 16, ms"] == "1.90"
-    assert [[entry.text for entry in row] for row in steps.rows] == [["1", "4.0", "6.0"], ["2", "5.0", "8.0"]]
 
 
 @pytest.mark.merge

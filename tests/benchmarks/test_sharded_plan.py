@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ragorder.benchmarks.fleet.sharded_plan.measuring import PlanFailedError, run_plan
-from ragorder.benchmarks.fleet.sharded_plan.record import ShardedPlanRecord
-from ragorder.benchmarks.fleet.sharded_plan.report import make_part
-from ragorder.benchmarks.fleet.sharded_plan.requests import draw, write_requests
+from ragorder.benchmarks.fleet.sharded_plan import PlanFailedError, ShardedPlan, draw, run_plan, write_requests
 from ragorder.cli import main
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 
@@ -54,13 +53,13 @@ class TestSuite:
         assert [row.split(" | ")[2] for row in rows] == ["one plan", "4"]
 
     def test_the_report_compares_with_one_plan(self) -> None:
-        def record(policy: str, saved: int) -> ShardedPlanRecord:
+        def record(policy: str, saved: int) -> Record:
             facts = {"requests": 100, "core_s": 0.5, "peak_bytes": 1 << 30, "largest": 1.25}
             rows = {"tokens": [1000], "saved_tokens": [saved]}
-            return ShardedPlanRecord(suite="mine", policy=policy, cell={"shards": 8}, rows=rows, facts=facts)
+            return ShardedPlan.record(suite="mine", policy=policy, cell={"shards": 8}, rows=rows, facts=facts)
 
         lines = [record("one plan", 500), record("shards", 480)]
-        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        (table,) = tables_of(ShardedPlan, Suite.unlisted("mine"), Results(Path(), records=lines))
         assert [[entry.text for entry in row] for row in table.rows] == [
             ["topics", "100", "one plan", "50.0", "–", "1.25", "5,000", "1.00"],
             ["topics", "100", "8", "48.0", "96.0", "1.25", "5,000", "1.00"],

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ragorder.benchmarks.fleet.sharing.measuring import serve
-from ragorder.benchmarks.fleet.sharing.record import SharingCell, SharingRecord
-from ragorder.benchmarks.fleet.sharing.report import make_part
+from ragorder.benchmarks.fleet.sharing import Sharing, SharingCell, serve
 from ragorder.cli import main
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 
@@ -66,13 +66,13 @@ class TestSuite:
         assert "32 requests later" in report.output
 
     def test_the_report_compares_with_one_process(self) -> None:
-        def record(processes: int, policy: str, cached: int) -> SharingRecord:
+        def record(processes: int, policy: str, cached: int) -> Record:
             rows = {"prompt_tokens": [100, 100], "cached_tokens": [0, cached], "predicted_tokens": [0, 48]}
             fields = {"suite": "mine", "engine": {"name": "sim", "block_size": 16}}
-            return SharingRecord(policy=policy, cell={"workload": "mix8", "processes": processes}, rows=rows, **fields)
+            return Sharing.record(policy=policy, cell={"workload": "mix8", "processes": processes}, rows=rows, **fields)
 
         lines = [record(1, "own orders", 60), record(4, "own orders", 30), record(4, "shared orders", 57)]
-        (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+        (table,) = tables_of(Sharing, Suite.unlisted("mine"), Results(Path(), records=lines))
         assert [[entry.text for entry in row] for row in table.rows] == [
             ["1", "own orders", "–", "30.0", "100.0", "100.0"],
             ["4", "own orders", "–", "15.0", "50.0", "50.0"],

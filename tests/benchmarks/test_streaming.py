@@ -11,12 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner
-from pydantic import ValidationError
 
-from ragorder.benchmarks.doll.streaming.measuring import Bench
-from ragorder.benchmarks.doll.streaming.model import write_model
-from ragorder.benchmarks.doll.streaming.record import SLOTS, StreamingCell, StreamingRecord
-from ragorder.benchmarks.doll.streaming.source import ThrottledSource, TokenBucket
+from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell
+from ragorder.benchmarks.doll.streaming.measuring import Bench, ThrottledSource, TokenBucket, write_model
 from ragorder.cli import main
 from ragorder.kernels.offload import Checkpoint
 
@@ -42,13 +39,6 @@ class TestBench:
                 assert facts["hits"] + facts["waits"] == 6
                 assert abs(facts["bytes"] - 6 * layer) <= 4 * layer
 
-    def test_no_more_layers_are_in_memory_than_the_budget_has_room_for(self, tmp_path: Path) -> None:
-        with Bench(write_model(tmp_path, cell(), 0), cell(), 0) as bench:
-            bench.calibrate()
-            bench.steps("ring", 1, lambda: None)
-            assert bench._streamer.slots == 4
-            assert bench._streamer.stats.disk_layers == 6
-
 
 class TestSource:
     def test_takes_as_long_as_the_bucket_says(self, tmp_path: Path) -> None:
@@ -60,28 +50,6 @@ class TestSource:
         source.read(entry, 0, into)
         assert time.perf_counter() - before_s >= entry.length / 1e6
         assert bytes(into) == checkpoint.tensor(entry.name).numpy().tobytes()
-        checkpoint.close()
-
-    def test_jitter_is_the_same_for_all_policies(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(write_model(tmp_path, cell(), 0))
-        entry = checkpoint.entries["model.layers.2.mlp.up_proj.weight"]
-        into = memoryview(bytearray(entry.length))
-        source = ThrottledSource(checkpoint, 1e12, 0.5, 7)
-        taken = []
-        for _ in range(2):
-            source.begin()
-            found = []
-            for _ in range(4):
-                source._bucket.free_s = before_s = time.perf_counter() + 3600
-                source._checkpoint = _Nothing()
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(time, "sleep", lambda _: None)
-                    source.read(entry, 0, into)
-                found.append(round((source._bucket.free_s - before_s) * 1e12 / entry.length, 1))
-            taken.append(found)
-        assert taken[0] == taken[1]
-        assert len(set(taken[0])) > 1
-        assert all(0.4 <= share <= 1.6 for share in taken[0])
         checkpoint.close()
 
 
@@ -100,17 +68,6 @@ class TestBucket:
         assert bucket.take(200) == 52.0
         monkeypatch.setattr(time, "perf_counter", lambda: 52.0 + late_s)
         assert bucket.take(200) == ends_s
-
-
-class _Nothing:
-    def read(self, *_: object) -> None: ...
-
-    def forget_pages(self, *_: object) -> None: ...
-
-
-def test_a_record_without_times_is_none() -> None:
-    with pytest.raises(ValidationError, match="times of steps, reading or computing are missing"):
-        StreamingRecord(suite="mine", cell={}, policy="ring", rows={"step_s": [1.0]}, facts={"stream_s": 1})
 
 
 def test_the_suite_runs_and_reports(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.commands import run_command
 from support.results import result_lines
-from support.suites import assert_refused, suite_of
+from support.suites import suite_of
 
 pytest.importorskip("scipy")
 
@@ -21,13 +21,14 @@ from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
-from ragorder.benchmarks.ragcache.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
+from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, ROOMS, make_sizes, make_stream
+from ragorder.benchmarks.ragcache.tiering.report import TierVerdict, judge
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.running.suite import Suite, load_suites
 from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile
 
@@ -170,30 +171,6 @@ class TestVerdicts:
         assert verdict.met == "not decided"
 
 
-class TestSuites:
-    def test_measure_the_four_rooms_and_two_in_short(self) -> None:
-        (found,) = choose_suites(["ragcache-ttft-tiers"])
-        assert (found.kind, found.policies, found.baseline) == ("tiering", ARMS, "apc")
-        assert [point["tier"] for point in found.points] == list(ROOMS)
-        assert found.short_form is not None
-        assert [(point["tier"], point["corpus"]) for point in found.short_form.points] == [
-            ("device", "pydocs"),
-            ("host", "pydocs"),
-        ]
-
-    @pytest.mark.parametrize(
-        ("old", "new", "said"),
-        [
-            ('"tiers"]', '"free"]', "unknown policy 'free': choose from apc, tiers"),
-            ('["host"]', '["cellar"]', "tier: the working set fits device, host, beyond, disk, not 'cellar'"),
-            ("segment = 4", 'replacement = "fifo"', "replacement: there is no replacement policy 'fifo'"),
-            ("segment = 4", "segments = 4", "segments: unknown field"),
-        ],
-    )
-    def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
-        assert_refused(SUITE, old, new, said)
-
-
 class TestTheHarness:
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -209,13 +186,6 @@ class TestTheHarness:
         (line,) = result_lines(tmp_path, "unavailable")
         assert (line["suite"], line["cell"], line["policy"]) == ("ragcache-ttft-tiers", {}, "tiers")
         assert said in line["reason"]
-
-    def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
-        done = run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
-        assert done.exit_code == 0, done.output
-        (line,) = result_lines(tmp_path, "unavailable")
-        assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
 
 
 @pytest.mark.slow
@@ -258,11 +228,6 @@ class TestOnRealServers:
             assert tiers["sources"]["computed"] < alone["sources"]["computed"]
             assert alone["facts"] == tiers["facts"]
             assert PrefillProfile.from_json(tiers["facts"]["profile"]).facts["model"] == "served"
-
-    def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
-        done = run_command(eval_command, *command)
-        assert done.exit_code == 0 and "0 runs served" in done.output
-        assert result_lines(command[3], "tiering") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
         report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
@@ -333,14 +298,6 @@ class TestTheReport:
         page = render_html(self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100)))
         assert "What tiers save" in page
         assert "host memory: 3.00 times [" in page
-
-    def test_passes_over_a_line_that_does_not_say_all(self, tmp_path: Path) -> None:
-        whole = lines("host", 300, 100, seeds=1)
-        torn = [line | {"cell": {"tier": "disk"}, "rows": {"ttft_ms": [1.0]}} for line in whole]
-        found = self.report(tmp_path, *whole, *torn, whole[0])
-        assert "2 runs, 100 requests after warm-up" in found.measured
-        assert any("missing fields" in note for note in found.notes)
-        assert any("is there already" in note for note in found.notes)
 
 
 class TestChaos:

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
 
-from ragorder.benchmarks.chats.conversations.layouts import ChatTurn, conversations
-from ragorder.benchmarks.chats.conversations.server import SimulatedServer
-from ragorder.benchmarks.chats.turns.sending import CHATS, send_turns
+from ragorder.benchmarks.chats.servers import SimulatedServer
+from ragorder.benchmarks.chats.talks import ChatTurn, conversations
+from ragorder.benchmarks.chats.turns import CHATS, send_turns
 from ragorder.eval.cli.eval import eval as evaluate
 
 

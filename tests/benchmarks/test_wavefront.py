@@ -9,10 +9,8 @@ import pytest
 pytest.importorskip("numpy")
 
 from click.testing import CliRunner
-from pydantic import ValidationError
 
-from ragorder.benchmarks.hedra.wavefront.measuring import measure
-from ragorder.benchmarks.hedra.wavefront.record import WavefrontCell, WavefrontRecord
+from ragorder.benchmarks.hedra.wavefront import WavefrontCell, measure
 from ragorder.cli import main
 
 
@@ -25,10 +23,6 @@ class TestMeasuring:
         _, all_ = await measure(cell, transformed=True)
         assert all_["pieces"] == 6 * 9 + all_["speculative"] and all_["speculative"] > 0
 
-    def test_a_record_without_times_is_none(self) -> None:
-        with pytest.raises(ValidationError, match="times or pieces are missing"):
-            WavefrontRecord(suite="mine", cell={}, policy="all", rows={}, facts={"pieces": 3})
-
 
 class TestSuite:
     def test_runs_and_reports(self, tmp_path: Path) -> None:
@@ -39,11 +33,3 @@ class TestSuite:
         assert report.exit_code == 0, report.output
         rows = [line for line in report.output.splitlines() if line.startswith("| 2 |")]
         assert [row.split("|")[2].strip() for row in rows] == ["stage by stage", "all"]
-
-    def test_without_a_package_it_says_which_extra_has_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ragorder.eval.running.suite.find_spec", lambda name: None)
-        CliRunner().invoke(main, ["eval", "run", "hedra-overhead", "--output", str(tmp_path)])
-        recorded = (tmp_path / "results.jsonl").read_text()
-        assert "the measurement needs numpy: in a clone of ragorder, pip install '.[retrieval]'" in recorded

@@ -17,7 +17,7 @@ pytest.importorskip("bm25s")
 pytest.importorskip("scipy")
 
 from ragorder import Orderer
-from ragorder.benchmarks.fleet.workers import experiment as workers
+from ragorder.benchmarks.fleet import workers
 from ragorder.eval.cli.eval import eval as evaluate
 
 
@@ -61,9 +61,9 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
         assert len(orderers) == cell.orderers
         return {"prompt_tokens": [100] * len(requests), "cached_tokens": [10 * cell.orderers] * len(requests)}
 
-    monkeypatch.setattr(workers.SeveralOrderers, "_start", lambda self: (server, None))
-    monkeypatch.setattr(workers._TimedOrderer, "for_vllm", for_vllm)
-    monkeypatch.setattr(workers, "_serve", serve)
+    monkeypatch.setattr(workers.SeveralOrderers, "start", lambda self: (server, None))
+    monkeypatch.setattr(workers.TimedOrderer, "for_vllm", for_vllm)
+    monkeypatch.setattr(workers, "serve", serve)
     run = ["run", "workers", "--engine", "openai", "--seeds", "0,1", "--limit", "7", "-o", tmp_path]
     assert "10 runs served" in invoke(*run, "--set", "orderers=1,4")
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]

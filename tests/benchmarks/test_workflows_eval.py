@@ -11,22 +11,15 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.locality.measuring import build_index
+from ragorder.benchmarks.common.vectors import build_index
 from ragorder.benchmarks.hedra.workflows import measuring
-from ragorder.benchmarks.hedra.workflows.costs import MODELS
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.lockstep import Lockstep, Stages
-from ragorder.benchmarks.hedra.workflows.measuring import Materials, serve
-from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell, WorkflowsRecord
-from ragorder.benchmarks.hedra.workflows.report import make_part
-from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Script, WordTokenizer, without_marks
-from ragorder.benchmarks.hedra.workflows.systems import SYSTEMS, System
+from ragorder.benchmarks.hedra.workflows.experiment import MODELS, SYSTEMS, System, WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.measuring import Lockstep, Materials, Stages, serve
+from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Embedder, Script, WordTokenizer, without_marks
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
-from ragorder.eval.running.cells import Display, SuiteError
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.loop import run_virtual
 
@@ -222,101 +215,3 @@ class TestSuites:
         assert WorkflowsCell(workflow="multistep+one_shot").workflow == "multistep+one_shot"
         with pytest.raises(SuiteError, match="multistep"):
             WorkflowsCell.read({"workflow": "multistop"}, "mine")
-
-    @pytest.mark.parametrize(
-        "name", ["serving", "offline", "mixed", "models", "ordering", "speculation", "next", "fast"]
-    )
-    def test_are_there(self, name: str) -> None:
-        suite = load_suites()[f"hedra-{name}"]
-        assert suite.short_form is not None
-        assert len(suite.short_form.cells) < len(suite.cells)
-
-
-def record(policy: str, rate: float, latency_s: float, **facts: Any) -> WorkflowsRecord:
-    known = {"total_s": 10 * latency_s, "prompt_tokens": 100, "computed_tokens": 40}
-    return WorkflowsRecord(
-        suite="mine",
-        cell={"workflow": "irg", "nprobe": 512, "rate": rate},
-        policy=policy,
-        rows={"latency_s": [latency_s] * 4, "workflow": ["irg"] * 4},
-        facts=known | facts,
-    )
-
-
-def texts(table: Any) -> list[list[str]]:
-    return [[f"{entry.text} ({entry.note})" if entry.note else entry.text for entry in row] for row in table.rows]
-
-
-class TestTheReport:
-    def part(self, chart: str, *records: WorkflowsRecord) -> Any:
-        suite = Suite.unlisted("mine").model_copy(update={"report": Display(chart=chart)})
-        return make_part(suite, Results(Path(), records=list(records)))
-
-    def test_has_rates_at_ten_seconds_and_latencies(self) -> None:
-        records = [record("flashrag", 1, 5), record("flashrag", 2, 15), record("hedra", 1, 1), record("hedra", 2, 5)]
-        rates, times, latencies, cached = self.part("serving", *records).tables
-        assert texts(rates) == [["irg, nprobe 512", "1.5", "> 2"]]
-        assert texts(times)[0][1:] == ["1.00", "3.00 to 5.00"]
-        assert texts(latencies)[1] == ["ours", "1.00 (1.00)", "5.00 (5.00)"]
-        assert texts(cached)[0][1:] == ["60.0", "60.0"]
-
-    def test_has_times_offline(self) -> None:
-        table, _ = self.part("offline", record("flashrag", 0, 3), record("hedra", 0, 2)).tables
-        assert texts(table) == [["irg, nprobe 512", "30.0 (1.50 of ours)", "20.0"]]
-
-    def test_has_the_odds_of_speculations(self) -> None:
-        records = [
-            record("ralmspec", 1, 3, speculations=10, right=5),
-            record("ragcache", 1, 2, speculations=8, right=8),
-            record("hedra", 1, 1, speculations=0, right=0),
-        ]
-        (table,) = self.part("speculation", *records).tables
-        assert [row[1] for row in texts(table)] == ["2.00 (100.0 %)", "3.00 (50.0 %)", "1.00", "2.00"]
-
-    def test_has_what_was_right_of_what_ran_ahead_of_need(self) -> None:
-        known = {"speculations": 10, "right": 5, "near_speculations": 4, "near_right": 3}
-        records = [
-            record("ralmspec", 1, 3, **known, search_speculations=0, search_right=0),
-            record("hedra", 1, 1, **known, search_speculations=8, search_right=2),
-        ]
-        _, table = self.part("speculation", *records).tables
-        assert texts(table) == [
-            ["irg, nprobe 512: local cache alone (RaLMSpec)", "50.0", "75.0", "–"],
-            ["irg, nprobe 512: ours", "50.0", "75.0", "25.0"],
-        ]
-
-    def test_compares_with_its_baseline(self) -> None:
-        records = [
-            record("hedra", 1, 6),
-            record("hedra+fast", 1, 3, fast_share=0.25),
-            record("hedra", 2, 8),
-            record("hedra+fast", 2, 4, fast_share=0.75),
-        ]
-        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
-        table, _ = make_part(suite, Results(Path(), records=records)).tables
-        assert list(table.headings) == ["", "1/s", "2/s"]
-        assert texts(table) == [
-            ["ours", "6.00", "8.00"],
-            ["ours, a GPU beside the cores", "3.00 (2.00, 2.00)", "4.00 (2.00, 2.00)"],
-            ["on the GPU, % of the vectors scanned", "25.0", "75.0"],
-        ]
-
-    def test_tells_settings_of_the_gpu_apart(self) -> None:
-        lines = [
-            WorkflowsRecord(
-                suite="mine",
-                cell={"workflow": "irg", "rate": 1.0, "fast": 0.2, "fast_ns": fast_ns},
-                policy="hedra",
-                rows={"latency_s": [1.0], "workflow": ["irg"]},
-                facts={"total_s": 1.0, "prompt_tokens": 1, "computed_tokens": 1},
-            )
-            for fast_ns in (1.6, 100.0)
-        ]
-        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
-        one, other, _ = make_part(suite, Results(Path(), records=lines)).tables
-        assert "20 % on the GPU at 1.6 ns a vector" in one.title
-        assert "20 % on the GPU at 100.0 ns a vector" in other.title
-
-    def test_says_which_costs_are_guesses(self) -> None:
-        (said,) = self.part("serving", record("hedra", 1, 1)).words
-        assert "Guessed" in said

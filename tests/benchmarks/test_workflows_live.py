@@ -20,18 +20,22 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.hedra.staging.measuring import clustered
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.script import Script
+from ragorder.benchmarks.common.vectors import clustered
+from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
 from ragorder.benchmarks.hedra.workflows_live import measuring
-from ragorder.benchmarks.hedra.workflows_live.engines import LiveTorch, LiveVLLM, bind_server
-from ragorder.benchmarks.hedra.workflows_live.experiment import WorkflowsLive
-from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, serve_live
-from ragorder.benchmarks.hedra.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
-from ragorder.benchmarks.hedra.workflows_live.record import LiveCell, LiveRecord
-from ragorder.benchmarks.hedra.workflows_live.report import make_part
-from ragorder.benchmarks.hedra.workflows_live.systems import SYSTEMS
-from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+from ragorder.benchmarks.hedra.workflows_live.experiment import SYSTEMS, LiveCell, WorkflowsLive, make_part
+from ragorder.benchmarks.hedra.workflows_live.measuring import (
+    BatchedSearch,
+    LiveMaterials,
+    LiveTorch,
+    LiveVLLM,
+    ScriptedEngine,
+    bind_server,
+    large_index,
+    search_ms,
+    serve_live,
+)
+from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
 from ragorder.eval.running.options import Options
@@ -158,40 +162,12 @@ def test_vllm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
         assert "make vllm" in str(experiment.obstacle(suite, LiveCell(engine="vllm"), "hedra"))
 
 
-def test_the_suite_has_a_short_form() -> None:
-    suite = load_suites()["hedra-live"]
-    assert suite.short_form is not None
-    assert [cell.shape for cell in suite.short_form.cells] == ["tiny"]
-    assert [cell.nprobe for cell in suite.cells] == [256, 256, 96]
-
-
-def test_the_report_says_how_much_faster_ours_is() -> None:
-    facts = {"rate": 1.5, "search_ms": 30.0, "total_s": 9.0, "prompt_tokens": 100, "cached_tokens": 50}
-    later = {"later_prompt_tokens": 40, "later_cached_tokens": 30, "speculations": 4, "right": 3}
-    lines = [
-        LiveRecord(
-            suite="mine",
-            cell={"workflow": "irg"},
-            policy=policy,
-            rows={"latency_s": [seconds] * 3},
-            facts=facts | (later if policy == "hedra" else {}),
-        )
-        for policy, seconds in (("stages", 3.0), ("hedra", 2.0))
-    ]
-    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
-    assert table.title == "irg on the embedded engine, load 0.8: 1.50 requests/s, searches of 30 ms"
-    assert [[entry.text for entry in row[1:]] for row in table.rows] == [
-        ["3.000", "3.000", "50.0", "–", "–", "1.50", "–"],
-        ["2.000", "2.000", "50.0", "75.0", "75.0", "1.00", "–"],
-    ]
-
-
 def test_the_report_has_an_interval_over_seeds() -> None:
     pytest.importorskip("scipy")
     facts = {"rate": 1.5, "search_ms": 30.0, "total_s": 9.0, "prompt_tokens": 100, "cached_tokens": 50}
     seconds = {"stages": (3.0, 2.0, 4.0), "hedra": (2.0, 2.0, 2.0)}
     lines = [
-        LiveRecord(
+        WorkflowsLive.record(
             suite="mine",
             cell={"workflow": "irg"},
             policy=policy,

@@ -12,13 +12,8 @@ from support import batch_price
 from support.price import orderer_of, serve, sizes_of
 
 from ragorder import DegradedWarning, Document, Orderer
-from ragorder.benchmarks.ragcache.replacement import (
-    A10G,
-    SYSTEM_TOKENS,
-    DocumentStream,
-    TwoTiers,
-    stream_of_trace,
-)
+from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G, SYSTEM_TOKENS, TwoTiers
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.trie.profile import PrefillProfile

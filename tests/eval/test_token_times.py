@@ -12,8 +12,7 @@ from rich.console import Console
 
 pytest.importorskip("numpy")
 
-from ragorder.benchmarks.ragcache.reordering.experiment import ReorderingRecord
-from ragorder.benchmarks.ragcache.reordering.report import make_part
+from ragorder.benchmarks.ragcache.reordering import Reordering, make_part
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
@@ -106,7 +105,7 @@ def test_of_queues_are_in_a_table_of_their_own(times_ms: list[float | None] | No
     rows |= {} if times_ms is None else {"tbt_ms": times_ms}
     line = {"type": "reordering", "suite": "reordering", "cell": {"load": 2.0}, "seed": 0, "engine": {"name": "x"}}
     records = [
-        ReorderingRecord.model_validate({**line, "rows": rows, "policy": policy}) for policy in ("fcfs", "reordered")
+        Reordering.record.model_validate({**line, "rows": rows, "policy": policy}) for policy in ("fcfs", "reordered")
     ]
     tables = make_part(load_suites()["reordering"], Results(Path(), records=records)).tables
     (row,) = tables[1].rows

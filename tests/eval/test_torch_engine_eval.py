@@ -23,16 +23,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.experiment import BLOCKING, FUSED, HALF, EmbeddedCell, EmbeddedRecord
+from ragorder.benchmarks.kernels.embedded.models import SHAPES, Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
-from ragorder.benchmarks.kernels.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
-from ragorder.benchmarks.kernels.embedded.record import EmbeddedRecord
-from ragorder.benchmarks.kernels.embedded.report import make_part
-from ragorder.benchmarks.kernels.embedded.results import judge, median, required
+from ragorder.benchmarks.kernels.embedded.report import judge, make_part, median, required
 from ragorder.benchmarks.kernels.embedded.serving import draw_trace
-from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
-from ragorder.benchmarks.ragcache.reordering.embedded_queue import EmbeddedQueues
-from ragorder.benchmarks.ragcache.reordering.queueing import Discipline
+from ragorder.benchmarks.ragcache.reordering import Discipline, EmbeddedQueues
 from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload

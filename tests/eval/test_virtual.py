@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.hedra.locality.measuring import build_index
-from ragorder.benchmarks.hedra.staging.measuring import clustered
+from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.loop import DeadlockError, run_virtual

@@ -25,9 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.rings import examples
 
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
-from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.format import BadHeaderError, ChunkName, Header
 from ragorder.kernels.store.scan import stored_bytes
+from ragorder.kernels.store.store import CircuitBreaker
 from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_policy
 
 IDENTITY = "a model"
@@ -542,7 +542,7 @@ class TestWrongBytesAreNeverGivenBack:
         for number, place in enumerate(places):
             with self.damaged(folder / str(number), opened) as (path, stores):
                 flip(path, place, 1 << chance.randrange(8))
-            assert stores[0].counters.refused_checksum == 1
+            assert stores[0].counters.refused["checksum"] == 1
 
     @pytest.mark.parametrize("opened", [True, False])
     def test_wherever_the_file_is_cut_off(self, folder: Path, opened: bool) -> None:
@@ -552,7 +552,7 @@ class TestWrongBytesAreNeverGivenBack:
         for size in (*fields, header + 4999, *(chance.randrange(header + 5000) for _ in range(20))):
             with self.damaged(folder / str(size), opened) as (path, stores):
                 os.truncate(path, size)
-            assert stores[0].counters.refused_truncated == 1
+            assert stores[0].counters.refused["truncated"] == 1
             assert not path.exists()
 
     @pytest.mark.parametrize("opened", [True, False])
@@ -560,7 +560,7 @@ class TestWrongBytesAreNeverGivenBack:
     def test_a_file_that_has_grown(self, folder: Path, opened: bool, longer: int) -> None:
         with self.damaged(folder, opened) as (path, stores):
             path.write_bytes(path.read_bytes() + bytes(longer))
-        assert stores[0].counters.refused_truncated == 1
+        assert stores[0].counters.refused["truncated"] == 1
 
     @pytest.mark.parametrize("opened", [True, False])
     @pytest.mark.parametrize("rubbish", [bytes(6000), b"\x89ragKV\r\n" * 700, random.Random(2).randbytes(6000)])
@@ -592,7 +592,7 @@ class TestWrongBytesAreNeverGivenBack:
     def test_a_file_that_is_gone(self, folder: Path) -> None:
         with self.damaged(folder, opened=True) as (path, stores):
             path.unlink()
-        assert stores[0].counters.refused_missing == 1
+        assert stores[0].counters.refused["missing"] == 1
 
     def test_what_was_refused_can_be_written_again(self, folder: Path) -> None:
         store = open_store(folder)

@@ -242,12 +242,12 @@ def test_a_model_that_cannot_be_served_exactly_is_refused_by_name(
 )
 def test_attention_options_of_a_layer_are_applied_or_refused(effect: str, given: Any) -> None:
     """The function itself, with all that a model may pass to it."""
-    from ragorder.kernels.engine.attention import IMPLEMENTATION, STEP, register
+    from ragorder.kernels.models.attention import IMPLEMENTATION, STEP, AttentionCall, register
 
     class Step:
-        def attend(self, layer: int, query: Any, key: Any, value: Any, **_: Any) -> Any:
-            assert layer == 1
-            return query
+        def attend(self, call: AttentionCall) -> Any:
+            assert call.layer == 1
+            return call.query
 
     register()
     attention = transformers.AttentionInterface()[IMPLEMENTATION]

@@ -15,8 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 from support.inside import cache_of
 
-from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, prefill_times
-from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+from ragorder.kernels.models import prefill_times
+from ragorder.kernels.models.identity import identity
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.store import StoreRefusedError
 from ragorder.trie.profile import LINEAR, PrefillProfile
@@ -143,7 +144,7 @@ class TestLoads:
         def full(*_: Any) -> None:
             raise StoreRefusedError("full", "no store")
 
-        monkeypatch.setattr("ragorder.kernels.engine.prefill_times.ChunkStore", full)
+        monkeypatch.setattr("ragorder.kernels.models.prefill_times.ChunkStore", full)
         profile = profile_of(make(disk_path=tmp_path / "disk", disk_bytes=1 << 24, profile_budget_s=60))
         assert set(profile.loads) == {"host"}
         assert len(profile.new_tokens) > 1

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.loading import load_model
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.loading import load_model
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store import hashing
 
@@ -235,8 +235,8 @@ class TestTheSameModelIsTheSame:
         tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "here")
         script = (
             "import sys, torch; from ragorder.kernels.engine import EngineSettings;"
-            "from ragorder.kernels.engine.loading import load_model;"
-            "from ragorder.kernels.engine.identity import identity; from ragorder.kernels.paging import KVShape;"
+            "from ragorder.kernels.models.loading import load_model;"
+            "from ragorder.kernels.models.identity import identity; from ragorder.kernels.paging import KVShape;"
             "print(identity(load_model(sys.argv[1], EngineSettings()), KVShape(2, 2, 16, 16, torch.float32)))"
         )
         there = python("-c", script, str(tmp_path / "here")).stdout.strip()
@@ -256,7 +256,7 @@ class TestTheSameModelIsTheSame:
         def never(*_: object) -> str:
             raise AssertionError("the weights are read for nothing")
 
-        monkeypatch.setattr("ragorder.kernels.engine.model.identity", never)
+        monkeypatch.setattr("ragorder.kernels.models.model.identity", never)
         TieredEngine(copy.deepcopy(model), settings=EngineSettings(device_tokens=256, host_bytes=0)).close()
 
 

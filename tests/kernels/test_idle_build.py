@@ -17,8 +17,8 @@ from support.fused_reference import Taken, fused_logits, prompt_of
 
 from ragorder.kernels.cache import CopyKind, KnowledgeCache, OutOfBlocksError
 from ragorder.kernels.engine import Fusion, TieredEngine
-from ragorder.kernels.engine.batch import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
+from ragorder.kernels.models.batch import Forward
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))

@@ -30,7 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segment, TierTokens, segments_of
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
-from ragorder.kernels.paging.transfers import runs
+from ragorder.kernels.paging.pool import runs
 from ragorder.trie.policies import POLICIES
 from ragorder.trie.profile import PrefillProfile
 

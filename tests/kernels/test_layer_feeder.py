@@ -15,12 +15,11 @@ from support.streamed import saved
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ragorder.kernels.offload import Checkpoint, LayerStore, buffers, feeder
-from ragorder.kernels.offload.buffers import LayerBuffer
+from ragorder.kernels.offload import Checkpoint, LayerStore, feeder
 from ragorder.kernels.offload.checkpoint import TensorEntry
-from ragorder.kernels.offload.feeder import Feeder
-from ragorder.kernels.offload.footprint import decoder_layers, skeleton
+from ragorder.kernels.offload.feeder import Feeder, LayerBuffer
 from ragorder.kernels.offload.layout import CheckpointMap
+from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
 from ragorder.kernels.offload.ring import LayerRing, Slot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -72,7 +71,8 @@ def test_a_thread_that_cannot_be_started_loses_no_bytes(
     assert source.gate.is_set()
     assert not [each.name for each in threading.enumerate() if each.name.startswith("ragorder-layer-reader")]
     expected = torch.zeros(store.slot_bytes, dtype=torch.uint8)
-    store.read_layer(1, expected)
+    for chunk in store.chunks(1):
+        store.read(chunk, expected)
     assert torch.equal(found, expected)
     assert made.bytes == store.stored_bytes(1)
     made.close()
@@ -120,8 +120,7 @@ class TestStreamsInOrder:
         def allocate(nbytes: int, device: Any, *, pinned: bool = False) -> Any:
             return torch.zeros(nbytes, dtype=torch.uint8)
 
-        for module in (buffers, feeder):
-            monkeypatch.setattr(module, "allocate", allocate)
+        monkeypatch.setattr(feeder, "allocate", allocate)
         return told
 
     def test_a_new_buffer_is_filled_behind_what_had_its_memory_and_kept_until_then(

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.kernels.offload.buffers import LayerBuffer
+from ragorder.kernels.offload.feeder import LayerBuffer
 from ragorder.kernels.offload.ring import LayerRing, Slot
 
 CPU = torch.device("cpu")

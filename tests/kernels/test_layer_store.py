@@ -16,18 +16,18 @@ from support.streamed import saved
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.offload import (
     Checkpoint,
     CheckpointError,
     LayerReadError,
     LayerStore,
+    ModelMemory,
     Place,
     Residency,
-    footprint,
 )
-from ragorder.kernels.offload.footprint import decoder_layers, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
@@ -43,6 +43,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "gpt-neox": ("GPTNeoX", {}),
 }
+
+
+def read_layer(store: LayerStore, layer: int, buffer: Any) -> int:
+    return sum(store.read(chunk, buffer) for chunk in store.chunks(layer))
 
 
 def model_of(name: str) -> Any:
@@ -71,7 +75,7 @@ class TestLayers:
         assert len(store) == len(layers) == 3
         for number, layer in enumerate(layers):
             buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-            assert store.read_layer(number, buffer) == store.stored_bytes(number)
+            assert read_layer(store, number, buffer) == store.stored_bytes(number)
             expected = dict(layer.named_parameters())
             parameters = store.layouts[number].parameters
             assert {each.name for each in parameters} == set(expected)
@@ -90,7 +94,7 @@ class TestLayers:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
         _, layers = decoder_layers(loaded)
         buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        store.read_layer(1, buffer)
+        read_layer(store, 1, buffer)
         for each in store.layouts[1].parameters:
             assert torch.equal(each.view(buffer), layers[1].get_parameter(each.name))
         assert store.stored_bytes(1) == sum(each.numel() * 4 for each in layers[1].parameters())
@@ -129,21 +133,21 @@ class TestLayers:
         checkpoint.close()
 
 
-class TestFootprint:
+class TestModelMemory:
     @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 6))
     def test_is_that_of_the_weights(self, name: str) -> None:
         model = model_of(name)
-        size = footprint(model.config, torch.float32)
+        size = ModelMemory.of(model.config, torch.float32)
         assert size.weights == sum(each.numel() * 4 for each in model.parameters())
         _, layers = decoder_layers(model)
         assert size.layers == tuple(sum(each.numel() * 4 for each in layer.parameters()) for layer in layers)
         assert size.embedding == model.get_input_embeddings().weight.numel() * 4
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert size.head == (0 if tied else size.embedding)
-        assert footprint(model.config, "bfloat16").weights * 2 == size.weights
+        assert ModelMemory.of(model.config, "bfloat16").weights * 2 == size.weights
 
     def test_kv_and_workspace_grow_with_tokens(self) -> None:
-        size = footprint(family("llama").config, "float32")
+        size = ModelMemory.of(family("llama").config, "float32")
         assert size.kv_token == 3 * 2 * 2 * 16 * 4
         assert 0 < size.workspace(1) < size.workspace(64) < size.workspace(8192)
 
@@ -156,7 +160,7 @@ class TestFootprint:
             attn_config={"kv_n_heads": 2, "rope_theta": 10_000.0},
             ffn_config={"moe_num_experts": 2},
         )
-        size = footprint(config, "float32")
+        size = ModelMemory.of(config, "float32")
         assert size.kv_token == 2 * 2 * 2 * 16 * 4
         assert (size.shape.layers, size.shape.hidden, size.shape.heads) == (2, 64, 4)
 
@@ -250,23 +254,23 @@ class TestFaults:
         folder = saved(family("llama"), tmp_path / "model")
         store, _ = opened(folder)
         buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
-        store.read_layer(0, buffer)
+        read_layer(store, 0, buffer)
         file = folder / "model.safetensors"
         with file.open("r+b") as opened_:
             opened_.truncate(2000)
         with pytest.raises(LayerReadError, match=r"layer 2 cannot be read: .*model.safetensors has changed"):
-            store.read_layer(2, buffer)
+            read_layer(store, 2, buffer)
         store.close()
 
     def test_a_file_that_is_replaced_by_name_is_not_the_one_that_is_read(self, tmp_path: Path) -> None:
         folder = saved(family("llama"), tmp_path / "model")
         store, _ = opened(folder)
         buffer, again = (torch.empty(store.slot_bytes, dtype=torch.uint8) for _ in range(2))
-        store.read_layer(0, buffer)
+        read_layer(store, 0, buffer)
         shutil.copy(folder / "model.safetensors", tmp_path / "other")
         (folder / "model.safetensors").unlink()
         os.replace(tmp_path / "other", folder / "model.safetensors")
-        store.read_layer(0, again)
+        read_layer(store, 0, again)
         nbytes = store.layouts[0].parameters[0].nbytes
         assert torch.equal(buffer[:nbytes], again[:nbytes])
         store.close()
@@ -279,14 +283,14 @@ class TestFaults:
 
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(LayerReadError, match=r"layer 1 cannot be read: .*model.safetensors.*Input/output error"):
-            store.read_layer(1, torch.empty(store.slot_bytes, dtype=torch.uint8))
+            read_layer(store, 1, torch.empty(store.slot_bytes, dtype=torch.uint8))
         store.close()
 
     def test_after_closing_nothing_is_read(self, tmp_path: Path) -> None:
         store, _ = opened(saved(family("llama"), tmp_path / "model"))
         store.close()
         with pytest.raises(LayerReadError, match="closed"):
-            store.read_layer(0, torch.empty(store.slot_bytes, dtype=torch.uint8))
+            read_layer(store, 0, torch.empty(store.slot_bytes, dtype=torch.uint8))
 
 
 class TestResidency:

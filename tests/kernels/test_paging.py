@@ -26,7 +26,7 @@ from ragorder.kernels.paging import (
     Transfers,
     make_transfers,
 )
-from ragorder.kernels.paging.transfers import runs
+from ragorder.kernels.paging.pool import runs
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
 
@@ -69,9 +69,10 @@ class TestAPool:
         assert pool.kv.shape == (5, 3, 2, 4, 2, 8)
         assert pool.kv[3].is_contiguous()
         for layer in range(3):
-            assert pool.key_cache(layer).shape == pool.value_cache(layer).shape == (5, 4, 2, 8)
-            assert torch.equal(pool.key_cache(layer)[2], pool.kv[2, layer, 0])
-            pool.value_cache(layer)[2, 1] = -1.0
+            keys, values = pool.views.key_caches[layer], pool.views.value_caches[layer]
+            assert keys.shape == values.shape == (5, 4, 2, 8)
+            assert torch.equal(keys[2], pool.kv[2, layer, 0])
+            values[2, 1] = -1.0
             assert (pool.kv[2, layer, 1, 1] == -1.0).all()
 
     def test_it_begins_with_zeros(self) -> None:

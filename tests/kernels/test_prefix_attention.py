@@ -27,7 +27,7 @@ from torch import Tensor
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.kernels.attention import PackedBatch, dense, prefix_attention
+from ragorder.kernels.attention import PackedBatch, prefix_attention, torch_backend
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
     HEAD_DIMS,
@@ -322,7 +322,7 @@ class TestTorch:
     def test_cuts_masks_for_a_gpu_that_can_be_read_in_words(self) -> None:
         mask = torch.randn(21, 118, dtype=torch.bfloat16)[5:, 31:]
         assert mask.data_ptr() % 16 and mask.stride(0) * 2 % 16
-        cut = dense._aligned(mask)
+        cut = torch_backend._aligned(mask)
         assert torch.equal(cut, mask)
         assert cut.data_ptr() % 16 == cut.stride(0) * 2 % 16 == 0
 
@@ -339,13 +339,13 @@ class TestTorch:
 
 def record_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     masks: list[Any] = []
-    attention = dense.scaled_dot_product_attention
+    attention = torch_backend.scaled_dot_product_attention
 
     def recorded(*tensors: Tensor, attn_mask: Tensor | None, **how: Any) -> Tensor:
         masks.append(attn_mask)
         return attention(*tensors, attn_mask=attn_mask, **how)
 
-    monkeypatch.setattr(dense, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", recorded)
     return masks
 
 
@@ -514,7 +514,7 @@ class TestTheTable:
 TRIED = """
 import json, torch
 from ragorder.benchmarks.kernels.attention.measuring import _error, reference
-from ragorder.benchmarks.kernels.attention.shapes import AttentionShape, make_problem
+from ragorder.benchmarks.kernels.attention.contenders import AttentionShape, make_problem
 from ragorder.benchmarks.kernels.attention.tiles import tried
 from ragorder.kernels.attention.table import Tile
 problem = make_problem(AttentionShape(1, 3, 600, 2, 1, 64, "bf16", 16), torch.device("cpu"), 0)
@@ -604,7 +604,7 @@ class TestTheBenchmark:
         assert "times need a GPU, and there is none here: attention-check checks results without one" in report
 
     def test_shows_times_and_the_fastest_other(self) -> None:
-        from ragorder.benchmarks.kernels.attention.record import AttentionRecord
+        from ragorder.benchmarks.kernels.attention.experiment import AttentionRecord
         from ragorder.benchmarks.kernels.attention.report import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
@@ -635,7 +635,7 @@ class TestTheBenchmark:
         assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
-        from ragorder.benchmarks.kernels.attention.shapes import AttentionShape
+        from ragorder.benchmarks.kernels.attention.contenders import AttentionShape
 
         shape = AttentionShape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
         assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)

@@ -23,9 +23,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, segments_of
-from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.models.identity import identity
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.preprocessing.builder import FusionBuilder
 from ragorder.kernels.preprocessing.copies import WriteFailedError
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, ManifestError
@@ -109,7 +109,7 @@ def close(builder: FusionBuilder) -> None:
 
 
 def _held() -> Any:
-    from ragorder.kernels.engine import model as models
+    from ragorder.kernels.models import model as models
 
     return models._held
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from torch import Tensor
 
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.unsupported import UnsupportedModelError
+from ragorder.kernels.models.support import UnsupportedModelError
 
 DOCUMENT = 41
 # Where a block of 16 begins and ends, and far from it.

@@ -18,12 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragorder.kernels.engine import EngineSettings
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 
 pytestmark = pytest.mark.merge
@@ -58,16 +57,15 @@ class Engine:
         self.plain.set_attn_implementation("eager")
         self.model = PatchedModel(model, EngineSettings(verify=False, block_size=BLOCK))
         self.pool = BlockPool(self.model.shape, 2 * BLOCKS)
-        self.layers = PagedLayers(self.pool)
         # In no order, with other blocks between them.
         self.table = self.pool.allocate(2 * BLOCKS)[::-2]
         self.blocks = torch.tensor(self.table)
 
     def question(self, ids: Sequence[int], start: int) -> Question:
-        return read_question(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu")
+        return read_question(self.model.forward, self.pool, Piece(ids, start, self.table, False))
 
     def deviation(self, ids: Sequence[int], start: int, most_tokens: int = 64) -> Tensor:
-        return kv_deviation(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu", most_tokens)
+        return kv_deviation(self.model.forward, self.pool, Piece(ids, start, self.table, False), most_tokens)
 
     def rows(self, begin: int, end: int) -> tuple[Tensor, slice, slice, Tensor]:
         """An index of the pool's memory: these positions, in all layers, keys and values."""
@@ -75,8 +73,7 @@ class Engine:
         return self.blocks[at // BLOCK], slice(None), slice(None), at % BLOCK
 
     def compute(self, ids: Sequence[int], start: int = 0) -> None:
-        step = pack([Piece(ids, start, self.table, False)], self.layers, "cpu")
-        self.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        self.model.forward(*pack([Piece(ids, start, self.table, False)], self.pool))
 
     def reuse(self, begin: int, end: int, seed: int = 0) -> None:
         """KV of other tokens, as it could come from any copies."""
@@ -139,7 +136,7 @@ class TestQuestion:
         engine.compute(tokens(SYSTEM, 1))
         engine.reuse(SYSTEM, END)
         asked = tokens(11, 2)
-        found = engine.question(asked, END).attention(engine.layers, engine.blocks)
+        found = engine.question(asked, END).attention(engine.pool, engine.blocks)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
 
@@ -159,9 +156,9 @@ class TestQuestion:
         held = torch.ones(END, dtype=torch.bool)
         held[57:80] = False
         question = one_layer.question(tokens(11, 2), END)
-        everything = question.attention(one_layer.layers, one_layer.blocks)
+        everything = question.attention(one_layer.pool, one_layer.blocks)
         one_layer.pool.kv[one_layer.rows(57, 80)] = float("nan")
-        found = question.attention(one_layer.layers, one_layer.blocks, held)
+        found = question.attention(one_layer.pool, one_layer.blocks, held)
         assert not found[~held].any()
         # What they would have received goes to the others.
         assert (found[held] > everything[held]).all()
@@ -175,7 +172,7 @@ class TestQuestionMoved:
         one_layer.reuse(SYSTEM, END)
         asked = tokens(11, 2)
         moved = one_layer.question(asked, SYSTEM).moved(END, Rotation.of(one_layer.plain))
-        found = moved.attention(one_layer.layers, one_layer.blocks)
+        found = moved.attention(one_layer.pool, one_layer.blocks)
         torch.testing.assert_close(found, received(one_layer.eager(asked, END), END), **CLOSE)
 
     @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2"])
@@ -186,7 +183,7 @@ class TestQuestionMoved:
             engine.reuse(SYSTEM, END)
             moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
             expected = self.by_projections(engine, system, asked)
-            torch.testing.assert_close(moved.attention(engine.layers, engine.blocks), expected, **CLOSE)
+            torch.testing.assert_close(moved.attention(engine.pool, engine.blocks), expected, **CLOSE)
 
     @staticmethod
     def by_projections(engine: Engine, system: list[int], asked: list[int]) -> Tensor:
@@ -296,7 +293,7 @@ class TestScorer:
 
     def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
         rotation = Rotation.of(engine.plain)
-        return Scorer(engine.model.forward, engine.pool, rotation, "cpu", most_tokens)
+        return Scorer(engine.model.forward, engine.pool, rotation, most_tokens)
 
     def test_the_question_is_measured_behind_documents_that_all_have_kv(self, engine: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
@@ -324,7 +321,7 @@ class TestScorer:
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
         held = torch.ones(END, dtype=torch.bool)
         held[57:107] = False
-        expected = moved.attention(llama.layers, llama.blocks, held)
+        expected = moved.attention(llama.pool, llama.blocks, held)
         facts = scorer.measure("question", inputs)
         assert torch.equal(facts.attention, expected[facts.reused])
         assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
@@ -334,7 +331,7 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
-        expected = moved.attention(llama.layers, llama.blocks)
+        expected = moved.attention(llama.pool, llama.blocks)
         found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
         assert torch.equal(found, expected)
 
@@ -352,7 +349,7 @@ class TestScorer:
         assemble(llama, prompt)
         inputs = self.inputs(llama, prompt, (SYSTEM, END))
         found = self.scorer(llama, 4).attention(inputs)
-        expected = llama.question(prompt[-4:], END).attention(llama.layers, llama.blocks)
+        expected = llama.question(prompt[-4:], END).attention(llama.pool, llama.blocks)
         assert torch.equal(found, expected)
 
     def test_deviation_is_of_the_reused_tokens(self, llama: Engine) -> None:
@@ -392,8 +389,7 @@ class TestScorer:
         assemble(engine, prompt)
         for needs in ("question", "two layers"):
             self.scorer(engine).measure(needs, self.inputs(engine, prompt, (SYSTEM, END)))
-        step = pack([Piece(prompt, 0, engine.table, True)], engine.layers, "cpu")
-        logits = engine.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        logits = engine.model.forward(*pack([Piece(prompt, 0, engine.table, True)], engine.pool))
         torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -417,7 +413,7 @@ class TestAttending:
         return ScoringInput(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
 
     def scorer(self, engine: Engine) -> Scorer:
-        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain), "cpu")
+        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain))
 
     @pytest.mark.parametrize(("most_tokens", "sizes"), [(1000, [7]), (3, [3, 3, 1])])
     def test_it_is_transformers_own_mean_over_heads_and_layers(

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from ragorder.kernels.attention import PackedBatch, merge_attention, prefix_attention, sparse_attention, sparse_torch
+from ragorder.kernels.attention import PackedBatch, merge_attention, prefix_attention, sparse_attention, torch_backend
 from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.table import HEAD_DIMS, Tile
 
@@ -316,14 +316,14 @@ class TestTorch:
     @pytest.mark.parametrize("lse", [False, True])
     def test_goes_through_many_rows_in_chunks(self, lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         masks = []
-        make = sparse_torch._mask
+        make = torch_backend._range_mask
 
         def recorded(*given: Any) -> Any:
             masks.append(make(*given))
             return masks[-1]
 
-        monkeypatch.setattr(sparse_torch, "_mask", recorded)
-        monkeypatch.setattr(sparse_torch, "_SCORES", 40 * 2 * 700)
+        monkeypatch.setattr(torch_backend, "_range_mask", recorded)
+        monkeypatch.setattr(torch_backend, "_SCORES", 40 * 2 * 700)
         case = Case(heads=(2, 1), head_dim=16, tokens=(700, 300), rows=((300, 50), (0, 300)), lse=lse)
         given = inputs_of(case)
         assert difference(attend(case, given, "torch"), formula(case, given)) < 1e-5
@@ -479,8 +479,8 @@ class TestArguments:
 
 class TestTheBenchmark:
     def test_compares_rows_at_any_positions(self) -> None:
+        from ragorder.benchmarks.kernels.attention.contenders import AttentionShape
         from ragorder.benchmarks.kernels.attention.measuring import measure
-        from ragorder.benchmarks.kernels.attention.shapes import AttentionShape
 
         shape = AttentionShape(2, 9, 40, heads=4, kv_heads=2, head_dim=64, dtype="fp32", block_size=16, scattered=True)
         assert shape.positions == [3, 7, 12, 16, 21, 25, 30, 34, 39]
@@ -494,7 +494,7 @@ class TestTheBenchmark:
             assert times == []
 
     def test_refuses_more_rows_than_tokens(self) -> None:
-        from ragorder.benchmarks.kernels.attention.cells import AttentionCell
+        from ragorder.benchmarks.kernels.attention.experiment import AttentionCell
 
         with pytest.raises(ValueError, match="41 tokens cannot be scattered among 40"):
             AttentionCell(query=41, context=40, scattered=True)

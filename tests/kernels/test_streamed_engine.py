@@ -29,7 +29,7 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
-from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.models.identity import identity
 from ragorder.kernels.offload import BudgetError, Place, Residency
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.pipelining.batching import Placement, Spread

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine
-from ragorder.kernels.offload import LayerReadError, Residency, buffers
-from ragorder.kernels.offload.footprint import decoder_layers
+from ragorder.kernels.offload import LayerReadError, Residency, feeder
+from ragorder.kernels.offload.model_memory import decoder_layers
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 
 pytestmark = pytest.mark.merge
@@ -55,7 +55,7 @@ class Faults:
             return fails
 
     def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
-        preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, buffers.mmap, BlockPool._make
+        preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, feeder.mmap, BlockPool._make
         plan = scheduler_of(engine).plan
 
         def reading(*arguments: Any) -> int:
@@ -102,7 +102,7 @@ class Faults:
         choose = runner.choose
         for name, call in (("preadv", reading), ("readv", reading_kv), ("writev", writing_kv)):
             patch(os, name, call)
-        patch(buffers, "mmap", mapping)
+        patch(feeder, "mmap", mapping)
         patch(BlockPool, "_make", making)
         patch(scheduler_of(engine), "plan", planning)
         patch(runner, "choose", choosing)

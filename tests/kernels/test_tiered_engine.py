@@ -44,7 +44,7 @@ from ragorder.kernels.engine import (
     Update,
 )
 from ragorder.kernels.engine.detokenize import TextStream
-from ragorder.kernels.engine.sampling import choose
+from ragorder.kernels.engine.runner import choose
 from ragorder.kernels.paging.transfers import ThreadTransfers
 
 

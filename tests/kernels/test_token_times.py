@@ -66,7 +66,7 @@ def test_what_takes_longer_than_every_bound_is_counted(engine: TieredEngine, mon
     clock = Clock(1.0, 100.0)
     monkeypatch.setattr("ragorder.kernels.engine.sequence.perf_counter", clock)
     assert serve(engine, clock, 2) == {0: pytest.approx(100.0)}
-    assert engine.stats().tbt_counts == (*(0 for _ in TBT_BOUNDS_S), 1)
+    assert engine.stats().tbt_counts == [*(0 for _ in TBT_BOUNDS_S), 1]
 
 
 def test_a_request_that_is_aborted_has_what_it_had(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class TestSizes:
 
     def test_can_be_changed_one_by_one(self) -> None:
         unified = Budgets(1, 2, 3, unified=True)
-        assert unified.changed(host_bytes=20) == Budgets(1, 20, 3, unified=True)
+        assert replace(unified, host_bytes=20) == Budgets(1, 20, 3, unified=True)
 
     @pytest.mark.parametrize(
         ("size", "text"),

@@ -23,7 +23,7 @@ from support.waiting import eventually
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.benchmarks.ragcache.reordering.queueing import DISCIPLINES, LiveQueues, SimulatedQueues
+from ragorder.benchmarks.ragcache.reordering import DISCIPLINES, LiveQueues, SimulatedQueues
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import run_command
 from support.rings import examples
 
 faiss = pytest.importorskip("faiss")
@@ -34,12 +31,6 @@ from support.ivf import (
     tied_index,
 )
 
-from ragorder.benchmarks.hedra.staging import measuring as staging
-from ragorder.benchmarks.hedra.staging.record import StagingRecord
-from ragorder.benchmarks.hedra.staging.report import make_part
-from ragorder.cli import main
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF, staged_retrieval
 
 N = 2000
@@ -469,59 +460,3 @@ class TestImports:
     def test_importing_an_unknown_name_fails(self) -> None:
         with pytest.raises(ImportError, match="cannot import name 'StagedLSH'"):
             from ragorder.pipelining import StagedLSH  # noqa: F401
-
-
-class Scripted:
-    """A staged search whose stages are given."""
-
-    def __init__(self, *stages: list[list[int]]) -> None:
-        self.stages = stages
-
-    def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        for number, ids in enumerate(self.stages, 1):
-            yield Stage(number, len(self.stages), np.array(ids), np.zeros((len(ids), k), np.float32))
-
-
-@pytest.mark.slow
-class TestConvergence:
-    def test_is_the_share_of_questions_whose_best_no_longer_change(self) -> None:
-        staged = Scripted([[1, 2], [3, 4], [5, 6]], [[1, 9], [3, 4], [7, 6]], [[1, 2], [3, 4], [5, 6]])
-        found = staging.final_shares(staged, np.zeros((3, 1), np.float32), depths=(1, 2))
-        assert found == {1: [2 / 3, 2 / 3, 1], 2: [1 / 3, 1 / 3, 1]}
-
-    def test_depends_on_the_order_of_the_best(self) -> None:
-        staged = Scripted([[1, 2]], [[2, 1]])
-        assert staging.final_shares(staged, np.zeros((1, 1), np.float32), depths=(2,)) == {2: [0, 1]}
-
-    def test_is_shown_stage_by_stage(self) -> None:
-        facts = {"search": "IVF", "stages": 2, "questions": 1200, "final": {"1": [0.5, 1], "2": [0.25, 1]}}
-        rows = {"plain_ms": [1.0, 2.0, 3.0], "added_ms": [0.2, 0.4, 0.3]}
-        cell = {"corpus": "docs"}
-        line = StagingRecord(suite="mine", cell=cell, policy="IVF 1 equal", facts=facts, rows=rows)
-        part = make_part(Suite.unlisted("mine"), Results(Path(), records=[line]))
-        overhead, convergence = part.tables
-        assert convergence.title == "Top k final: docs, 1,200 questions"
-        assert [entry.text for entry in convergence.rows[0]] == ["IVF", "50.0 100.0", "25.0 100.0"]
-        assert [entry.text for entry in overhead.rows[0]] == ["IVF", "2", "2.000", "0.300", "0.150"]
-        assert [picture.alt for picture in part.pictures()] == [
-            "IVF 1 equal: 2.000 + 0.300 ms",
-            "IVF 1 equal: 50.0, 100.0 %",
-        ]
-
-
-@pytest.mark.slow
-class TestTheMeasurement:
-    def test_counts_stages_and_times_both_searches(self, flat: Any, queries: Any) -> None:
-        stages, rows = staging.time_stages(flat.search, StagedIVF(flat, 4, nprobe=24), queries[:20], 5)
-        assert stages == 4
-        assert len(rows["plain_ms"]) == len(rows["added_ms"]) == 20
-        assert min(rows["plain_ms"]) > 0
-
-    def test_measures_each_search_as_a_suite(self, tmp_path: Path) -> None:
-        options = ["vectors=400", "dimensions=8", "queries=3"]
-        command = ["eval", "run", "staged-search", "-o", tmp_path]
-        assert run_command(main, *command, *(word for option in options for word in ("--set", option))).exit_code == 0
-        lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-        searches = [line["facts"]["search"] for line in lines if line["type"] == "staging"]
-        assert len(searches) == 10
-        assert searches[:2] == ["IVFFlat, 10 of 80 clusters, equal", "IVFFlat, 10 of 80 clusters, geometric"]

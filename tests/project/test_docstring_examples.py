@@ -17,7 +17,7 @@ PACKAGES = (
     "ragorder",
     "ragorder.adapters.dspy",
     "ragorder.adapters.haystack",
-    "ragorder.adapters.haystack_chat",
+    "ragorder.adapters.haystack",
     "ragorder.adapters.http_client",
     "ragorder.adapters.langchain",
     "ragorder.adapters.llama_index",
@@ -80,7 +80,11 @@ def public_classes(package: str) -> Iterator[type[Any]]:
             continue
         if getattr(value, "_is_protocol", False) or not value.__module__.startswith("ragorder"):
             continue
-        if hasattr(value, "__dataclass_fields__") and not hasattr(value, "generate") and name != "Document":
+        if (
+            hasattr(value, "__dataclass_fields__")
+            and not hasattr(value, "generate")
+            and name not in ("Document", "Ordering")
+        ):
             continue
         yield value
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import click
 
 from ragorder import Orderer
-from ragorder.benchmarks.ragcache.replacement import A10G, SYSTEM_TOKENS, DocumentStream, TwoTiers
+from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G, SYSTEM_TOKENS, TwoTiers
 from ragorder.ordering import Ordering
 from ragorder.scope.batch_plan import _DryRun, _in_windows, _nearest_first, _one_by_one
 from ragorder.scope.request import OrderRequest
@@ -80,7 +81,7 @@ def _start(orderer: Orderer, request: OrderRequest[Any], permutation: list[int] 
     def start(scope: Scope) -> Ordering[Any]:
         return scope.order(request, (), None) if permutation is None else scope.start(request, permutation, None)
 
-    return orderer._enter(None, None, start)
+    return orderer._lock.run(orderer._work_in, None, None, start)
 
 
 def main(corpora: Path | None) -> None:

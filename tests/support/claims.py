@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLAIMS",
+    "KINDS",
     "ROOT",
     "Bound",
     "Claim",
@@ -45,17 +46,19 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
 
 _NUMBER = re.compile(r"(?<![\w.,])([−-]?)(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?!\w)")
+KINDS = ("measured", "simulated", "simulated with fitted costs", "simulated with guessed costs")
 _UNDECIDED = ("no difference", "not decided")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`figure` and `interval` as pages write them. `entries` are (row, column) of `table`, in the report on `suite`;
-    `where` are runs in a file of `ragorder bench --json`, instead, and `measure` a figure of theirs (a dot: within
-    another). `note` is a part of what stands below the table."""
+    """`figure` and `interval` as pages write them; `kind` is one of `KINDS`. `entries` are (row, column) of `table`, in
+    the report on `suite`; `where` are runs in a file of `ragorder bench --json`, instead, and `measure` a figure of
+    theirs (a dot: within another). `note` is a part of what stands below the table."""
 
     claim: str
     figure: str
+    kind: str
     pages: tuple[str, ...]
     data: str
     command: str
@@ -137,7 +140,8 @@ def problems(claim: Claim) -> list[str]:
         return missing
     note = any(claim.note in table.note for table in _tables(claim))
     text = " ; ".join(said or [claim.note])
-    wrong = [
+    wrong = [] if claim.kind in KINDS else [f"{claim.claim}: kind is {claim.kind!r}, give one of {KINDS}"]
+    wrong += [
         f"{claim.claim}: {value:g} is none of: {text}"
         for value, decimals in numbers(claim.words)
         if not any(rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
@@ -233,16 +237,19 @@ def page(every: Sequence[Claim]) -> str:
 
 _INTRO = """# Claims
 
-Each number of the README and the headline numbers of these pages, with the raw results that they are read from, the
-command that measures them again, and the interval. `PYTHONPATH=tests python -m support.claims` computes all {count}
-again from the committed results and names those that differ; `make test-all` does the same, and holds every number of
-the README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
+Each number of the README, then the headline numbers of these pages, with the raw results that they are read from, the
+command that measures them again, and the interval. `make claims` computes all {count} again from the committed results
+and names those that differ; `make test` holds every number of the README to this table. The source is `claims.toml`;
+`PYTHONPATH=tests python -m support.claims --write` renders it.
+
+*Measured*: with a real engine or real parts. *Simulated*: cached tokens of a simulated cache or fleet, exact for its
+model. *Fitted* or *guessed costs*: times of a simulation whose costs were fitted to a paper's figure, or guessed.
 
 Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds, or over seeds where the page
 says so: they speak of traces like these on this machine. *Not decided*, or *no difference*: the interval has zero in
 it, or 1 where one figure is divided by another.
 """
-_HEAD = ("| claim | figure | interval | raw results | command |", "|---|---|---|---|---|")
+_HEAD = ("| claim | figure | interval | how | raw results | command |", "|---|---|---|---|---|---|")
 _TESTED = """## Held by tests
 
 Bounds that a test asserts, in `make test` or, if it is slow, in `make test-all`.
@@ -254,7 +261,8 @@ def _row(claim: Claim) -> str:
     place = f"[{claim.data.removeprefix('results/')}]({claim.data}/report.md)" if claim.suite else f"`{claim.data}`"
     where = f"{place}, {claim.suite}" if claim.suite else place
     interval = "; ".join(filter(None, (claim.interval, claim.note.rstrip(".")))) or "–"
-    return f"| {claim.claim} ({_pages(claim.pages)}) | {claim.figure} | {interval} | {where} | `{claim.command}` |"
+    cells = (f"{claim.claim} ({_pages(claim.pages)})", claim.figure, interval, claim.kind, where, f"`{claim.command}`")
+    return f"| {' | '.join(cells)} |"
 
 
 def _pages(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import faiss
 import numpy as np
 
+from ragorder.benchmarks.common.vectors import clustered as around_centres
 from ragorder.pipelining import Stage
 
 D = 16
@@ -23,11 +24,7 @@ EVERY_FLAVOUR = [*MORE_FLAVOURS, "IVF24,FlatPanorama4", "IVF24,SQ4"]
 
 def clustered(count: int, seed: int, dimension: int = D, clusters: int = 60) -> Any:
     """Vectors of length 1 around centres that are the same for all seeds."""
-    centres = np.random.default_rng(0).standard_normal((clusters, dimension), np.float32)
-    rng = np.random.default_rng(seed + 1)
-    noise = rng.standard_normal((count, dimension), np.float32)
-    vectors = centres[rng.integers(clusters, size=count)] + noise
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return around_centres(count, dimension, clusters=clusters, seed=seed)
 
 
 def tied(count: int, seed: int) -> Any:

@@ -16,14 +16,8 @@ from typing import Any, NamedTuple
 import click
 
 from ragorder import Orderer
-from ragorder.benchmarks.ragcache.replacement import (
-    A10G,
-    SYSTEM_TOKENS,
-    DocumentStream,
-    SimulatedPrefill,
-    TwoTiers,
-    stream_of_trace,
-)
+from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
+from ragorder.benchmarks.ragcache.replacement.tiers import A10G, SYSTEM_TOKENS, SimulatedPrefill, TwoTiers
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import make_workload

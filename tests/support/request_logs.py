@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.adapters.doctor import Finding, examine_requests
-from ragorder.adapters.doctor.rules import all_rules
+from ragorder.adapters.doctor.rules import RULES
 
 __all__ = [
     "NAMES",
@@ -115,7 +115,7 @@ def conversations(replays: Callable[[list[dict[str, Any]]], list[dict[str, Any]]
 def examined(folder: Path, lines: Lines, **options: Any) -> dict[str, Finding]:
     """Findings of a log by their checks: complete ones, that quote nothing."""
     found = examine_requests(write_log(folder / "requests.jsonl", lines), **options)
-    assert len({each.check for each in found}) == len(found) == len(all_rules()) + 1
+    assert len({each.check for each in found}) == len(found) == len(RULES) + 1
     for each in found:
         assert each.found
         assert each.verdict == "good" or each.advice

@@ -23,9 +23,9 @@ def room_for(folder: Path, layers: int, *, tokens: int = TOKENS, requests: int =
     """Device bytes for so many layers, a step, and the KV of so many tokens."""
     from transformers import AutoConfig
 
-    from ragorder.kernels.offload import footprint
+    from ragorder.kernels.offload import ModelMemory
 
-    size = footprint(AutoConfig.from_pretrained(folder))
+    size = ModelMemory.of(AutoConfig.from_pretrained(folder))
     slot = max(size.layers) + _ALIGNMENT
     return size.outside + layers * slot + size.workspace(STEP, requests) + tokens * size.kv_token
 

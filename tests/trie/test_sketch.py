@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.trie.sketch import DIGEST_BYTES, DecayedSketch
+from ragorder.topic import DIGEST_BYTES, DecayedSketch
 
 FOREVER = 1 << 60
 
@@ -77,7 +77,7 @@ class TestCounts:
                     counts.step()
             return array(kind, values)
 
-        monkeypatch.setattr("ragorder.trie.sketch.array", interrupted)
+        monkeypatch.setattr("ragorder.topic.array", interrupted)
         counts.step()
         assert not interrupts
         assert max(counts.add(digest(name)) for name in names) <= 2 * len(names)

@@ -20,7 +20,7 @@ class TieredHolder(Holder, Protocol):
 
 
 class TieredPool(Pool):
-    """A pool that keeps a node while a tier of `mirror` has it; `nodes_by_key` has the nodes of all scopes' trees.
+    """A pool that keeps a node while a tier of `mirror` has it; `nodes_by_key` has the nodes of all scopes.
 
     A dry run (`copy`) treats the tiers as one LRU tier of `held_tokens`.
     """
@@ -47,7 +47,7 @@ class TieredPool(Pool):
         return pool
 
     def refresh(self, current: TieredHolder) -> None:
-        """Drop everything if an interrupt has left the tiers half changed."""
+        """Drop everything if an interrupt has left the tiers inconsistent."""
         if self._whole:
             return
         self.mirror.clear()
@@ -89,7 +89,6 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """See `TierMirror.evict_before`. Return the remaining blocks."""
         self._whole = False
         self._drop(self.mirror.evict_before(priorities, kept, only), current)
         self._whole = True
@@ -103,7 +102,6 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """Drop a node that no tier has and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks

@@ -8,6 +8,7 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mirror.pool import TieredPool
 from ragorder.trie.mirror.tiers import Arrival, TierPriority
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
+from ragorder.trie.residency.base import Reported
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["TieredResidency"]
@@ -16,10 +17,9 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree in the engine's tiers, by the tiers' policy.
+    """The nodes of one scope's tree in the engine's tiers.
 
-    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
-    names share keys.
+    A node's key there is a digest of its path, so it outlives the tree, as KV does. Scopes of equal names share keys.
     """
 
     pool: TieredPool
@@ -63,9 +63,9 @@ class TieredResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         path = lease.path
         super().release(lease, cached_tokens, total_tokens)
@@ -77,10 +77,9 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers only count the room of tokens after the documents, so an answer counts as recomputed."""
+        """Ignore the answer: the tiers count only the room of tokens after the documents."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Also drop everything that the tiers evict before the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
         return self.pool.evict_before(self._priorities.get(lease, ()), self, kept, only)
@@ -98,7 +97,7 @@ class TieredResidency(LRUResidency):
             self.pool.mirror.settle(lease)
         self._priorities.clear()
         for node in list(self._keys):
-            self._forget(node)
+            self._unlink(node)
 
     def _key(self, node: Node) -> int:
         if node in self._keys:
@@ -111,7 +110,6 @@ class TieredResidency(LRUResidency):
             self._drop_absent(path)
 
     def _drop_absent(self, path: Sequence[Node]) -> None:
-        """Drop nodes that were evicted while a request used them, or that did not fit into the tiers."""
         mirror = self.pool.mirror
         for node in path:
             if node.stamp and not node.leases and self._key(node) not in mirror:
@@ -123,9 +121,9 @@ class TieredResidency(LRUResidency):
         node.stamp = 0
         if node in self._keys:
             self.pool.mirror.remove(self._keys[node])
-            self._forget(node)
+            self._unlink(node)
 
-    def _forget(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> None:
         key = self._keys.pop(node)
         known = self.pool.nodes_by_key.get(key)
         if known is not None and known[1] is node:

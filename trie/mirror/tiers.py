@@ -37,8 +37,10 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit. Return the evicted nodes, children first; awaited ones only if nothing else
-        makes room."""
+        """Insert the arrivals that fit and return the evicted nodes, children first.
+
+        `awaited` nodes are evicted only if nothing else makes room.
+        """
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -59,7 +61,6 @@ class MirroredTier:
         return [held.pop(key) for key in keys]
 
     def next_victims(self, tokens: int) -> list[Hashable]:
-        """Return the first evictions that free `tokens` tokens."""
         victims: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
             victims.append(key)
@@ -69,7 +70,6 @@ class MirroredTier:
         return victims
 
     def victims_up_to(self, priority: float) -> list[Hashable]:
-        """Return the first evictions, up to `priority`."""
         victims: list[Hashable] = []
         for key in self.tier.victims():
             node = self.tier.get(key)
@@ -79,7 +79,6 @@ class MirroredTier:
         return victims
 
     def remove(self, key: Hashable) -> int:
-        """Remove a node and return its tokens."""
         self.tier.remove(key)
         return self._held.pop(key).tokens
 
@@ -89,8 +88,6 @@ class MirroredTier:
 
 
 class TierPriority(NamedTuple):
-    """The priority of a node in a tier."""
-
     tier: MirroredTier
     priority: float
 
@@ -98,9 +95,8 @@ class TierPriority(NamedTuple):
 class TierMirror:
     """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
-    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise it takes the
-    nodes evicted above, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts nodes of requests in
-    flight last, as in both.
+    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise the nodes
+    evicted above, as in the paper (RAGCache 5.1). Host memory evicts nodes of requests in flight last.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -110,7 +106,7 @@ class TierMirror:
         self._numbers = count()
         # Seconds per new token of the last request.
         self._cost = 0.0
-        self._forget_requests()
+        self._reset_requests()
 
     def __contains__(self, key: Hashable) -> bool:
         return any(key in tier for tier in self.tiers)
@@ -137,9 +133,9 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """Bring a request's path to the device, with a suffix that no other request will use, until `settle`.
+        """Bring a request's path to the device, and a private suffix until `settle`.
 
-        `expected` maps nodes to forecast uses. Return the nodes that are now in no tier.
+        Returns the nodes that no tier has any more.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
@@ -175,8 +171,10 @@ class TierMirror:
         kept: Container[Hashable] = (),
         only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge their room to other clients.
-        Return the nodes that are now in no tier."""
+        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge other clients.
+
+        Returns the nodes that no tier has any more.
+        """
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
             victims = [key for key in tier.victims_up_to(priority) if key not in kept and (only is None or key in only)]
@@ -185,8 +183,10 @@ class TierMirror:
         return self._lost(gone)
 
     def evict_tokens(self, tokens: int) -> list[Hashable]:
-        """Evict `tokens` tokens, slowest tier first, and charge their room to other clients. Return the nodes that are
-        now in no tier."""
+        """Evict `tokens` tokens, slowest tier first, and charge other clients.
+
+        Returns the nodes that no tier has any more.
+        """
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             victims = tier.next_victims(tokens)
@@ -197,7 +197,7 @@ class TierMirror:
     def clear(self) -> None:
         for tier in self.tiers:
             tier.clear()
-        self._forget_requests()
+        self._reset_requests()
 
     def _number(self) -> Hashable:
         return (next(self._numbers),)
@@ -214,7 +214,7 @@ class TierMirror:
         tier.tier.use(numbers, cost=self._cost, computed=numbers)
         return sum(each.tokens for each in others)
 
-    def _forget_requests(self) -> None:
+    def _reset_requests(self) -> None:
         host = next((tier for tier in self.tiers if tier.place is Place.HOST), None)
         # As in the engines: requests in flight protect up to half of the host memory.
         self._awaited = AwaitedNodes(0 if host is None else host.capacity_tokens // 2)

@@ -37,7 +37,6 @@ POLICIES = tuple(policies.names)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
-    """Raises ValueError if there is no policy `name`."""
     if name not in POLICIES:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
     return policies[name]()

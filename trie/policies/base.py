@@ -29,8 +29,8 @@ class TierNode:
     """A tier's record of a node; only the tier writes it.
 
     `frequency` counts uses, `misses` computations. `cost` is the mean of seconds per new token (formula 4's Cost/Size),
-    or an estimate. `expected` is the last forecast of uses, 0 without one. `priority` is as of the last use, number
-    `order`. `place` is the index in a heap, or -1.
+    `expected` the last forecast of uses. `priority` is as of the last use, number `order`. `place` is the index in a
+    heap, or -1.
     """
 
     key: Key
@@ -48,13 +48,12 @@ class TierNode:
 
 
 class ReplacementPolicy(Protocol):
-    """Priorities for one tier. The lowest leaf is evicted first; ties go to the least recently used."""
+    """Priorities for one tier: the lowest leaf is evicted first; ties go to the least recently used."""
 
-    def priority(self, node: TierNode) -> float:
-        """Return the priority of a node used or inserted now."""
+    def priority(self, node: TierNode) -> float: ...
 
     def evicted(self, node: TierNode, used: int) -> None:
-        """A node is evicted from a tier with nodes of total size `used`."""
+        """Record an eviction from a tier with nodes of total size `used`."""
 
 
 class Clocked:
@@ -80,8 +79,8 @@ _LEAST_COST = 1e-12
 class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
-    Uses are the last forecast, else the frequency. Turnovers are the evicted size over the used size, so uses decay by
-    a constant factor with each replacement of a tier, alike for any size and speed.
+    Uses are the last forecast, else the frequency. Turnovers are the evicted over the used size: uses decay by a
+    constant factor per replacement of a tier.
     """
 
     def __init__(self) -> None:
@@ -136,13 +135,7 @@ class PGDSF(Clocked):
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, cached or not, up to `room` in total; the oldest requests come first.
-
-    awaited = AwaitedNodes(room=100)
-    added = awaited.add([("system prompt", 4), ("document", 9)])
-    tier.evict(5, protected=awaited)
-    awaited.remove(added)
-    """
+    """Nodes on the paths of waiting requests, cached or not, up to `room` in total; oldest requests first."""
 
     def __init__(self, room: int) -> None:
         self._total = self._room = room
@@ -156,12 +149,11 @@ class AwaitedNodes:
         return len(self._requests)
 
     def resize(self, room: int) -> None:
-        """Change the room. Nodes already awaited stay, even beyond it."""
         self._room += room - self._total
         self._total = room
 
     def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
-        """Add a request's nodes (key, size), root first, until the room is full. Pass the result to `remove`, once."""
+        """Add nodes (key, size), root first, until the room is full; pass the result to `remove` once."""
         added = []
         for key, size in path:
             if key not in self._requests:
@@ -174,7 +166,6 @@ class AwaitedNodes:
         return tuple(added)
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Raises KeyError for a node that is not awaited."""
         for key in keys:
             self._requests[key] -= 1
             if not self._requests[key]:

@@ -14,7 +14,6 @@ from ragorder.trie.tree import Key
 __all__ = ["NO_FORECAST", "Entry", "History", "Tier"]
 
 Entry = tuple[float, int, TierNode]
-"""Priority, order of use (unique), node."""
 
 
 class _NodeHeap:
@@ -42,7 +41,7 @@ class _NodeHeap:
             self._sift(last, place)
 
     def replace(self, node: TierNode, other: TierNode) -> None:
-        """`remove` and `add` in one step, which is cheaper for nodes of similar priority."""
+        """`remove` and `add` in one step, cheaper for similar priorities."""
         place, node.place = node.place, -1
         self._sift((other.priority, other.order, other), place)
 
@@ -86,9 +85,9 @@ class _NodeHeap:
 
 
 class History:
-    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", in uses.
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier (the paper's "time window").
 
-    Takes about 0.4 KB per node. Raises ValueError if `max_nodes` is negative.
+    Takes about 0.4 KB per node.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -138,7 +137,6 @@ class Tier:
         tier.evict(5)  # ["document"]
 
     Keys are hashable and not None; parents may be absent. Without a history, insert a request's nodes before `use`.
-    Calls take O(log n) per node. Raises ValueError for another tier's history.
     """
 
     def __init__(self, policy: ReplacementPolicy, history: History | None = None) -> None:
@@ -175,8 +173,8 @@ class Tier:
     ) -> None:
         """Count a request along `path`, root first; absent nodes are counted in the history.
 
-        It computed the nodes in `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
-        computed. `expected` maps nodes to forecast uses. Raises ValueError for a negative or infinite cost.
+        It computed the nodes in `computed` at `cost` seconds per new token (formula 4). `expected` maps nodes to
+        forecast uses.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -192,10 +190,7 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """`known` is another tier's record, used if it has counted more uses.
-
-        Raises ValueError for a present node, a node that is its own parent, or a negative size.
-        """
+        """Insert a node; `known` is another tier's record, used if it has counted more uses."""
         if key in self._nodes:
             raise ValueError("the node is in this tier already")
         if key == parent:
@@ -223,17 +218,15 @@ class Tier:
         self._change_candidates(holder, node)
 
     def remove(self, key: Key) -> None:
-        """Remove a node, pinned or not; its children stay. Raises KeyError if absent."""
         self._take_out(self._nodes[key])
 
     def pin(self, key: Key) -> None:
-        """Protect a node until each `pin` has its `unpin`. Raises KeyError if absent."""
+        """Protect a node until each `pin` has its `unpin`."""
         node = self._nodes[key]
         node.pins += 1
         self._change_candidates(node, None)
 
     def unpin(self, key: Key) -> None:
-        """Raises KeyError if absent, ValueError if not pinned."""
         node = self._nodes[key]
         if not node.pins:
             raise ValueError("the node is not pinned")
@@ -241,7 +234,7 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Free `size`. Return the evicted keys, children first, or None (evicting nothing) if that is impossible."""
+        """Free `size` and return the evicted keys, children first, or None (evicting nothing) if impossible."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:

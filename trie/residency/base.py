@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
-__all__ = ["Lease", "Loads", "Place", "Places", "RequestedDocuments", "Residency", "TokenIds"]
+__all__ = ["Lease", "Loads", "Place", "Places", "Reported", "RequestedDocuments", "Residency", "TokenIds"]
 
 
+Reported = float | None
+"""Tokens that an engine reported, if it did."""
+
+
+@dataclass(slots=True, eq=False)
 class Lease:
     """A request in flight since `stamp`.
 
-    At its start the engine held `cached_documents` and `cached_tokens` (including the system prompt) of its `path`.
-    After the documents it fills `suffix_blocks` blocks and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
+    At its start the engine held `cached_documents` and `cached_tokens` (with the system prompt) of its `path`. After
+    the documents it fills `suffix_blocks` blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the last
     use of the last cached node (0: in use).
     """
 
-    __slots__ = (
-        "cached_documents",
-        "cached_tokens",
-        "open",
-        "partial_blocks",
-        "path",
-        "previous_stamp",
-        "stamp",
-        "suffix_blocks",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        path: Sequence[Node],
-        stamp: int,
-        suffix_blocks: int,
-        partial_blocks: int,
-        cached_documents: int,
-        cached_tokens: int,
-        previous_stamp: int,
-    ) -> None:
-        self.path = path
-        self.stamp = stamp
-        self.suffix_blocks = suffix_blocks
-        self.partial_blocks = partial_blocks
-        self.cached_documents = cached_documents
-        self.cached_tokens = cached_tokens
-        self.previous_stamp = previous_stamp
-        self.open = True
-        self.turn: TurnEnd | None = None
+    path: Sequence[Node]
+    stamp: int
+    suffix_blocks: int
+    partial_blocks: int
+    cached_documents: int
+    cached_tokens: int
+    previous_stamp: int
+    open: bool = True
+    turn: TurnEnd | None = None
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
-        return Lease(
-            [copies[node] for node in self.path],
-            self.stamp,
-            self.suffix_blocks,
-            self.partial_blocks,
-            self.cached_documents,
-            self.cached_tokens,
-            self.previous_stamp,
-        )
+        return replace(self, path=[copies[node] for node in self.path], open=True, turn=None)
 
 
 class Residency(Protocol):
@@ -70,24 +46,20 @@ class Residency(Protocol):
     Every lease ends with one `release` or `cancel`; a lost one counts as served when its room is needed.
     """
 
-    def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply the engine's news, and look for the requested documents in its cache. Called before each search."""
+    def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """Start a request with `suffix_tokens` (question and answer) after its documents. Its blocks count as held at
-        once."""
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease: ...
 
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         """End a served request, with the token counts that the engine reported."""
 
-    def cancel(self, lease: Lease) -> None:
-        """End a failed request: blocks that only it would have computed are not held."""
+    def cancel(self, lease: Lease) -> None: ...
 
 
 class Place(IntEnum):
@@ -113,4 +85,4 @@ class Places(Protocol):
         """Return the loads of the node's held blocks."""
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
-        """Put the path of a new lease's request on the device. Without room the lease has ended already."""
+        """Put a new request's path on the device; without room, the lease has ended already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +37,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
-    """Return the content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
+    """Return the content of the block with these tokens after `parent`; raise as `pack_tokens` does."""
     return _digest(parent, pack_tokens(token_ids))
 
 
@@ -48,19 +49,15 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
 
 
+@dataclass(slots=True, eq=False)
 class PathContents:
-    """Contents of the `blocks` that a path's last part fills, of the `last` complete block, and packed tokens after it,
-    `rest`."""
+    """Contents of a path's last part: its `blocks`, the `last` complete block, and packed tokens after it."""
 
-    __slots__ = ("blocks", "last", "rest")
-
-    def __init__(self, last: Content = b"", blocks: tuple[Content, ...] = (), rest: bytes = b"") -> None:
-        self.blocks = blocks
-        self.last = last
-        self.rest = rest
+    last: Content = b""
+    blocks: tuple[Content, ...] = ()
+    rest: bytes = b""
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """Return the content of the first block that these tokens complete after the path, or None."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -86,7 +83,7 @@ class EngineBlocks:
         blocks.store(["hash"], None, range(16))
 
     `generation` changes if blocks may have been evicted without events, `epoch` with the engine. At most `max_blocks`
-    are recorded, held or not: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
+    are recorded: choose a multiple of the engine's capacity. `orphans` counts blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -109,13 +106,11 @@ class EngineBlocks:
         return content in self._held
 
     def place(self, content: Content) -> Place:
-        """Return the fastest medium that is a `Place`; the default is the device."""
         held = self._held.get(content)
         media = held.media if held is not None else ()
         return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """Set the block's only watcher."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -130,10 +125,10 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """Record consecutive blocks after the block `parent` (None means the start of a prompt).
+        """Record consecutive blocks after the block `parent` (None: the start of a prompt).
 
-        `extra_keys`: each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
-        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for an invalid token id.
+        `extra_keys` are each block's hash inputs besides tokens. A block is held while any `medium` (tier) holds it.
+        Raises ValueError if the tokens do not fill the blocks.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -160,10 +155,9 @@ class EngineBlocks:
                     self._drop(known)
                 self._contents[block_hash] = content
                 self._hold(content, block_hash, medium)
-            self._forget_oldest()
+            self._drop_oldest()
 
     def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
-        """Record blocks that a tier stored, by hash. Return the number of unknown ones."""
         with self._lock:
             known = [block_hash for block_hash in hashes if block_hash in self._contents]
             for block_hash in known:
@@ -172,7 +166,6 @@ class EngineBlocks:
         return len(hashes) - len(known)
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """Record blocks that a tier evicted. Unknown ones are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)
@@ -198,14 +191,13 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """Return an empty object for `replace`, with the known hashes of the same engine."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:
                 successor._contents.update(self._contents)
         return successor
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         while len(self._contents) > self.max_blocks:
             oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)
@@ -221,13 +213,13 @@ class EngineBlocks:
         media = held.media if held is not None else ()
         self._held[content] = _Held(block_hash, media if medium in media else (*media, medium))
         if held is None:
-            self._tell(content)
+            self._notify(content)
 
     def _drop(self, content: Content) -> None:
         if self._held.pop(content, None) is not None:
-            self._tell(content)
+            self._notify(content)
 
-    def _tell(self, content: Content) -> None:
+    def _notify(self, content: Content) -> None:
         watcher = self._watchers.get(content)
         if watcher is not None:
             watcher.changed[content] = None

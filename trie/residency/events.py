@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, Loads, Place, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Loads, Place, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lru import LRUResidency
@@ -18,7 +18,7 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """Ranks of consecutive documents and their contents. The engine holds all but the last completely."""
+    """Ranks of consecutive documents and their contents; the engine holds all but the last completely."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -34,8 +34,7 @@ def discover(
     """Yield paths of the request's documents that the engine holds but the tree does not.
 
     `known` has the contents of the tree's nodes, `taken` their blocks. Each document's first block after a path is
-    looked up, at most `_BUDGET` times, depth first in rank order. With the scope's own prefix and salt, another
-    tenant's blocks cannot be found.
+    looked up, at most `_BUDGET` times.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -82,8 +81,7 @@ def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
 class EventsResidency(LRUResidency):
     """The nodes of one scope's tree that the engine holds, identified by the contents of its blocks.
 
-    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Without tokens a document
-    uses the mirror alone.
+    `prefix_ids` are the tokens before the documents. Documents without tokens use the mirror alone.
     """
 
     pool: FollowedPool
@@ -135,9 +133,9 @@ class EventsResidency(LRUResidency):
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         evicted_blocks = self.pool.evicted_blocks
         super().release(lease, cached_tokens, total_tokens)
@@ -176,7 +174,6 @@ class EventsResidency(LRUResidency):
         """Do nothing: events report where blocks are."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Correct only requests without events, since events are exact."""
         if any(node in self._contents and self._held_blocks(node) for node in lease.path):
             return None
         return super().correct(lease, alone=alone)
@@ -184,14 +181,14 @@ class EventsResidency(LRUResidency):
     def close(self) -> None:
         super().close()
         for node in list(self._contents):
-            self._forget(node)
+            self._unlink(node)
 
     def _learn(self, node: Node, contents: PathContents) -> None:
         self._contents[node] = contents
         for content in contents.blocks:
             self.pool.watch(self, node, content)
 
-    def _forget(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> None:
         self.pool.doomed.pop(node, None)
         if node in self._contents:
             for content in self._contents.pop(node).blocks:
@@ -234,7 +231,7 @@ class EventsResidency(LRUResidency):
         return count
 
     def _follows_held(self, node: Node) -> bool:
-        """Return whether nothing before the node is missing. A doomed parent without own blocks does not count."""
+        """Return whether nothing before the node is missing; a doomed parent without blocks is ignored."""
         parent = node.parent
         return parent is None or not (parent.missing or parent in self.pool.doomed)
 
@@ -254,7 +251,6 @@ class EventsResidency(LRUResidency):
                 self.pool.append(UseEntry(self, node, node.stamp, 0))
 
     def _evict(self, node: Node) -> None:
-        """Evict a node in the mirror; events confirm it once the engine has begun the request."""
         pool = self.pool
         nodes = pool.nodes - self.counted_nodes + self.tree.size
         if nodes <= pool.max_nodes and (node.children or (node in self._contents and self._held_blocks(node))):
@@ -302,7 +298,7 @@ class EventsResidency(LRUResidency):
         # The root stays.
         if node.parent is None:
             return
-        self._forget(node)
+        self._unlink(node)
         self.tree.remove(node)
         # Several log entries may lead to a node that was restored.
         node.stamp = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
@@ -20,8 +20,7 @@ class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
     Engines evict in order of use: if a block was evicted, so was everything used before it. Differences below a block
-    are ignored, and with estimated lengths all but clear ones. Residencies of different orders of the same requests may
-    share `lengths`.
+    are ignored, and with estimated lengths all but clear ones.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -70,9 +69,9 @@ class FeedbackResidency:
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         if lease.open:
             if prompt_tokens is not None and (lease.turn is None or lease.turn.opens):
@@ -83,7 +82,6 @@ class FeedbackResidency:
         self.mirror.release(lease, None, total_tokens)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """Learn from the length of a whole prompt whose documents have `documents_tokens`."""
         if self._learns and 0 <= prompt_tokens < _MAX_TOKENS:
             self.lengths.learn_prompt(documents_tokens, prompt_tokens)
 
@@ -118,12 +116,10 @@ class FeedbackResidency:
 
 
 def _ends_in_documents(lease: Lease) -> bool:
-    """Return whether the cached prefix ends with a document, except the last one, without a history before it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
-    """Return the end, in tokens, of the prompt whose answer ends the history, or infinity without a history."""
     return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

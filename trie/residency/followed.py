@@ -23,11 +23,9 @@ class Follower(Holder, Protocol):
     def resynchronise(self) -> None:
         """Look all blocks up again, since some may have been evicted without events."""
 
-    def in_doubt(self, node: Node) -> bool:
-        """Return whether the engine may still hold blocks that the mirror has evicted."""
+    def in_doubt(self, node: Node) -> bool: ...
 
-    def reconsider(self, node: Node) -> None:
-        """Restore the blocks of a node that the engine still holds after its evictions."""
+    def reconsider(self, node: Node) -> None: ...
 
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
@@ -82,7 +80,6 @@ class FollowedPool(Pool):
             self.blocks.unwatch(content, self)
 
     def follow(self, current: Holder) -> None:
-        """Apply the engine's news to all trees. `current` is being changed."""
         if self._generation != self.blocks.generation:
             self._resynchronise(current)
         changed = self.changed
@@ -112,7 +109,6 @@ class FollowedPool(Pool):
         self._unsettled.clear()
 
     def expect_events(self, lease: Lease, marker: Content | None, current: Holder) -> None:
-        """Keep evictions for a request in doubt until the engine holds `marker`, or the request has ended."""
         displaced = [(holder, node) for holder, node in self.displaced if not holder.closed and holder.in_doubt(node)]
         if displaced:
             self.pending.append(_Pending(lease, marker, displaced))

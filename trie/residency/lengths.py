@@ -1,10 +1,10 @@
 """Prompt lengths learned from the engine's reports.
 
-- Prefix: with `x` tokens of documents held whole, and nothing of the next document, the engine reuses `cached =
-  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where
-  more than half of the latest intervals meet. With estimated lengths only `x = 0` counts.
-- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x`, or the least-squares slope of
-  prompt tokens over estimated document tokens, with the smaller standard error.
+- Prefix: with `x` tokens of whole documents held, the engine reuses `cached = floor((prefix + x) / block) * block`
+tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where more than half of the latest intervals
+meet. With estimated lengths only `x = 0` counts.
+- Tokens per estimated token: the median of `(cached - prefix) / x`, or the least-squares slope of prompt tokens over
+estimated document tokens, with the smaller standard error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _RATIOS = (0.2, 8.0)
 class LearnedLengths:
     """Learned lengths of one engine's prompts.
 
-    `ratio`: tokens per estimated token. `losses` counts evictions by other clients; the last left `kept_blocks` of the
-    pool.
+    `ratio` is tokens per estimated token. `losses` counts evictions by other clients; the last left `kept_blocks`.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,7 @@ class LearnedLengths:
 class ScopeLengths:
     """Learned lengths of one scope's prompts.
 
-    `prefix_tokens` is None while reports agree with the settings. `version` changes with it and with the `engine`'s
-    lengths.
+    `prefix_tokens` is None while reports agree with the settings. `version` changes with any length.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -105,8 +103,6 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """Learn from `cached_tokens` reused when `held_tokens` of documents were held after a prefix of
-        `prefix_tokens`."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragorder.trie.histories import AnswerKey, TurnEnd
-from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -38,7 +38,7 @@ class LRUResidency:
         return mirror
 
     def close(self) -> None:
-        self.pool.forget(self)
+        self.pool.detach(self)
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
@@ -77,9 +77,9 @@ class LRUResidency:
     def release(
         self,
         lease: Lease,
-        cached_tokens: float | None = None,
-        total_tokens: float | None = None,
-        prompt_tokens: float | None = None,
+        cached_tokens: Reported = None,
+        total_tokens: Reported = None,
+        prompt_tokens: Reported = None,
     ) -> None:
         if not lease.open:
             return
@@ -112,7 +112,7 @@ class LRUResidency:
             pool.make_room(self)
 
     def _count_answer(self, lease: Lease, total_tokens: float) -> None:
-        """Count the reported tokens without the last token of the answer, whose KV is never computed."""
+        """Count the reported tokens without the answer's last token, whose KV is never computed."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
         kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size
@@ -153,17 +153,20 @@ class LRUResidency:
         for node in path:
             node.leases -= 1
             node.stamp = stamp
+        self.pool.append(UseEntry(self, self._withdraw(path), stamp, 0))
+        self.pool.count(self)
+        lease.path = ()
+
+    def _withdraw(self, path: Sequence[Node]) -> Node:
+        """Drop what only a failed request would have filled, and return the last node that stays."""
         kept = len(path)
         while kept > 1 and self._take_back(path[kept - 1]):
             kept -= 1
         if kept == 1:
             self._take_back(path[0])
-        self.pool.append(UseEntry(self, path[kept - 1], stamp, 0))
-        self.pool.count(self)
-        lease.path = ()
+        return path[kept - 1]
 
     def holds(self, node: Node) -> bool:
-        """Return whether the engine holds the node, or a request in flight fills it."""
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
@@ -212,7 +215,6 @@ class LRUResidency:
             pool.count(self)
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
-        """Keep only the first `kept_blocks` of an unused node, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
             self._mark_missing(each, each.blocks - each.missing)
@@ -225,7 +227,6 @@ class LRUResidency:
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as missing. Remove a leaf without held blocks."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -253,7 +254,6 @@ class LRUResidency:
         root.missing = root.blocks
 
     def evict(self, use: UseEntry, blocks: int) -> bool:
-        """Evict at most `blocks` last used by `use`. Return False if none are left."""
         node = use.skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count, takewhile
 from sys import maxsize
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -41,19 +42,17 @@ class Holder(Protocol):
     def cancel(self, lease: Lease) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class UseEntry:
     """A served request in the log: its deepest node, and its held blocks after that.
 
-    Without `holder` the blocks are other clients' or dropped scopes'.
+    Without `holder` the blocks belong to other clients or dropped scopes.
     """
 
-    __slots__ = ("holder", "node", "stamp", "suffix_blocks")
-
-    def __init__(self, holder: Holder | None, node: Node, stamp: int, suffix_blocks: int) -> None:
-        self.holder = holder
-        self.node = node
-        self.stamp = stamp
-        self.suffix_blocks = suffix_blocks
+    holder: Holder | None
+    node: Node
+    stamp: int
+    suffix_blocks: int
 
     def skip_evicted(self) -> Node:
         node = self.node
@@ -84,11 +83,8 @@ class Pool:
         pool = Pool(262_144, block_size=16)
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
-    `capacity_tokens`: None means unlimited. `max_nodes` bounds all trees together. Requests in flight keep their
-    blocks. With `partial_blocks_first` (vLLM 0.32) partly filled blocks are evicted first.
-
-    The order of use is a log of served requests; entries older than their node's stamp are skipped. Stamps are unique
-    over all trees.
+    `max_nodes` bounds all trees together. Requests in flight keep their blocks. With `partial_blocks_first` (vLLM 0.32)
+    partly filled blocks are evicted first. Entries of the `log` older than their node's stamp are skipped.
     """
 
     def __init__(
@@ -116,7 +112,6 @@ class Pool:
         self._log_limit = 1024
 
     def copy(self, holder: Holder, copy: Holder, copies: Mapping[Node, Node]) -> Pool:
-        """Return a pool for the copy of a holder; `copies` maps its nodes to their copies."""
         pool = Pool(None, 1, self.max_nodes, self.partial_blocks_first)
         pool.clock = self.clock
         for use in self.log:
@@ -139,14 +134,12 @@ class Pool:
 
     @property
     def held_since(self) -> int:
-        """A stamp: entries last used before it are evicted. 0 while nothing has been evicted."""
         if not self.evicted_blocks or not self.log:
             return 0
         # The log has the ends of requests; other requests began before these.
         return self.log[0].stamp - 2 * len(self.in_flight)
 
     def begin(self, holder: Holder, lease: Lease) -> None:
-        """Record a request in flight, which its holder has counted already."""
         self.count(holder)
         in_flight = self.in_flight
         in_flight.append((holder, lease))
@@ -175,7 +168,6 @@ class Pool:
         holder.counted_blocks, holder.counted_nodes = blocks, nodes
 
     def make_room(self, current: Holder, lease: Lease | None = None) -> None:
-        """Evict until the bounds hold. `current`, which is being changed for `lease`, is not whole."""
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.nodes > self.max_nodes:
             if self.log:
                 self._evict_oldest(excess if excess > 0 else maxsize, current)
@@ -183,7 +175,6 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served, without the rest of its answer. Return False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
@@ -198,12 +189,12 @@ class Pool:
     def change(
         self, holder: Holder, current: Holder, work: Callable[[*Arguments], T], *arguments: *Arguments
     ) -> T | None:
-        """Do work on a holder, and count its changes.
+        """Do work on a holder and count its changes, or return None if it is closed.
 
-        A damaged holder is dropped first, unless it is `current`. Returns None for a closed one.
+        A damaged holder is dropped first, unless it is `current`.
         """
         if not holder.whole and not holder.closed and holder is not current:
-            self.forget(holder)
+            self.detach(holder)
         if holder.closed:
             return None
         whole, holder.whole = holder.whole, False
@@ -213,8 +204,10 @@ class Pool:
         return result
 
     def lose(self, stamp: int, current: Holder, *, alone: bool = False) -> int:
-        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge it to other clients.
-        Return the remaining blocks."""
+        """Evict everything last used up to `stamp` (only `current`'s, if `alone`), and charge other clients.
+
+        Returns the remaining blocks.
+        """
         used_blocks = self.used_blocks
         if alone:
             for use in takewhile(lambda use: use.stamp <= stamp, self.log):
@@ -229,14 +222,12 @@ class Pool:
         return kept_blocks
 
     def shrink_to(self, blocks: int, current: Holder) -> None:
-        """Evict all but `blocks`, and charge them to other clients."""
         used_blocks = self.used_blocks
         while self.log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks, current)
         self._charge_others(used_blocks - self.used_blocks)
 
-    def forget(self, holder: Holder) -> None:
-        """Drop a holder. The engine keeps its blocks, as the oldest, until their room is needed."""
+    def detach(self, holder: Holder) -> None:
         if holder.closed:
             return
         holder.closed = True
@@ -288,12 +279,10 @@ class Pool:
         return not left
 
     def check_emptied(self, holder: Holder) -> None:
-        """Record a holder if another scope's request has evicted all its blocks."""
         if not (holder.used_blocks or holder.tree.size or holder.tree.root.leases):
             self.emptied.append(holder)
 
     def _overflow(self, current: Holder) -> bool:
-        """Handle requests in flight that alone exceed the bounds. Return whether something changed."""
         return self.finish_oldest(current)
 
 

@@ -1,21 +1,176 @@
-"""Requests to simulated clouds: the suites of kind "clouds"."""
+"""Costs at clouds that cache prompts, by order and marks (simulated)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
+from typing import Any, ClassVar, Literal
 
-from ragorder.benchmarks.chats.clouds.chats import CHATS
-from ragorder.benchmarks.chats.clouds.measuring import serve
-from ragorder.benchmarks.chats.clouds.policies import POLICIES
-from ragorder.benchmarks.chats.clouds.record import CloudsCell, CloudsRecord
-from ragorder.benchmarks.chats.clouds.talking import serve_conversations, talks
+from pydantic import Field
+
+from ragorder.benchmarks.chats.clouds.policies import CHATS, POLICIES
+from ragorder.benchmarks.chats.clouds.serving import serve, serve_conversations, talks
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
+from ragorder.eval.report.tables import Entry, Tone
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.cells import SuiteCell, SuiteError
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Clouds"]
+__all__ = ["WINDOW", "Clouds", "CloudsCell", "CloudsRecord"]
+
+WINDOW = 1000
+"""Requests over which the worst cost is taken."""
+
+
+class CloudsCell(SuiteCell):
+    """Requests of a workload to `model` of `provider`, each `gap_s` after the one before on average, at random times.
+
+    A prompt is a system prompt, documents and a question of the given tokens; the answer's first token comes after
+    `first_token_s`, its last one after `answer_s`. The workload "conversations" has conversations of `turns` turns,
+    whose next question comes `pause_s` after an answer on average.
+    """
+
+    workload: str
+    provider: Literal["anthropic", "bedrock", "deepseek", "openai"] = "anthropic"
+    model: str = "claude-opus-5"
+    ttl: str | None = None
+    gap_s: float = Field(2.0, gt=0)
+    requests: int = Field(1500, ge=1)
+    system_tokens: int = Field(600, ge=1)
+    document_tokens: int = Field(600, ge=16)
+    question_tokens: int = Field(60, ge=16)
+    first_token_s: float = Field(1.0, ge=0)
+    answer_s: float = Field(5.0, ge=0)
+    turns: int = Field(6, ge=1)
+    pause_s: float = Field(60.0, gt=0)
+
+    @property
+    def converses(self) -> bool:
+        return self.workload == "conversations"
+
+
+class CloudsRecord(Record):
+    """`rows` of each request: `prompt_tokens`, of these `cached_tokens` and `written_tokens`, and `predicted_tokens` to
+    be cached (-1: nothing was predicted). Facts: prices to `write` and to `read`, in multiples of the plain input
+    price."""
+
+    called: ClassVar[str] = "a run at a cloud"
+    is_run: ClassVar[bool] = False
+    facts_needed: ClassVar[tuple[str, ...]] = ("write", "read")
+
+    columns_of_all = ("prompt_tokens", "cached_tokens", "written_tokens", "predicted_tokens")
+
+    type: Literal["clouds"] = "clouds"
+
+    @property
+    def cost(self) -> float:
+        """In multiples of what the prompts cost without a cache."""
+        return self.cost_of(self)
+
+    def cost_of(self, other: CloudsRecord) -> float:
+        """In multiples of what another run's prompts cost without a cache."""
+        return float(sum(self._costs()) / max(1, sum(other.rows["prompt_tokens"])))
+
+    @property
+    def worst(self) -> float:
+        """The same over the worst `WINDOW` consecutive requests, or over all if they are fewer."""
+        costs, plain = self._costs(), self.rows["prompt_tokens"]
+        size = min(WINDOW, len(plain))
+        cost, tokens = sum(costs[:size]), sum(plain[:size])
+        worst = float(cost / max(1, tokens))
+        for last in range(size, len(plain)):
+            cost += costs[last] - costs[last - size]
+            tokens += plain[last] - plain[last - size]
+            worst = max(worst, cost / max(1, tokens))
+        return worst
+
+    def share(self, column: str) -> float:
+        """Of the prompt tokens."""
+        return float(sum(self.rows[column]) / max(1, sum(self.rows["prompt_tokens"])))
+
+    @property
+    def exact(self) -> float | None:
+        """Share of the predictions that are right to the token, in conversations to one for each turn, whose template
+        has some; None without predictions."""
+        pairs = zip(self.rows["cached_tokens"], self.rows["predicted_tokens"], strict=True)
+        most = CloudsCell.model_validate(self.cell).turns if self.cell.get("workload") == "conversations" else 0
+        right = [abs(cached - predicted) <= most for cached, predicted in pairs if predicted >= 0]
+        return sum(right) / len(right) if right else None
+
+    def _costs(self) -> list[float]:
+        write, read = self.facts["write"], self.facts["read"]
+        columns = (self.rows[name] for name in ("prompt_tokens", "cached_tokens", "written_tokens"))
+        return [
+            prompt + (read - 1) * cached + (write - 1) * written
+            for prompt, cached, written in zip(*columns, strict=True)
+        ]
+
+
+_OURS = "ragorder"
+_APPENDS = "automatic"
+_MOST = 103.0
+
+_CHAT_WORDS: Mapping[str, str] = {
+    "automatic": "appended as retrieved, the provider's automatic mark",
+    "system prompt": "appended, a mark behind the system prompt (ContextPilot's adapters)",
+    "sorted by id, four": "appended sorted by id, four marks",
+    _OURS: "ragorder's turns for the cloud",
+}
+
+_WORDS: Mapping[str, str] = {
+    "automatic": "as retrieved, the provider's automatic mark",
+    "system prompt": "any order, a mark behind the system prompt (ContextPilot's adapters)",
+    "end": "as retrieved, marks behind system prompt and documents",
+    "sorted by id, four": "sorted by id, four marks",
+    "engine order, end": "ordered as for an engine, marks behind system prompt and documents",
+    "engine order, four": "ordered as for an engine, four marks",
+    _OURS: "ragorder for the cloud",
+}
+
+
+def _title(block: Block) -> str:
+    cell: CloudsCell = block.cell
+    ttl = f" ({cell.ttl})" if cell.ttl is not None else ""
+    shown = f"{cell.workload}: {cell.model}{ttl}, a request every {cell.gap_s:g} s"
+    return f"{shown}, {cell.turns} turns {cell.pause_s:g} s apart" if cell.converses else shown
+
+
+def _bill(row: Row) -> str:
+    """Named documents make prompts shorter."""
+    appended = row.group.policies.get(_APPENDS, {})
+    costs = [run.cost_of(appended[run.seed]) for run in row.runs if run.seed in appended]
+    return format_number(100 * fmean(costs) if costs else None)
+
+
+def _worst(row: Row) -> Entry:
+    worst = max(100 * run.worst for run in row.runs)
+    tone: Tone = ("good" if worst <= _MOST else "bad") if row.policy == _OURS else ""
+    return Entry(format_number(worst), tone=tone)
+
+
+def _columns(block: Block) -> list[Column]:
+    converses = block.cell.converses
+    return [
+        policy_column("order and marks", _CHAT_WORDS if converses else _WORDS),
+        figure("cost, %", lambda run: run.cost, scale=100, spread=True),
+        *([Column("of what appending costs without a cache, %", _bill)] if converses else []),
+        Column(f"worst {WINDOW:,} requests, %", _worst),
+        figure("read, %", lambda run: run.share("cached_tokens"), scale=100),
+        figure("written, %", lambda run: run.share("written_tokens"), scale=100),
+        figure("predicted, %", lambda run: run.exact, scale=100),
+    ]
+
+
+def _note(block: Block) -> str:
+    requests = max(len(run.rows["prompt_tokens"]) for run in block.runs)
+    return (
+        f"Of what the prompts cost without a cache. Mean of {block.seeds} seeds (in brackets their range), "
+        f"{requests:,} requests each. Predicted: requests of which the cached tokens were predicted exactly"
+        f"{' (to a token a turn)' if block.cell.converses else ''}."
+    )
 
 
 class Clouds(Experiment):
@@ -23,6 +178,8 @@ class Clouds(Experiment):
     record = CloudsRecord
     cell = CloudsCell
     policies: ClassVar[Any] = tuple(POLICIES)
+    simulated = True
+    tables: ClassVar[Any] = [TableForm(_title, _columns, _note)]
 
     @classmethod
     def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
@@ -34,8 +191,6 @@ class Clouds(Experiment):
             yield cell
 
     def obstacle(self, suite: Suite, cell: CloudsCell, policy: str) -> str | None:
-        if self.options.engine != "sim":
-            return "clouds are simulated: run it without --engine"
         if cell.converses and policy not in CHATS:
             return f"conversations are sent by {', '.join(CHATS)}"
         return super().obstacle(suite, cell, policy)

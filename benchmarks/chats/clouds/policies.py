@@ -1,15 +1,51 @@
-"""Policies: the order of a request's documents, and where its marks stand."""
+"""Requests and conversations as a policy sends them to a cloud."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
-from ragorder.clouds import CacheRules, PromptParts, read_cloud_usage
+from ragorder import Document, Orderer, Ordering, PromptBuilder, Turn
+from ragorder.clouds import CacheRules, PromptParts, anthropic_content, openai_content, read_cloud_usage
 
-__all__ = ["POLICIES", "CloudPolicy"]
+if TYPE_CHECKING:
+    from ragorder.benchmarks.chats.clouds.experiment import CloudsCell
+
+__all__ = [
+    "CHATS",
+    "POLICIES",
+    "CloudChat",
+    "make_builder",
+    "make_document",
+    "make_orderer",
+    "make_question",
+    "make_text",
+]
+
+_CHARACTERS = 4
+_ROLES = ("user", "assistant")
+
+
+def make_builder(cell: CloudsCell) -> PromptBuilder:
+    """The system prompt and the blank line after it have the cell's tokens."""
+    return PromptBuilder("s" * (_CHARACTERS * cell.system_tokens - 2))
+
+
+def make_document(number: int, tokens: int) -> Document:
+    """A text that takes `tokens` with its header and the blank line after it."""
+    id = f"d{number:06}"
+    length = _CHARACTERS * tokens - len(f"[{id}]\n\n\n")
+    return Document(id, (f"{number} " * length)[:length].replace(" ", "-"))
+
+
+def make_question(number: int, tokens: int) -> str:
+    length = _CHARACTERS * tokens - len("Question: ")
+    return f"{number:06}".ljust(length, "?")[:length]
+
+
+def make_text(number: int, tokens: int) -> str:
+    return f"{number:06}".ljust(_CHARACTERS * tokens, ".")
 
 
 class CloudPolicy(ABC):
@@ -50,7 +86,7 @@ class FixedMarks(CloudPolicy):
 
     @abstractmethod
     def marks(self, documents: int) -> Sequence[int] | None:
-        """None: the provider sets one by itself, behind the question."""
+        """Return the places of marks, or None if the provider sets one by itself, after the question."""
 
 
 class Automatic(FixedMarks):
@@ -143,4 +179,126 @@ POLICIES: Mapping[str, type[CloudPolicy]] = {
     "engine order, end": EngineOrderEnd,
     "engine order, four": EngineOrder,
     "ragorder": ForCloud,
+}
+
+
+def make_orderer(rules: CacheRules, builder: PromptBuilder, clock: Callable[[], float], suffix_tokens: int) -> Orderer:
+    """`Orderer.for_cloud`, for all conversations of a run."""
+    return Orderer.for_cloud(rules=rules, builder=builder, clock=clock, suffix_tokens=suffix_tokens, strict=True)
+
+
+class CloudChat(ABC):
+    """A conversation, as an application keeps it: texts of messages, or of their parts."""
+
+    def __init__(self, rules: CacheRules, builder: PromptBuilder, orderer: Orderer) -> None:
+        self.rules = rules
+        self.builder = builder
+        self.orderer = orderer
+        self.additive = rules.usage is not None and rules.usage.additive
+        self.predicted_tokens = -1
+
+    @abstractmethod
+    def ask(self, question: str, documents: Sequence[Document]) -> dict[str, Any]:
+        """The body to send."""
+
+    def readable(self) -> None:  # noqa: B027
+        """The answer's first token is there."""
+
+    @abstractmethod
+    def answered(self, text: str, usage: Mapping[str, Any]) -> None: ...
+
+
+class PartsChat(CloudChat):
+    """Each turn's documents in a message of its own, the history replayed: a part for each document."""
+
+    def __init__(self, rules: CacheRules, builder: PromptBuilder, orderer: Orderer) -> None:
+        super().__init__(rules, builder, orderer)
+        self.messages: list[list[str]] = []
+
+    def ask(self, question: str, documents: Sequence[Document]) -> dict[str, Any]:
+        asked = self.builder.user_message(question, (), ())
+        self.messages.append([*map(self.builder.document_text, self.arrange(documents)), asked])
+        system, marks = self.marks()
+        content = anthropic_content if self.additive else openai_content
+        options = (self.rules.ttl,) if self.additive else ()
+        messages = [
+            {"role": _ROLES[number % 2], "content": content(texts, marks.get(number, ()), *options)}
+            for number, texts in enumerate(self.messages)
+        ]
+        front = content([self.builder.system], [1] if system else [], *options)
+        if self.additive:
+            body: dict[str, Any] = {"system": front, "messages": messages}
+            return body | ({"cache_control": {"type": "ephemeral"}} if self.automatic else {})
+        body = {"messages": [{"role": "system", "content": front}, *messages]}
+        return body if self.automatic else body | {"prompt_cache_options": {"mode": "explicit"}}
+
+    def answered(self, text: str, usage: Mapping[str, Any]) -> None:
+        self.messages.append([text])
+
+    automatic = False
+    """Whether the provider sets a mark by itself, at the end."""
+
+    def arrange(self, documents: Sequence[Document]) -> Sequence[Document]:
+        return documents
+
+    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
+        """Whether one stands after the system prompt, and by message the parts before each."""
+        return False, {}
+
+
+class AutomaticChat(PartsChat):
+    automatic = True
+
+
+class SystemPromptChat(PartsChat):
+    """ContextPilot 0.5.0's adapters mark the system prompt, and no document in a user's message."""
+
+    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
+        return True, {}
+
+
+class SortedChat(PartsChat):
+    """Sorted by id. One of the four marks follows the first turn's documents, one is where the turn before ended."""
+
+    def arrange(self, documents: Sequence[Document]) -> Sequence[Document]:
+        return sorted(documents, key=lambda document: document.id)
+
+    def marks(self) -> tuple[bool, Mapping[int, Sequence[int]]]:
+        last = len(self.messages) - 1
+        marks: dict[int, list[int]] = {0: [len(self.messages[0]) - 1]}
+        for number in {max(0, last - 2), last}:
+            marks.setdefault(number, []).append(len(self.messages[number]))
+        return True, marks
+
+
+class TurnChat(CloudChat):
+    """`PromptBuilder.turn`."""
+
+    turn: Turn
+
+    def __init__(self, rules: CacheRules, builder: PromptBuilder, orderer: Orderer) -> None:
+        super().__init__(rules, builder, orderer)
+        self.messages: list[dict[str, Any]] = []
+
+    def ask(self, question: str, documents: Sequence[Document]) -> dict[str, Any]:
+        self.turn = self.builder.turn(question, documents, history=self.messages, orderer=self.orderer)
+        self.predicted_tokens = self.turn.ordering.cached_tokens
+        return self.turn.anthropic() if self.additive else self.turn.openai()
+
+    def readable(self) -> None:
+        self.turn.ordering.readable()
+
+    def answered(self, text: str, usage: Mapping[str, Any]) -> None:
+        read = read_cloud_usage(usage, self.rules)
+        self.messages = self.turn.answered(text)
+        self.turn.ordering.confirm(
+            read.cached_tokens, prompt_tokens=read.prompt_tokens, written_tokens=read.written_tokens
+        )
+
+
+CHATS: Mapping[str, type[CloudChat]] = {
+    "automatic": AutomaticChat,
+    "system prompt": SystemPromptChat,
+    "sorted by id, four": SortedChat,
+    "ragorder": TurnChat,
 }

@@ -2,23 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
-from ragorder.benchmarks.doll.batching.pictures import latency_picture, trace_pictures
-from ragorder.benchmarks.doll.batching.record import BatchingCell, BatchingRecord
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, Batching, BatchingCell
 from ragorder.benchmarks.doll.batching.settings import SETTINGS
-from ragorder.benchmarks.doll.batching.systems import SYSTEMS
-from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, signed
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import key_of
+from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
+
+# The page's colours by system.
+_LOOKS = {
+    "accrag": "none",
+    "vllmrag": "retrieval",
+    "flexgen": "greedy",
+    "ragdoll": "prefix",
+    "joined": "sorted",
+    "kept": "recency",
+    "ours": "earned",
+    "ours+passes": "oracle",
+}
+
+
+def latency_picture(setting: str, records: Mapping[str, Record]) -> Picture:
+    """Latency of each request in the order of arrival (Figure 7)."""
+
+    def paint(axes: Any) -> None:
+        for policy, record in records.items():
+            looks = style(_LOOKS.get(policy, policy))
+            axes.plot(record.rows["latency_s"], looks.dashes, color=looks.colour, label=policy, linewidth=1.2)
+        axes.set_yscale("log")
+        axes.set_xlabel("request")
+        axes.set_ylabel("latency, s")
+        axes.legend(fontsize=7.5, frameon=False, ncols=2)
+
+    said = (
+        f"{policy} {format_number(fmean(record.rows['latency_s']), 0)} s on average"
+        for policy, record in records.items()
+    )
+    return draw(paint, title=f"Latency of each request: {setting}", alt="; ".join(said), caption="One seed.")
+
+
+def trace_pictures(system: str, record: Record) -> list[Picture]:
+    """Batches and backlog; KV on the device and partitions (Figure 9)."""
+    moments: Sequence[Sequence[float]] = record.facts["trace"]
+    minutes = [each[0] / 60 for each in moments]
+
+    def steps(axes: Any, place: int, look: str, label: str, scale: float = 1.0) -> None:
+        looks = style(look)
+        values = [scale * each[place] for each in moments]
+        axes.step(minutes, values, where="post", color=looks.colour, linestyle=looks.dashes, label=label)
+
+    def sizes(axes: Any) -> None:
+        steps(axes, 2, "retrieval", "requests behind it")
+        steps(axes, 1, "earned", "requests in a batch")
+        axes.set_xlabel("minutes")
+        axes.legend(fontsize=8, frameon=False)
+
+    def memory(axes: Any) -> None:
+        steps(axes, 3, "earned", "KV on the device, %", 100)
+        axes.set_xlabel("minutes")
+        axes.set_ylabel("%")
+        other = axes.twinx()
+        other.grid(False)
+        steps(other, 4, "greedy", "partitions")
+        other.set_ylim(bottom=0)
+        handles = [line for each in (axes, other) for line in each.get_lines()]
+        axes.legend(handles, [line.get_label() for line in handles], fontsize=8, frameon=False)
+
+    batches = [each[1] for each in moments]
+    behind = max(each[2] for each in moments)
+    shares = [100 * each[3] for each in moments]
+    partitions = [each[4] for each in moments]
+    return [
+        draw(
+            sizes,
+            title=f"Batches and backlog: {system}",
+            alt=f"batches of {min(batches)} to {max(batches)} requests, at most {behind} behind",
+        ),
+        draw(
+            memory,
+            title=f"KV and partitions: {system}",
+            alt=f"{format_number(min(shares), 0)} to {format_number(max(shares), 0)} % of the KV on the device, "
+            f"{min(partitions)} to {max(partitions)} partitions",
+        ),
+    ]
+
 
 _SERIAL = "vllmrag"
 _RAGDOLL = "ragdoll"
@@ -38,12 +114,12 @@ _TABLE_2 = {
     "high-70b": {"ragdoll": 1236, "ragdoll-serial": 1954, "ragdoll-fixed": 1841, "ragdoll-depth1": 1283},
 }
 
-_Cells = list[tuple[BatchingCell, dict[str, list[BatchingRecord]]]]
+_Cells = list[tuple[BatchingCell, dict[str, list[Record]]]]
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    found: dict[object, tuple[BatchingCell, dict[str, list[BatchingRecord]]]] = {}
-    for record in results.of(BatchingRecord, suite.name):
+    found: dict[object, tuple[BatchingCell, dict[str, list[Record]]]] = {}
+    for record in results.of(Batching.record, suite.name):
         cell = BatchingCell.read(record.cell, suite.name)
         found.setdefault(key_of(record.cell), (cell, {}))[1].setdefault(record.policy, []).append(record)
     if not found:
@@ -274,11 +350,11 @@ def _policies(cells: _Cells) -> list[str]:
     return [policy for policy in SYSTEMS if policy in measured]
 
 
-def _mean(records: Sequence[BatchingRecord] | None, column: str = "latency_s") -> float | None:
+def _mean(records: Sequence[Record] | None, column: str = "latency_s") -> float | None:
     return fmean(fmean(record.rows[column]) for record in records) if records else None
 
 
-def _latency_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], policy: str) -> Entry:
+def _latency_entry(cell: BatchingCell, runs: dict[str, list[Record]], policy: str) -> Entry:
     seconds, paper = _mean(runs.get(policy)), SETTINGS[cell.setting].paper.get(policy)
     if seconds is None:
         return Entry("–")
@@ -288,7 +364,7 @@ def _latency_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], po
     return Entry(format_number(seconds, 0), note)
 
 
-def _ratio_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], policy: str) -> Entry:
+def _ratio_entry(cell: BatchingCell, runs: dict[str, list[Record]], policy: str) -> Entry:
     theirs = {record.seed: fmean(record.rows["latency_s"]) for record in runs.get(_SERIAL, ())}
     ratios = [
         theirs[record.seed] / fmean(record.rows["latency_s"])
@@ -304,7 +380,7 @@ def _ratio_entry(cell: BatchingCell, runs: dict[str, list[BatchingRecord]], poli
     return Entry(format_number(fmean(ratios), 2), note)
 
 
-def _spread(records: Sequence[BatchingRecord] | None) -> str:
+def _spread(records: Sequence[Record] | None) -> str:
     if not records:
         return "–"
     values = [value for record in records for value in record.rows["latency_s"]]

@@ -1,4 +1,4 @@
-"""Costs of RAGDoll's two platforms with its two models (section 6.1), as far as the paper's figures say.
+"""Costs of RAGDoll's two platforms with its two models (section 6.1), fitted to the paper's figures.
 
 Fitted are, with the figure that each was read from:
 
@@ -18,12 +18,22 @@ ratios, ablations, traces and idle times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from ragorder.benchmarks.doll.batching.layers import stalls
-
-__all__ = ["PARTITIONS", "PARTITION_GB", "SETTINGS", "TOP_K", "Generator", "Paper", "Setting"]
+__all__ = [
+    "FAR_AHEAD",
+    "PARTITIONS",
+    "PARTITION_GB",
+    "SETTINGS",
+    "TOP_K",
+    "Generator",
+    "Setting",
+    "stalls",
+    "step_seconds",
+]
 
 PARTITIONS = 32
 TOP_K = 5
@@ -38,6 +48,44 @@ _LOADING = {"partitions": 1.0, "disk index": 1.03}
 # Seconds of retrieval beside generation, of those without it, if all weights are streamed.
 _DISTURBED = 1.456
 _LAYERS = {"8b": 32, "70b": 80}
+
+
+FAR_AHEAD = 8
+"""Layers that are as good as any number ahead."""
+
+_STEPS = 32
+
+
+def step_seconds(transfers_s: Sequence[float], computes_s: Sequence[float], depth: int) -> float:
+    """Until the last layer is computed, if `depth` layers may be read ahead of the one that computes: 0 reads each when
+    it is needed (accelerate), 1 the next one (FlexGen), more is a queue (RAGDoll).
+
+    Steps that follow one another are one sequence: the first layer of the next is read during the last ones. Raises
+    ValueError for a negative depth.
+    """
+    if depth < 0:
+        raise ValueError(f"depth must not be negative, got {depth}")
+    read_s = 0.0
+    computed_s: list[float] = []
+    for layer, (transfer_s, compute_s) in enumerate(zip(transfers_s, computes_s, strict=True)):
+        freed_s = computed_s[layer - 1 - depth] if layer > depth else 0.0
+        read_s = max(read_s, freed_s) + transfer_s
+        computed_s.append(max(read_s, computed_s[-1] if computed_s else 0.0) + compute_s)
+    return computed_s[-1] if computed_s else 0.0
+
+
+@cache
+def stalls(layers: int, compute: float, depth: int, jitter: float) -> float:
+    """Times as long as with a long queue, if a layer computes `compute` times as long as it is read, on average. Both
+    vary: the share `jitter` of each time is exponential."""
+    draw = random.Random("layers")
+    transfers = [_varied(1.0, jitter, draw) for _ in range(layers * _STEPS)]
+    computes = [_varied(compute, jitter, draw) for _ in range(layers * _STEPS)]
+    return step_seconds(transfers, computes, depth) / step_seconds(transfers, computes, FAR_AHEAD)
+
+
+def _varied(mean: float, jitter: float, draw: random.Random) -> float:
+    return mean * (1 - jitter + jitter * draw.expovariate(1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +127,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A platform with a model. `pass_s`: over all partitions, none of which is resident. `room_gb`: host memory for
+    """A platform with a model. `pass_s`: over all partitions, none resident. `room_gb`: host memory for
     partitions and for KV that `device_kv_gb` does not hold; a request has `kv_gb`. `streamed`: share of the weights
     that a step streams. `serial_most`: the largest batch if no retrieval runs beside it; `fixed`: the size in Table
     2, or by analogy. `kv_bound`: whether KV limits batches."""

@@ -1,33 +1,103 @@
-"""Steps with streamed weights: the suites of kind "streaming"."""
+"""Steps of a model whose weights stream from a disk, by layers read ahead (suite doll-streaming)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from ragorder.benchmarks.doll.streaming.record import SLOTS, StreamingCell, StreamingRecord
-from ragorder.common.extras import install_hint
+from pydantic import Field
+
 from ragorder.eval.data.machine import load_average
+from ragorder.eval.report.declared import Block, Column, TableForm, figure, policy_column, ratio
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Streaming"]
+__all__ = ["SLOTS", "Streaming", "StreamingCell"]
+
+# Buffers for layers on the device, by policy; None: all that the budget has room for.
+SLOTS: dict[str, int | None] = {"no prefetch": 1, "one ahead": 2, "two ahead": 3, "ring": None}
+
+
+class StreamingCell(SuiteCell):
+    """A Llama of `layers`, `budget_layers` of them with room on the device, read at `gigabytes_s`; reading and
+    computing a layer take up to the share `jitter` more or less. `repeats` turns of `steps` steps are measured."""
+
+    gigabytes_s: float = Field(1.0, gt=0)
+    jitter: float = Field(0.0, ge=0, lt=1)
+    layers: int = Field(24, ge=2)
+    budget_layers: int = Field(4, ge=1)
+    hidden_size: int = Field(1024, ge=64, multiple_of=64)
+    intermediate_size: int = Field(3264, ge=64)
+    repeats: int = Field(3, ge=1)
+    steps: int = Field(3, ge=1)
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return False
+
+
+def step_s(run: Record) -> float:
+    return float(median(run.rows["step_s"]))
+
+
+def _of_the_bound(run: Record) -> float:
+    """What no step can be shorter than is the longer of reading and computing."""
+    return step_s(run) / max(float(run.facts["stream_s"]), float(run.facts["compute_s"]))
+
+
+def _columns(block: Block) -> Sequence[Column]:
+    baseline = block.suite.baseline
+    return [
+        policy_column(),
+        figure("step, s", step_s, 3),
+        figure("least", lambda run: min(run.rows["step_s"]), 3),
+        figure("most", lambda run: max(run.rows["step_s"]), 3),
+        ratio(f"of {baseline}", step_s, baseline),
+        ratio("of one ahead", step_s, "one ahead"),
+        figure("of the bound", _of_the_bound, 2),
+        figure("GB", "bytes", 2, scale=1e-9),
+        figure("waits, s", "waits_s", 3),
+        Column("same logits", lambda row: "yes" if row.runs[0].facts["equal"] else "NO"),
+    ]
+
+
+def _note(block: Block) -> str:
+    facts = block.first.facts
+    return (
+        f"Medians; {facts['tokens']:,} tokens a step, {facts['threads']} threads. Reading alone takes "
+        f"{format_number(facts['stream_s'], 3)} s, computing alone {format_number(facts['compute_s'], 3)} s; the "
+        "longer one is the bound. GB and waits are of one step."
+    )
 
 
 class Streaming(Experiment):
+    """Column `step_s`: seconds of each step. Facts: `stream_s` and `compute_s`, a step's reading and computing alone;
+    `tokens` of a step; `bytes` read, `waits` for layers and `waits_s` a step; `slots`; whether the logits are
+    `equal` to those of the first policy."""
+
     kind = "streaming"
-    record = StreamingRecord
     cell = StreamingCell
+    columns = ("step_s",)
+    facts = ("stream_s", "compute_s")
     policies: ClassVar[Any] = tuple(SLOTS)
     unit = "steps"
+    packages: ClassVar[Any] = {"torch": "torch", "transformers": "torch"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: StreamingCell, policy: str) -> str | None:
-        if find_spec("torch") is None or find_spec("transformers") is None:
-            return f"streamed weights need torch and transformers: {install_hint('torch')}"
-        return super().obstacle(suite, cell, policy)
+    tables = (
+        TableForm(
+            lambda block: (
+                f"Steps of {block.cell.layers} layers, {block.cell.budget_layers} on the device, read at "
+                f"{block.cell.gigabytes_s:g} GB/s, jitter {format_number(100 * block.cell.jitter)} %"
+            ),
+            _columns,
+            note=_note,
+        ),
+    )
 
     def requests(self, suite: Suite, cell: StreamingCell) -> int:
         return min(cell.steps, self.options.limit or cell.steps)
@@ -36,8 +106,7 @@ class Streaming(Experiment):
         return len(job.policies) * int(job.cell.repeats) * job.requests
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.doll.streaming.measuring import Bench
-        from ragorder.benchmarks.doll.streaming.model import write_model
+        from ragorder.benchmarks.doll.streaming.measuring import Bench, write_model
 
         cell: StreamingCell = job.cell
         load = load_average()

@@ -1,28 +1,132 @@
-"""Times of a step with streamed weights, and of its reading and its computing alone."""
+"""A model with streamed weights, a throttled source of them, and times of its steps."""
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, Self
 
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
-from ragorder.benchmarks.doll.streaming.model import VOCABULARY
-from ragorder.benchmarks.doll.streaming.record import SLOTS, StreamingCell
-from ragorder.benchmarks.doll.streaming.source import ThrottledSource
+from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell
 from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
 from ragorder.kernels.offload.buffers import allocate
-from ragorder.kernels.offload.checkpoint import Checkpoint
+from ragorder.kernels.offload.checkpoint import Checkpoint, TensorEntry
 from ragorder.kernels.offload.feeder import Feeder
+from ragorder.kernels.offload.footprint import skeleton
 
-__all__ = ["Bench"]
+__all__ = ["VOCABULARY", "Bench", "ThrottledSource", "TokenBucket", "write_model"]
+
+VOCABULARY = 1024
+_HEAD = 64
+
+
+def write_model(folder: Path, cell: StreamingCell, seed: int) -> Path:
+    heads = cell.hidden_size // _HEAD
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=cell.hidden_size,
+        intermediate_size=cell.intermediate_size,
+        num_hidden_layers=cell.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=_HEAD,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, Any] = {name: tensor.shape for name, tensor in skeleton(config).state_dict().items()}
+    files: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = shape
+    index = {name: file for file, names in files.items() for name in names}
+    for file, names in files.items():
+        save_file(_weights(names, generator), folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}), "utf-8")
+    return folder
+
+
+def _weights(shapes: Mapping[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.ones(shape)
+        if name.endswith("norm.weight")
+        else torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+class TokenBucket:
+    """Bytes pass at `bytes_s`, one reader's after another's. A reader that asks late, by at most `burst_s`, loses
+    nothing: a device goes on while threads wait for a processor. Any thread may call."""
+
+    def __init__(self, bytes_s: float, burst_s: float = 0.0) -> None:
+        self.bytes_s = bytes_s
+        self.burst_s = burst_s
+        self.free_s = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: float) -> float:
+        """Return when the bytes will have passed, by `time.perf_counter`."""
+        with self._lock:
+            self.free_s = max(time.perf_counter() - self.burst_s, self.free_s) + nbytes / self.bytes_s
+            return self.free_s
+
+
+class ThrottledSource:
+    """A checkpoint read through a token bucket, at `bytes_s`. With `jitter` each pass over a layer takes up to that
+    share more or less, by a number that depends on the pass alone: all policies see the same. `cold`: the system's copy
+    of what was read is dropped at once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        bytes_s: float,
+        jitter: float,
+        seed: int,
+        *,
+        cold: bool = True,
+        burst_s: float = 0.0,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._bucket = TokenBucket(bytes_s, burst_s)
+        self._jitter = jitter
+        self._seed = seed
+        self._cold = cold
+        self._reads: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """The same numbers again."""
+        with self._lock:
+            self._reads.clear()
+
+    def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
+        layer = ".".join(entry.name.split(".")[:3])
+        with self._lock:
+            key = (entry.name, start)
+            count = self._reads[key] = self._reads.get(key, 0) + 1
+            share = 1 + self._jitter * Random(f"{self._seed} {layer} {count}").uniform(-1, 1)
+            until_s = self._bucket.take(share * len(into))
+        self._checkpoint.read(entry, start, into)
+        if self._cold:
+            self._checkpoint.forget_pages(entry, start, len(into))
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+
 
 _CPU = torch.device("cpu")
 # Tokens of steps by which the time of others is estimated, and the most of a step.
@@ -90,7 +194,7 @@ class Bench:
         self._streamer.move(Residency.spread(layers, 0))
 
     def steps(self, policy: str, count: int, advance: Callable[[], None]) -> list[float]:
-        """Seconds of so many steps, behind one that is not counted."""
+        """Return seconds of `count` steps, after one that is not counted."""
         self._slots[policy] = self._streamer.resize(SLOTS[policy] or self._cell.budget_layers)
         self._sources[0].begin()
         self._pauses.begin()
@@ -126,7 +230,7 @@ class Bench:
         return self._sources[-1]
 
     def _computing(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens on weights that stay."""
+        """Return seconds of a step of `tokens` on weights that stay."""
         random = Random(self._seed)
         self._ids = torch.tensor([[random.randrange(VOCABULARY) for _ in range(tokens)]])
         self._pauses.begin()

@@ -1,23 +1,188 @@
-"""Answers from reused KV, and the models that give them: the suites of kinds "fusion" and "fusion-training"."""
+"""Answers of a toy model from reused KV, by what is recomputed (FusionRAG Figure 13), and the training of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ragorder.benchmarks.fusion.fusion.arms import ARMS
-from ragorder.benchmarks.fusion.fusion.cells import FusionCell, TrainingCell
-from ragorder.benchmarks.fusion.fusion.checkpoints import SHIPPED, checkpoint, earlier
-from ragorder.benchmarks.fusion.fusion.record import FusionRecord, TrainingRecord
+from pydantic import Field, model_validator
+
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.torch import need_torch
+from ragorder.eval.engines.torch import lacks_torch
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.fusion.fusion.curves import Measured
+    from ragorder.benchmarks.fusion.fusion.prompts import Measured
 
-__all__ = ["Fusion", "FusionTraining"]
+__all__ = [
+    "ARMS",
+    "BASELINE",
+    "CORPUS_DOCUMENTS",
+    "RATIOS",
+    "REUSE",
+    "SHIPPED",
+    "Arm",
+    "Copies",
+    "Fusion",
+    "FusionCell",
+    "FusionRecord",
+    "FusionTraining",
+    "Order",
+    "checkpoint",
+]
+
+RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
+"""Shares of the reused tokens that are recomputed."""
+
+_DEVIATING = (0.0, 0.05)
+
+BASELINE, REUSE = "full attention", "full reuse"
+
+CORPUS_DOCUMENTS = 24
+
+NEIGHBOURS = 4
+"""Similar documents of the corpus that preprocessing takes."""
+
+Copies = Literal["alone", "similar", "similar, best first", "retrieved", "in front", "served"]
+"""What a document's KV was computed after: the system prompt alone; the KV of the documents most like it (FusionRAG
+3.1), the most similar one last, or first (Eq. 10); the KV of others of the same prompt, or of those before it there,
+which no preprocessing can know; some other documents of an earlier prompt (Cache-Craft)."""
+
+Select = Literal["query", "deviation", "inter", "head", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
+    recomputed. In `rounds` after the first, those are taken that the tokens recomputed so far attend to. `on_engine`:
+    whether the engine can do it."""
+
+    select: Select = "query"
+    copies: Copies = "alone"
+    exact: float = 0.0
+    rounds: int = 1
+    ratios: Sequence[float] = RATIOS
+
+    @property
+    def on_engine(self) -> bool:
+        return self.copies == "alone"
+
+
+ARMS: Mapping[str, Arm] = {
+    BASELINE: Arm(ratios=(1.0,)),
+    REUSE: Arm(ratios=(0.0,)),
+    "random": Arm("random"),
+    "EPIC": Arm("head"),
+    "CacheBlend": Arm("deviation"),
+    "Cache-Craft": Arm("inter", copies="served"),
+    "FusionRAG, online only": Arm(),
+    "FusionRAG": Arm(copies="similar"),
+    "two rounds": Arm(rounds=2),
+    "with ordering": Arm(exact=0.5),
+    "FusionRAG, best first": Arm(copies="similar, best first", ratios=_DEVIATING),
+    "behind those retrieved with it": Arm(copies="retrieved", ratios=_DEVIATING),
+    "behind those in front of it": Arm(copies="in front", ratios=_DEVIATING),
+}
+"""By name: the systems of the paper's figures, ours, and copies to explain what preprocessing leaves."""
+
+
+Order = Literal["in front", "behind", "any"]
+"""Where the document stands that another one refers to."""
+
+
+class FusionCell(SuiteCell):
+    """Questions of `hops` on `documents`. In `order` a document that another one refers to stands before it, after it,
+    or anywhere. `neighbours` are for preprocessing; `models` is a folder of suite
+    fusion-training, instead of the models that come with ragorder; answers are `by` a reference in plain torch, or the
+    embedded engine, compared with that. `idle_layers` change no answer, and give the engine's model the times of a
+    larger one. `topic`: how many documents of a corpus refer only to each other, and are likelier to be retrieved
+    together (0: references lead anywhere)."""
+
+    hops: int = Field(2, ge=2, le=3)
+    documents: int = Field(8, ge=2, le=24)
+    order: Order = "in front"
+    neighbours: int = Field(NEIGHBOURS, ge=0, le=23)
+    models: str | None = None
+    by: Literal["reference", "engine"] = "reference"
+    idle_layers: int = Field(0, ge=0, le=64)
+    topic: int = Field(0, ge=0, le=CORPUS_DOCUMENTS)
+
+    @model_validator(mode="after")
+    def _enough_documents(self) -> Self:
+        if self.documents < self.hops:
+            raise ValueError(f"documents = {self.documents} for {self.hops} hops: a question needs {self.hops}")
+        if self.idle_layers and self.by != "engine":
+            raise ValueError(f"idle_layers = {self.idle_layers} of the reference: they go with by = engine")
+        if self.topic and (self.topic < self.hops or CORPUS_DOCUMENTS % self.topic):
+            raise ValueError(f"topic = {self.topic}: give a divisor of {CORPUS_DOCUMENTS}, {self.hops} at least")
+        return self
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.models is None else Path(self.models)
+
+
+class TrainingCell(SuiteCell):
+    """A model for questions of up to `hops`. `start` is a folder of earlier models ("shipped": those that come
+    with ragorder), whose training goes on: of the same hops with its last stage again, else of fewer."""
+
+    hops: Literal[2, 3] = 2
+    start: str | None = None
+
+
+SHIPPED = Path(__file__).parent
+
+
+def checkpoint(folder: Path, hops: int, seed: int) -> Path:
+    """Return the path of the model for questions of up to `hops`."""
+    return folder / f"chains-{hops}-hops-{seed}.safetensors"
+
+
+def earlier(start: str, hops: int, seed: int) -> tuple[int, Path] | None:
+    """Return the hops and the path of the model of the most hops, at most `hops`, in a folder or "shipped"."""
+    folder = SHIPPED if start == "shipped" else Path(start)
+    paths = ((known, checkpoint(folder, known, seed)) for known in range(hops, 1, -1))
+    return next(((known, path) for known, path in paths if path.is_file()), None)
+
+
+class FusionRecord(Record):
+    """One way to reuse KV: columns by ratio, 1 where the answer is right, and "deviation", or by the engine "wall_ms"
+    and "cpu_ms" by ratio. Facts: `exact`, the share of the
+    documents in an exact prefix; `tokens` of all documents; `retrieved`, the share of their neighbours among them;
+    their mean `deviation`, or by the engine how many answers were `compared` with the reference's, how many are
+    `others`, and how far logits are `apart` at most."""
+
+    called: ClassVar[str] = "a measurement of answers from reused KV"
+
+    type: Literal["fusion"] = "fusion"
+    cell: dict[str, Any]
+    rows: dict[str, list[float]]
+    facts: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not self.ratios or len({len(column) for column in self.rows.values()}) != 1:
+            raise ValueError("columns of different lengths, or none")
+        if not {"exact", "tokens"} <= self.facts.keys():
+            raise ValueError("facts are missing")
+        return self
+
+    @property
+    def setting(self) -> FusionCell:
+        return FusionCell.model_validate(self.cell)
+
+    @property
+    def ratios(self) -> list[float]:
+        return [float(name) for name in self.rows if name[0].isdigit()]
+
+    @property
+    def requests(self) -> int:
+        return len(next(iter(self.rows.values())))
+
 
 _QUESTIONS_SEED = 1_000
 """Questions of seed 0; no model was trained with it."""
@@ -46,18 +211,16 @@ class Fusion(Experiment):
     def obstacle(self, suite: Suite, cell: FusionCell, policy: str) -> str | None:
         if cell.by == "engine" and not ARMS[policy].on_engine:
             return "by = engine has no preprocessed copies: take by = reference"
-        return _no_torch()
+        return lacks_torch()
 
     def steps(self, job: Job) -> int:
         return job.requests
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        from ragorder.benchmarks.fusion.fusion.curves import measure_curves
-        from ragorder.benchmarks.fusion.fusion.model import ChainModel
-        from ragorder.benchmarks.fusion.fusion.questions import draw_questions
+        from ragorder.benchmarks.fusion.fusion.prompts import draw_questions, measure_curves
         from ragorder.benchmarks.fusion.fusion.served import measure_on_engine
-        from ragorder.benchmarks.fusion.fusion.task import Level
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.fusion.fusion.task import ChainModel, Level
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: FusionCell = job.cell
         level, seed = Level(cell.hops, cell.documents), _QUESTIONS_SEED + job.seed
@@ -89,22 +252,25 @@ class Fusion(Experiment):
 
 
 class FusionTraining(Experiment):
+    """Columns: processor time, tokens, hops and documents, and the share of right predictions by kind. Fact `bytes`: of
+    the model's file."""
+
     kind = "fusion-training"
-    record = TrainingRecord
     cell = TrainingCell
+    columns = ("seconds", "tokens", "hops", "documents")
+    facts = ("bytes", "steps")
     policies: ClassVar[Any] = ("training",)
 
     def obstacle(self, suite: Suite, cell: TrainingCell, policy: str) -> str | None:
-        return _no_torch()
+        return lacks_torch()
 
     def steps(self, job: Job) -> int:
         return 0
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        from ragorder.benchmarks.fusion.fusion.history import History
-        from ragorder.benchmarks.fusion.fusion.model import ChainModel
-        from ragorder.benchmarks.fusion.fusion.training import remaining, train
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.fusion.fusion.task import ChainModel
+        from ragorder.benchmarks.fusion.fusion.training import History, remaining, train
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: TrainingCell = job.cell
         found = earlier(cell.start, cell.hops, job.seed) if cell.start is not None else None
@@ -118,7 +284,7 @@ class FusionTraining(Experiment):
         advance = self.progress(f"steps, seed {job.seed}", sum(stage.steps for stage in stages))
         with threads(1):
             for model in train(job.seed, stages, history.take(advance), start):
-                # Whatever stage is interrupted, the model of the last one remains.
+                # If a stage is interrupted, the model of the last one remains.
                 model.save(path)
         history.close()
         yield {
@@ -128,14 +294,6 @@ class FusionTraining(Experiment):
             "facts": {"bytes": path.stat().st_size, "steps": history.steps},
             "rows": history.rows,
         }
-
-
-def _no_torch() -> str | None:
-    try:
-        need_torch()
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 def _untrained(cell: FusionCell, seed: int) -> str:

@@ -1,23 +1,196 @@
-"""Questions answered together, in each of the ways."""
+"""Questions of the synthetic task, copies of their documents' KV, and answers in each of the ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
-from ragorder.benchmarks.fusion.fusion.arms import Arm
-from ragorder.benchmarks.fusion.fusion.copies import DocumentCopies, make_copies
-from ragorder.benchmarks.fusion.fusion.model import ChainModel, previous
-from ragorder.benchmarks.fusion.fusion.questions import QUESTION_TOKENS, Questions
-from ragorder.benchmarks.fusion.fusion.reference import Computed, ReferenceKV, compute, compute_prompts
+from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS, Arm, Copies, Order
+from ragorder.benchmarks.fusion.fusion.task import (
+    ALIASES,
+    ASK,
+    BOS,
+    NAMES,
+    VOCABULARY,
+    ChainModel,
+    Computed,
+    Level,
+    ReferenceKV,
+    compute,
+    compute_behind,
+    compute_prompts,
+    draw_corpora,
+    previous,
+    system_prompt,
+)
 
-__all__ = ["Prompts"]
+__all__ = ["Measured", "Prompts", "Questions", "draw_questions", "make_copies", "measure_curves"]
+
+QUESTION_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    level: Level
+    corpora: Tensor
+    """int64 (questions, corpus documents, document tokens)."""
+
+    retrieved: Tensor
+    """int64 (questions, documents): numbers of the prompt's documents, in their order."""
+
+    similar: Tensor
+    """int64 (questions, corpus documents, others): each document's others, the most similar first."""
+
+    chains: Tensor
+    """int64 (questions, hops): the documents that are needed, that of the link first."""
+
+    names: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, start: int, end: int) -> Self:
+        chosen = slice(start, end)
+        tensors = (self.corpora, self.retrieved, self.similar, self.chains, self.names, self.values)
+        return type(self)(self.level, *(each[chosen] for each in tensors))
+
+    @property
+    def documents(self) -> Tensor:
+        """int64 (questions, documents, document tokens)."""
+        return self.of(self.retrieved)
+
+    def retrieved_together(self, neighbours: int) -> float:
+        """Return the share of the most similar documents of those in a prompt that are in the prompt."""
+        if not neighbours:
+            return 0.0
+        of_prompt = self.similar.gather(1, self.retrieved[..., None].expand(-1, -1, self.similar.shape[2]))
+        near = of_prompt[..., :neighbours].flatten(1)
+        return float((near[..., None] == self.retrieved[:, None]).any(2).float().mean())
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Tokens of documents (questions, n) of each question's corpus."""
+        return self.corpora.gather(1, numbers[..., None].expand(-1, -1, self.corpora.shape[2]))
+
+    @property
+    def prompts(self) -> Tensor:
+        """int64 (questions, 1 + document tokens + 2): BOS, the documents, ASK, the name."""
+        ends = torch.tensor([BOS, ASK]).expand(len(self), 2)
+        return torch.cat([ends[:, :1], self.documents.flatten(1), ends[:, 1:], self.names[:, None]], 1)
+
+
+def draw_questions(count: int, level: Level, order: Order, seed: int, topic: int = 0) -> Questions:
+    """The same questions and documents in each order. A question gets the documents that it needs, and those that are
+    most similar to the first of them: of its `topic` first (see `draw_corpora`)."""
+    generator = torch.Generator().manual_seed(seed)
+    corpora = draw_corpora(count, level, generator, topic=topic)
+    chains = corpora.chains
+    several = _all_different(chains.documents[..., : level.hops]) & (chains.hops == level.hops)
+    picked = (torch.rand(several.shape, generator=generator) - (~several).float()).argmax(1)
+    row = torch.arange(count)
+    needed = chains.documents[row, picked][:, : level.hops]
+    similarity = _similarity(corpora.tokens)
+    if topic:
+        topics = torch.arange(CORPUS_DOCUMENTS) // topic
+        similarity += (topics[:, None] == topics).float()
+    similarity += 1e-4 * torch.rand(similarity.shape, generator=generator)
+    similarity.diagonal(dim1=1, dim2=2).fill_(-1)
+    score = similarity[row, needed[:, 0]].scatter(1, needed, 2.0)
+    retrieved = score.argsort(1, descending=True)[:, : level.documents]
+    retrieved = retrieved.gather(1, torch.rand(retrieved.shape, generator=generator).argsort(1))
+    if order != "any":
+        places = (retrieved[..., None] == needed[:, None]).any(2).nonzero()[:, 1].view(count, level.hops)
+        retrieved = retrieved.scatter(1, places, needed.flip(1) if order == "in front" else needed)
+    return Questions(
+        level,
+        corpora.tokens,
+        retrieved,
+        similarity.argsort(2, descending=True)[..., : CORPUS_DOCUMENTS - 1],
+        needed,
+        chains.heads[row, picked],
+        chains.values[row, picked],
+    )
+
+
+def _all_different(documents: Tensor) -> Tensor:
+    pairs = documents[..., :, None] == documents[..., None, :]
+    return pairs.sum((-2, -1)) == documents.shape[-1]
+
+
+def _similarity(documents: Tensor) -> Tensor:
+    """Cosines of the documents' TF-IDF vectors over names and aliases."""
+    count, number, _ = documents.shape
+    words = torch.zeros(count, number, VOCABULARY).scatter_(2, documents, 1.0)[..., ALIASES.start : NAMES.stop]
+    weighted = normalize(words * torch.log(number / words.sum(1, keepdim=True).clamp_min(1)), dim=-1)
+    return weighted @ weighted.transpose(1, 2)
+
+
+EARLIER_DOCUMENTS = 3
+"""Before a document in the earlier prompt that its copy is from."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCopies:
+    kv: Sequence[ReferenceKV]
+    """For each of a prompt's documents, in its order."""
+
+    crossed: Tensor
+    """(questions, document tokens of the prompt): the share of attention that went to other documents."""
+
+
+def make_copies(model: ChainModel, questions: Questions, copies: Copies, neighbours: int, seed: int) -> DocumentCopies:
+    if copies == "served":
+        return _from_earlier_prompts(model, questions, seed)
+    made = []
+    for place, numbers in enumerate(questions.retrieved.unbind(1)):
+        made.append(_behind(model, questions, numbers, _in_front(questions, place, copies, neighbours)))
+    return DocumentCopies(made, torch.zeros(len(questions), questions.level.tokens))
+
+
+def _in_front(questions: Questions, place: int, copies: Copies, neighbours: int) -> Sequence[Tensor]:
+    """Numbers of the documents, one a question each, whose KV the document at this place of the prompts is computed
+    after."""
+    retrieved = questions.retrieved
+    if copies == "alone":
+        return []
+    if copies == "in front":
+        return [*retrieved[:, :place].unbind(1)]
+    if copies == "retrieved":
+        return [*retrieved[:, :place].unbind(1), *retrieved[:, place + 1 :].unbind(1)]
+    similar = questions.similar[torch.arange(len(questions)), retrieved[:, place]][:, :neighbours]
+    return [*(similar if copies == "similar, best first" else similar.flip(1)).unbind(1)]
+
+
+def _behind(model: ChainModel, questions: Questions, numbers: Tensor, in_front: Sequence[Tensor]) -> ReferenceKV:
+    """Of one document a question, after the KV of others that were computed alone (Eq. 10)."""
+    system = system_prompt(model, len(questions))
+    others = [questions.of(other[:, None])[:, 0] for other in in_front]
+    alone = [compute_behind(model, document, system).kv for document in others]
+    own = questions.of(numbers[:, None])[:, 0]
+    return compute_behind(model, own, ReferenceKV.joined(system, *alone)).kv
+
+
+def _from_earlier_prompts(model: ChainModel, questions: Questions, seed: int) -> DocumentCopies:
+    """Of each document, computed exactly after others of its corpus."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(questions.similar.shape, generator=generator).argsort(2)[..., :EARLIER_DOCUMENTS]
+    others, row = questions.similar.gather(2, drawn), torch.arange(len(questions))
+    made, crossed = [], []
+    for numbers in questions.retrieved.unbind(1):
+        documents = questions.of(torch.cat([others[row, numbers], numbers[:, None]], 1))
+        prompts = torch.cat([torch.full((len(questions), 1), BOS), documents.flatten(1)], 1)
+        start = prompts.shape[1] - documents.shape[2]
+        found = compute_prompts(model, prompts)
+        made.append(found.kv.part(start, prompts.shape[1]))
+        crossed.append(torch.stack([each[:, :, start:, 1:start].sum(-1).mean(1) for each in found.attention]).mean(0))
+    return DocumentCopies(made, torch.cat(crossed, 1))
+
 
 _DEVIATION_LAYER = 1
 T = TypeVar("T")
@@ -38,16 +211,16 @@ class Prompts:
         count = self.budget(arm, ratio)
         first, end = self._candidates(arm)
         if count == end - first:
-            # Whatever the copies were.
+            # The same for any copies.
             arm = Arm()
             count = self.reused_tokens(arm)
-        # Whatever is selected, nothing and everything are the same.
+        # For every selection, nothing and everything are the same.
         select = (arm.select, arm.rounds) if 0 < count < self.reused_tokens(arm) else None
         key = ("right", arm.copies, arm.exact, count, select)
         return self._once(key, lambda: (self.answer(arm, count).argmax(-1) == self.questions.values).float())
 
     def answer(self, arm: Arm, count: int) -> Tensor:
-        """Logits (questions, vocabulary) with so many of the reused tokens recomputed."""
+        """Return logits (questions, vocabulary) with `count` of the reused tokens recomputed."""
         slots = self.selected(arm, count) if count else None
         return self.model.logits(self._compute(arm, slots).hidden[:, -1])
 
@@ -147,3 +320,47 @@ class Prompts:
     @cached_property
     def _full(self) -> Computed:
         return compute_prompts(self.model, self._tokens)
+
+
+DEVIATION = "deviation"
+
+_TOGETHER = 50
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of an arm: `rows` has columns with an entry for each question, 1.0 where the answer is right, for each ratio, and
+    the deviation of the reused KV in the second layer; `by_position` is its mean at each token of the documents."""
+
+    rows: dict[str, list[float]] = field(default_factory=dict)
+    by_position: list[float] = field(default_factory=list)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record has of it beside `rows`."""
+        return {DEVIATION: [round(value, 3) for value in self.by_position]}
+
+
+def measure_curves(
+    model: ChainModel,
+    questions: Questions,
+    arms: Mapping[str, Arm],
+    *,
+    neighbours: int,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Measured]:
+    found = {name: Measured(by_position=[0.0] * questions.level.tokens) for name in arms}
+    for start in range(0, len(questions), _TOGETHER):
+        prompts = Prompts(model, questions.part(start, start + _TOGETHER), neighbours, seed + start)
+        for name, arm in arms.items():
+            deviation = prompts.deviation(arm)
+            columns = {f"{ratio:g}": prompts.right(arm, ratio) for ratio in arm.ratios}
+            columns[DEVIATION] = deviation.sum(1)
+            for key, values in columns.items():
+                found[name].rows.setdefault(key, []).extend(round(value, 3) for value in values.tolist())
+            shares = (deviation.sum(0) / len(questions)).tolist()
+            found[name].by_position = [sum(pair) for pair in zip(found[name].by_position, shares, strict=True)]
+        for _ in prompts.questions.names:
+            advance()
+    return found

@@ -1,4 +1,4 @@
-"""The same questions answered by the embedded engine, and compared with the reference."""
+"""The same questions answered by the embedded engine, by the model as a stock Llama."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragorder.benchmarks.fusion.fusion.arms import Arm
-from ragorder.benchmarks.fusion.fusion.curves import Measured
-from ragorder.benchmarks.fusion.fusion.export import llama, llama_tokens
-from ragorder.benchmarks.fusion.fusion.model import ChainModel
-from ragorder.benchmarks.fusion.fusion.prompts import Prompts
-from ragorder.benchmarks.fusion.fusion.questions import Questions
-from ragorder.benchmarks.fusion.fusion.task import ASK, BOS
-from ragorder.benchmarks.kernels.embedded.clocks import timed
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ragorder.benchmarks.fusion.fusion.experiment import Arm
+from ragorder.benchmarks.fusion.fusion.prompts import Measured, Prompts, Questions
+from ragorder.benchmarks.fusion.fusion.task import ASK, BOS, EPSILON, OPENING, THETA, VOCABULARY, ChainModel
+from ragorder.benchmarks.kernels.embedded.models import timed
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.running.load import rotated
 
@@ -24,7 +24,74 @@ if TYPE_CHECKING:
 
     from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 
-__all__ = ["ServedCurve", "answer_on_engine", "chain_engine", "measure_on_engine", "prepare", "reference_arm"]
+__all__ = ["answer_on_engine", "chain_engine", "llama", "llama_tokens", "measure_on_engine", "prepare", "reference_arm"]
+
+_LONGEST_TOKENS = 4096
+_IDLE_UNITS = 4096
+
+
+def llama(model: ChainModel, idle_layers: int = 0) -> Any:
+    """The same model in transformers' terms. Its token b * VOCABULARY + t is t after b; its answers are tokens t.
+
+    `idle_layers` before the last one change nothing, and take the time of a larger model's, as do further units of
+    all layers.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers = model.width, model.passes + idle_layers
+    units = max(2 * width, _IDLE_UNITS) if idle_layers else 2 * width
+    config: Any = LlamaConfig(
+        vocab_size=VOCABULARY**2,
+        hidden_size=width,
+        intermediate_size=units,
+        num_hidden_layers=layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.heads,
+        head_dim=model.head_dim,
+        max_position_embeddings=_LONGEST_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        rms_norm_eps=EPSILON,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        made: Any = LlamaForCausalLM(config)
+    query, key, value = model.weights["qkv"].chunk(3)
+    gate, up = (pad(each, (0, 0, 0, units - 2 * width)) for each in model.weights["up"].chunk(2))
+    head = torch.zeros(VOCABULARY**2, width)
+    head[:VOCABULARY] = model.weights["head"]
+    state = {"model.embed_tokens.weight": _pairs(model), "model.norm.weight": model.weights["norm"]}
+    state["lm_head.weight"] = head
+    for layer in range(layers):
+        idle = model.passes - 1 <= layer < layers - 1
+        of_layer = {
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": value,
+            "self_attn.o_proj": model.weights["output"],
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": pad(model.weights["down"], (0, units - 2 * width)),
+            "input_layernorm": model.weights["attention_norm"],
+            "post_attention_layernorm": model.weights["mlp_norm"],
+        }
+        for name, weight in of_layer.items():
+            state[f"model.layers.{layer}.{name}.weight"] = torch.zeros_like(weight) if idle else weight.clone()
+    made.load_state_dict(state)
+    return made.eval().requires_grad_(False)
+
+
+def llama_tokens(tokens: Sequence[int]) -> list[int]:
+    """A prompt in the tokens of `llama`. What opens a document or a question is the same after everything."""
+    behind = (0 if token in OPENING else before for before, token in zip([0, *tokens], tokens, strict=False))
+    return [before * VOCABULARY + token for before, token in zip(behind, tokens, strict=True)]
+
+
+def _pairs(model: ChainModel) -> Tensor:
+    every = torch.arange(VOCABULARY)
+    return torch.cat([model.embed(every, torch.full_like(every, before)) for before in range(VOCABULARY)])
+
 
 _POOL_TOKENS = 8_192
 _SYSTEM = [BOS]
@@ -93,12 +160,12 @@ def measure_on_engine(
 
 
 def reference_arm(arm: Arm, questions: Questions) -> Arm:
-    """What the reference does as the engine: a document that stands directly behind the system prompt is exact."""
+    """What the reference does as the engine: a document that stands directly after the system prompt is exact."""
     return replace(arm, exact=max(arm.exact, 1 / questions.level.documents))
 
 
 def prepare(engine: TieredEngine, questions: Questions, number: int, arm: Arm) -> None:
-    """An empty cache, then each document of a question behind the system prompt, and an exact prefix of them."""
+    """An empty cache, then each document of a question after the system prompt, and an exact prefix of them."""
     documents = questions.documents[number].tolist()
     exact = round(arm.exact * len(documents))
     paths = [[document] for document in documents]
@@ -110,7 +177,7 @@ def prepare(engine: TieredEngine, questions: Questions, number: int, arm: Arm) -
 def answer_on_engine(
     engine: TieredEngine, questions: Questions, number: int, arm: Arm, ratio: float, *, keep_logits: bool = False
 ) -> Completion:
-    """Raises EngineError if another prefix was exact than the arm has, or a document was not taken over."""
+    """Raises EngineError if another prefix was exact than the arm has, or a document was not reused."""
     documents = questions.documents[number].tolist()
     question = [ASK, int(questions.names[number])]
     request = _request(documents, question, _fusion(arm, ratio), keep_logits=keep_logits)
@@ -120,7 +187,7 @@ def answer_on_engine(
     expected = exact, len(_SYSTEM) + level.tokens - exact
     if (done.cached.total, done.fused.total) != expected:
         found = f"{done.cached.total} and {done.fused.total}"
-        raise EngineError(f"{expected[0]} tokens should be exact and {expected[1]} taken over, not {found}")
+        raise EngineError(f"{expected[0]} tokens should be exact and {expected[1]} reused, not {found}")
     return done
 
 

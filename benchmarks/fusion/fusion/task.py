@@ -1,4 +1,4 @@
-"""A synthetic task: corpora whose questions are answered by chains of two or three documents.
+"""A synthetic task of chains of documents, a model of it, and reuse of KV in plain torch.
 
 A document has lines of three tokens: definitions `alias value ;`, links `name alias ;` whose alias another document
 defines, for three hops relays `alias alias ;` between them, and a line of filler. `ASK name` asks for the value. Names,
@@ -7,29 +7,42 @@ aliases and values are drawn for each corpus, so no answer can be memorised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 
-from ragorder.benchmarks.fusion.fusion.arms import CORPUS_DOCUMENTS
+from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS
 
 __all__ = [
     "ALIASES",
     "ALIAS_OF",
     "ASK",
     "BOS",
-    "CORPUS_DOCUMENTS",
     "DOC",
+    "EPSILON",
     "NAMES",
     "OPENING",
+    "THETA",
     "VALUES",
     "VOCABULARY",
     "WORDS",
-    "Chains",
-    "Corpora",
+    "ChainModel",
+    "Computed",
     "Level",
+    "ReferenceKV",
+    "compute",
+    "compute_behind",
+    "compute_prompts",
     "draw_corpora",
+    "previous",
+    "rotate",
+    "system_prompt",
 ]
 
 BOS, DOC, END, ASK, ALIAS_OF = range(5)
@@ -126,8 +139,8 @@ def draw_corpora(
     shown: float = 0.0,
     topic: int = 0,
 ) -> Corpora:
-    """Corpora of so many documents; a share `shown` of the links and relays spells its value out. So many consecutive
-    documents, of one `topic`, refer only to each other (0: all do)."""
+    """Corpora of `documents` each; a share `shown` of the links and relays spells its value out. `topic` consecutive
+    documents refer only to each other (0: all do)."""
     topic = topic or documents
     definitions, relays, links = (documents * each for each in (_DEFINITIONS, level.relays, level.links))
     aliases = _distinct(count, ALIASES, definitions + relays, generator)
@@ -190,3 +203,216 @@ def _elsewhere(count: int, documents: int, topic: int, lines: int, others: int, 
     own = _owners(documents, lines)
     drawn += own // topic * topic * others
     return drawn + others * (drawn // others >= own)
+
+
+THETA = 5e5
+EPSILON = torch.finfo(torch.float32).eps
+
+_WIDTH, _HEADS, _PASSES = 128, 4, 3
+_TRAINED = ("embedding", "head", "norm", "attention_norm", "qkv", "output", "mlp_norm", "up", "down")
+_FIXED = ("back",)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainModel:
+    """Weights by name, shared by all `passes`, of a small model that can be trained in minutes to follow chains.
+
+    A Llama (RMSNorm, RoPE, SwiGLU) whose layers share their weights, since what it has learnt to look up once it can
+    then chain, and whose embedding of a token contains the token before it.
+    """
+
+    weights: dict[str, Tensor]
+    heads: int = _HEADS
+    passes: int = _PASSES
+
+    @classmethod
+    def random(cls, seed: int, *, width: int = _WIDTH, heads: int = _HEADS, passes: int = _PASSES) -> Self:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(rows: int, columns: int, scale: float) -> Tensor:
+            return scale * torch.randn(rows, columns, generator=generator)
+
+        narrow, residual = width**-0.5, (2 * passes) ** -0.5
+        weights = {
+            "embedding": normal(VOCABULARY, width, 1),
+            "head": normal(VOCABULARY, width, narrow),
+            "norm": torch.ones(width),
+            "attention_norm": torch.ones(width),
+            "qkv": normal(3 * width, width, narrow),
+            "output": normal(width, width, narrow * residual),
+            "mlp_norm": torch.ones(width),
+            "up": normal(4 * width, width, narrow),
+            "down": normal(width, 2 * width, (2 * width) ** -0.5 * residual),
+            "back": 0.7 * torch.linalg.qr(normal(width, width, 1))[0],
+        }
+        return cls(weights, heads, passes)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises OSError, or ValueError for a file that is no such model."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                weights = {name: file.get_tensor(name).float() for name in (*_TRAINED, *_FIXED)}
+                sizes = {name: int(value) for name, value in (file.metadata() or {}).items()}
+            return cls(weights, sizes["heads"], sizes["passes"])
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is no model of ragorder eval run fusion-training: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """In half precision."""
+        from safetensors.torch import save_file
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        weights = {name: weight.detach().half().contiguous() for name, weight in self.weights.items()}
+        save_file(weights, path, metadata={"heads": str(self.heads), "passes": str(self.passes)})
+
+    def rounded(self) -> Self:
+        """As `save` and `load` leave it."""
+        return replace(self, weights={name: weight.detach().half().float() for name, weight in self.weights.items()})
+
+    @property
+    def width(self) -> int:
+        return int(self.weights["head"].shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def trained(self) -> Iterator[Tensor]:
+        return (self.weights[name] for name in _TRAINED)
+
+    def embed(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """Of tokens, each with the token before it; what opens a document or a question has none."""
+        first = torch.isin(tokens, torch.tensor(OPENING))
+        table = self.weights["embedding"]
+        glance = embedding(before, table) @ self.weights["back"]
+        return embedding(tokens, table) + glance * ~first[..., None]
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, scaled, keys and values (B, heads, T, head_dim), without positions."""
+        batch, tokens, _ = hidden.shape
+        projected = linear(self._norm(hidden, "attention_norm"), self.weights["qkv"])
+        query, key, value = projected.view(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        return query * self.head_dim**-0.5, key, value
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer, from attention's output (B, heads, T, head_dim)."""
+        hidden = hidden + linear(attended.transpose(1, 2).flatten(2), self.weights["output"])
+        gate, up = linear(self._norm(hidden, "mlp_norm"), self.weights["up"]).chunk(2, -1)
+        return hidden + linear(silu(gate) * up, self.weights["down"])
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self._norm(hidden, "norm")
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return linear(normed, self.weights["head"])
+
+    def _norm(self, hidden: Tensor, name: str) -> Tensor:
+        return rms_norm(hidden, (self.width,), self.weights[name], EPSILON)
+
+
+def previous(tokens: Tensor) -> Tensor:
+    return pad(tokens, (1, 0))[:, :-1]
+
+
+def rotate(states: Tensor, positions: Tensor) -> Tensor:
+    """RoPE of queries or keys (B, heads, T, head_dim) at positions (B or 1, T)."""
+    half = states.shape[-1] // 2
+    frequencies = torch.exp(torch.arange(half) * (-math.log(THETA) / half))
+    angles = positions[:, None, :, None] * frequencies
+    cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    first, second = states.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+_HIDDEN = -1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKV:
+    """KV of B prompts with S slots each: per layer (B, heads, S, head_dim). Keys are kept without positions, so they
+    stand wherever they are put."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    held: Tensor
+    """bool (B, S): which slots have KV."""
+
+    @classmethod
+    def empty(cls, model: ChainModel, prompts: int, slots: int) -> Self:
+        layers = (torch.zeros(prompts, model.heads, slots, model.head_dim),) * model.passes
+        return cls(layers, layers, torch.zeros(prompts, slots, dtype=torch.bool))
+
+    @classmethod
+    def joined(cls, *parts: ReferenceKV) -> Self:
+        """One after another."""
+        keys = zip(*(part.keys for part in parts), strict=True)
+        values = zip(*(part.values for part in parts), strict=True)
+        held = torch.cat([part.held for part in parts], 1)
+        return cls(tuple(torch.cat(each, 2) for each in keys), tuple(torch.cat(each, 2) for each in values), held)
+
+    @property
+    def slots(self) -> int:
+        return int(self.held.shape[1])
+
+    def part(self, start: int, end: int) -> Self:
+        keys, values = (tuple(each[:, :, start:end] for each in side) for side in (self.keys, self.values))
+        return type(self)(keys, values, self.held[:, start:end])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Normed hidden states (B, T, width) of new tokens, all KV, and each layer's attention (B, heads, T, S)."""
+
+    hidden: Tensor
+    kv: ReferenceKV
+    attention: tuple[Tensor, ...]
+
+
+def compute(
+    model: ChainModel,
+    tokens: Tensor,
+    before: Tensor,
+    slots: Tensor,
+    kv: ReferenceKV,
+) -> Computed:
+    """New tokens (B, T), each after `before`, at `slots` of prompts with this KV, causal by position."""
+    hidden, held = model.embed(tokens, before), kv.held.scatter(1, slots, True)
+    spots = torch.arange(kv.slots)[None]
+    hides = (spots[:, None] > slots[..., None]) | ~held[:, None]
+    keys, values, attention = [], [], []
+    for layer in range(model.passes):
+        query, key, value = model.project(hidden)
+        keys.append(_put(kv.keys[layer], slots, key))
+        values.append(_put(kv.values[layer], slots, value))
+        scores = rotate(query, slots) @ rotate(keys[-1], spots).transpose(-1, -2)
+        weights = scores.masked_fill(hides[:, None], _HIDDEN).softmax(-1)
+        attention.append(weights)
+        hidden = model.finish(hidden, weights @ values[-1])
+    return Computed(model.normed(hidden), ReferenceKV(tuple(keys), tuple(values), held), tuple(attention))
+
+
+def compute_prompts(model: ChainModel, tokens: Tensor) -> Computed:
+    """Whole prompts (B, T)."""
+    slots = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return compute(model, tokens, previous(tokens), slots, ReferenceKV.empty(model, *tokens.shape))
+
+
+def compute_behind(model: ChainModel, documents: Tensor, kv: ReferenceKV) -> Computed:
+    """Documents (B, document tokens) after this KV; the result has theirs alone."""
+    prompts, length = documents.shape
+    room = ReferenceKV.joined(kv, ReferenceKV.empty(model, prompts, length))
+    slots = torch.arange(kv.slots, room.slots).expand(prompts, -1)
+    found = compute(model, documents, previous(documents), slots, room)
+    return Computed(found.hidden, found.kv.part(kv.slots, room.slots), found.attention)
+
+
+def system_prompt(model: ChainModel, prompts: int) -> ReferenceKV:
+    """KV of what every prompt begins with."""
+    return compute_prompts(model, torch.full((prompts, 1), BOS)).kv
+
+
+def _put(states: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    return states.scatter(2, slots[:, None, :, None].expand_as(new), new)

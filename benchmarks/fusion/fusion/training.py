@@ -1,35 +1,97 @@
-"""Training of the chain model on one core, over ever more documents and hops."""
+"""Training of the chain model on one core: batches, ever more documents and hops, and its course."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ragorder.benchmarks.fusion.fusion.batches import KINDS, LINKS, draw_batch
-from ragorder.benchmarks.fusion.fusion.model import ChainModel, previous, rotate
-from ragorder.benchmarks.fusion.fusion.task import Level
+from ragorder.benchmarks.fusion.fusion.task import ALIAS_OF, ASK, BOS, ChainModel, Level, draw_corpora, previous, rotate
 
-__all__ = ["CURRICULA", "Point", "Stage", "Training", "remaining", "train"]
+__all__ = ["CURRICULA", "KINDS", "LINKS", "History", "Stage", "draw_batch", "hidden_states", "remaining", "train"]
+
+KINDS = ("one hop", "two hops", "three hops", "alias", "link", "link over a relay")
+"""What a token must predict, numbered from 1: a question's answer, or the value that a link or relay spells out."""
+
+LINKS = (5, 6)
+
+_ALIAS = 4
+_SHOWN = 0.5
+_QUESTIONS = 2
+"""For each document."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    tokens: Tensor
+    """int64 (B, T)"""
+
+    kinds: Tensor
+    """The kind of what comes next; 0: it cannot be predicted."""
+
+    start: int
+    """Where the questions begin."""
+
+
+def draw_batch(count: int, level: Level, generator: torch.Generator) -> TrainingBatch:
+    """Chains are asked for, and must be resolved within the documents, only if they lead to documents in front.
+
+    Half of the links spell their value out: as texts repeat themselves, a model learns to resolve links while it reads,
+    and this is what the KV of a document that was computed alone lacks.
+    """
+    corpora = draw_corpora(count, level, generator, documents=level.documents, shown=_SHOWN)
+    chains = corpora.chains
+    order = torch.rand(count, level.documents, generator=generator).argsort(1)
+    tokens, lines = (_ordered(each, order) for each in (corpora.tokens, corpora.lines))
+    places = order.argsort(1).gather(1, chains.documents.flatten(1)).view_as(chains.documents)
+    early = (places[..., 0] > places[..., 1]) & (places[..., 1] >= places[..., 2])
+
+    def chance(share: float) -> Tensor:
+        return torch.rand(picked.shape, generator=generator) < share
+
+    askable = early & ~chains.shown
+    picked = (torch.rand(early.shape, generator=generator) + 10.0 * ~askable).argsort(1)
+    picked = picked[:, : _QUESTIONS * level.documents]
+    heads, aliases, ends, values = (
+        each.gather(1, picked) for each in (chains.heads, chains.aliases, chains.ends, chains.values)
+    )
+    hops = chains.hops.expand_as(early)
+    for_alias, whole = chance(0.25), askable.gather(1, picked) & chance(0.8)
+    asked = torch.where(for_alias, ALIAS_OF, ASK), torch.where(for_alias | whole, heads, ends)
+    questions = torch.stack([*asked, torch.where(for_alias, aliases, values)], -1).flatten(1)
+    documents = torch.cat([torch.full((count, 1), BOS), tokens], 1)
+    start = documents.shape[1]
+    kinds = torch.zeros(count, start + questions.shape[1], dtype=torch.long)
+    depth = torch.where(whole, hops.gather(1, picked), 1)
+    kinds[:, start + 1 :: 3] = torch.where(for_alias, _ALIAS, depth)
+    resolved = torch.where(early & chains.shown, hops + LINKS[0] - 2, 0)
+    kinds[:, 1:start] = torch.cat([torch.zeros(count, 1, dtype=torch.long), resolved], 1).gather(1, lines)
+    return TrainingBatch(torch.cat([documents, questions], 1), kinds, start)
+
+
+def _ordered(documents: Tensor, order: Tensor) -> Tensor:
+    return documents.gather(1, order[..., None].expand_as(documents)).flatten(1)
+
 
 _RATE, _LAST_RATE, _WARM_UP_STEPS = 2e-3, 1e-4, 100
 _STEP_TOKENS = 2_400
 _LEARNT = 0.97
 _MEMORY = 0.95
 _LOOKS_EARLY = 10
-"""In one of so many steps questions see the documents in all passes, otherwise in the last alone: what they need must
-have been resolved in the documents."""
+"""In one step of ten questions see the documents in all passes, otherwise in the last alone: what they need must have
+been resolved in the documents."""
 _HIDDEN = -1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Training on these levels in turn: until questions of the most hops are answered, at most for so many steps, or
-    (`settles`) for just so many, at a falling rate."""
+    """Training on these levels in turn: until questions of the most hops are answered, at most for `steps`, or
+    (`settles`) for all of them, at a falling rate."""
 
     levels: Sequence[Level]
     steps: int
@@ -94,7 +156,7 @@ class Training:
             group["lr"] = rate * min(1, (self.steps + 1) / _WARM_UP_STEPS)
         inputs, nexts, kinds = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.kinds[:, :-1]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            last, middle = _hidden(self.model, inputs, batch.start if self.steps % _LOOKS_EARLY else None)
+            last, middle = hidden_states(self.model, inputs, batch.start if self.steps % _LOOKS_EARLY else None)
             logits = self.model.logits(last[kinds > 0])
             links = (kinds == LINKS[0]) | (kinds == LINKS[1])
             early = self.model.logits(middle[links])
@@ -116,7 +178,7 @@ class Training:
 
 
 def remaining(hops: int, known: int | None) -> Sequence[Stage]:
-    """The stages for a model that is trained for `known` hops: of as many, the last stage again."""
+    """The stages for a model that is trained for `known` hops: of the same number, the last stage again."""
     stages = CURRICULA[hops]
     if known is None:
         return stages
@@ -134,7 +196,7 @@ def train(
         yield training.model.rounded()
 
 
-def _hidden(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
+def hidden_states(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
     """Normed states at the end, and before the last pass. From `start` on, tokens see the documents in the last pass
     only."""
     hidden, length = model.embed(tokens, previous(tokens)), tokens.shape[1]
@@ -152,3 +214,39 @@ def _hidden(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tenso
         attended = weights.to(value.dtype) @ value
         hidden = model.finish(hidden, attended)
     return model.normed(hidden), middle
+
+
+_STEPS = 50
+
+
+@dataclass(slots=True)
+class History:
+    """Means of 50 steps each."""
+
+    steps: int = 0
+    rows: dict[str, list[float | None]] = field(default_factory=dict)
+    _recent: list[Point] = field(default_factory=list)
+
+    def take(self, advance: Callable[[], None]) -> Callable[[Point], None]:
+        def keep(point: Point) -> None:
+            self.steps += 1
+            self._recent.append(point)
+            if len(self._recent) == _STEPS:
+                self.close()
+            advance()
+
+        return keep
+
+    def close(self) -> None:
+        """With what the last steps, fewer, had."""
+        if not self._recent:
+            return
+        last, recent = self._recent[-1], self._recent
+        self._recent = []
+        row: dict[str, float | None] = {"seconds": round(last.seconds, 1), "tokens": last.tokens}
+        row |= {"hops": last.hops, "documents": last.documents}
+        for kind in KINDS:
+            known = [point.right[kind] for point in recent if kind in point.right]
+            row[kind] = round(fmean(known), 3) if known else None
+        for name, value in row.items():
+            self.rows.setdefault(name, []).append(value)

@@ -1,22 +1,141 @@
-"""Deviation of reused KV from full attention's, and the places of critical tokens (FusionRAG, Figures 3, 7b and 8)."""
+"""Prompts of a corpus, KV of one sequence at a time, and how far it deviates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, DeviationCell
-from ragorder.benchmarks.fusion.fusion_deviation.prompts import CorpusPrompts, FusedPrompt
-from ragorder.benchmarks.fusion.fusion_deviation.sequence import KVSequence
-from ragorder.kernels.engine.scoring import ScoringInput
+from ragorder.benchmarks.common.vectors import nearest_documents
+from ragorder.benchmarks.fusion.fusion_deviation.experiment import ALONE, DeviationCell
+from ragorder.eval.data.corpora import Corpus
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.engine.scoring import Scorer, ScoringInput
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import make_selection
+from ragorder.kernels.paging import BlockPool
 
-__all__ = ["SELECTED", "Bench", "Measured"]
+__all__ = ["Bench", "CorpusPrompts", "KVSequence", "Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPrompt:
+    """`documents` are places in the corpus, in the prompt's order."""
+
+    system: Sequence[int]
+    documents: Sequence[int]
+    question: Sequence[int]
+
+
+class CorpusPrompts:
+    """The questions of a corpus with the number of documents that the cell wants, in an order of the seed's."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Any, cell: DeviationCell) -> None:
+        self._corpus, self._tokenizer, self._cell = corpus, tokenizer, cell
+        self._near: list[list[int]] | None = None
+
+    def draw(self, count: int, seed: int) -> Iterator[FusedPrompt]:
+        wanted, corpus = self._cell.documents, self._corpus
+        known = [place for place, ranking in enumerate(corpus.rankings) if len(ranking) >= wanted]
+        random.Random(seed).shuffle(known)
+        for place in known[:count]:
+            question = self._ids(corpus.questions[place].text)
+            yield FusedPrompt(self._ids(SYSTEM_PROMPT), list(corpus.rankings[place])[:wanted], question)
+
+    def document(self, place: int) -> list[int]:
+        return self._ids(self._corpus.documents[place].text)[: self._cell.document_tokens]
+
+    def neighbours(self, place: int) -> list[int]:
+        """Of the whole corpus, the most similar one first. Raises ImportError, OSError, ValueError."""
+        if self._near is None:
+            self._near = nearest_documents(self._corpus, self._cell.by, self._cell.neighbours)
+        return self._near[place]
+
+    def related(self) -> tuple[float, float]:
+        """Over all questions: the share of the retrieved documents that have one of their neighbours among the others,
+        and the share of their neighbours that are among these (FusionRAG, Figure 7a). Raises as `neighbours`."""
+        wanted = self._cell.documents
+        sets = [list(ranking)[:wanted] for ranking in self._corpus.rankings if len(ranking) >= wanted]
+        found = [
+            [near in retrieved for near in self.neighbours(place)]
+            for retrieved in sets
+            for place in retrieved
+            if self.neighbours(place)
+        ]
+        return (fmean(map(any, found)), fmean(near for each in found for near in each)) if found else (0.0, 0.0)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+class KVSequence:
+    """A pool with the blocks of one sequence of at most `tokens` tokens. KV: (n, layers, 2, KV heads, D).
+
+    Raises UnsupportedModelError for a model whose keys cannot be moved, ValueError for one of a single layer. Until
+    `close` the model has the engine's attention.
+    """
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self._model = PatchedModel(model, EngineSettings(verify=False))
+        try:
+            if self._model.shape.layers < 2:
+                raise ValueError(f"{self._model.name} has one layer, whose KV never deviates: give another model")
+            self._rotation = Rotation.of(model)
+        except BaseException:
+            self.close()
+            raise
+        shape, self._device = self._model.shape, self._model.device
+        self._pool = BlockPool(shape, shape.blocks_for(tokens), self._device)
+        self._layers = PagedLayers(self._pool)
+        self.table = np.asarray(self._pool.allocate(self._pool.blocks), dtype=np.int32)
+        self._blocks = torch.as_tensor(self.table, dtype=torch.int64, device=self._device)
+        self.scorer = Scorer(self._model.forward, self._pool, self._rotation, self._device)
+
+    def close(self) -> None:
+        self._model.restore()
+
+    def compute(self, token_ids: Sequence[int], start: int) -> Tensor:
+        """Return KV of new tokens after the first `start` ones."""
+        step = pack([Piece(token_ids, start, self.table, False)], self._layers, self._device)
+        self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        return self.read(start, start + len(token_ids))
+
+    def read(self, start: int, end: int) -> Tensor:
+        return self._pool.kv[self._rows(start, end)].clone()
+
+    def put(self, kv: Tensor, start: int) -> None:
+        self._pool.kv[self._rows(start, start + len(kv))] = kv
+
+    def moved(self, kv: Tensor, old: int, new: int) -> Tensor:
+        """KV computed from position `old` on, as it stands from `new` on."""
+        turn = self._rotation.turn(new - old, torch.arange(old, old + len(kv)))
+        keys = [turn.apply(kv[:, layer, 0], layer) for layer in range(kv.shape[1])]
+        return torch.stack([torch.stack(keys, 1), kv[:, :, 1]], 2)
+
+    def put_together(self, copies: Iterable[Tensor], made_at: int, start: int) -> int:
+        """Copies computed from position `made_at` on, one after another from `start` on; returns where they end."""
+        for kv in copies:
+            self.put(self.moved(kv, made_at, start), start)
+            start += len(kv)
+        return start
+
+    def _rows(self, start: int, end: int) -> tuple[Tensor, slice, slice, Tensor]:
+        size = self._pool.shape.block_size
+        at = torch.arange(start, end, device=self._device)
+        return self._blocks[at // size], slice(None), slice(None), at % size
+
 
 SELECTED = ("query", "deviation")
 _PARTS = 10

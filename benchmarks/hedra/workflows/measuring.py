@@ -1,33 +1,140 @@
-"""Workflows served by one system on the virtual clock."""
+"""Workflows served by one system on the virtual clock, stage by stage or by the product's server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts
-from ragorder.benchmarks.hedra.workflows.costs import FAST, MODELS, SEARCH, SYSTEM_PROMPT_WORDS
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.lockstep import Retrieve, stage_by_stage
-from ragorder.benchmarks.hedra.workflows.prompts import RankedPrompts
-from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell
-from ragorder.benchmarks.hedra.workflows.script import Script, WordTokenizer, compiled
-from ragorder.benchmarks.hedra.workflows.systems import System
+from ragorder.benchmarks.hedra.workflows.experiment import (
+    FAST,
+    MODELS,
+    SEARCH,
+    SYSTEM_PROMPT_WORDS,
+    System,
+    WorkflowsCell,
+)
+from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.document import Document
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
-from ragorder.pipelining import EngineLoad, prefill_batch
-from ragorder.pipelining.workflow import WorkflowServer
+from ragorder.pipelining import AnswerChunk, EngineLoad, EngineRequest, RequestBuilder, StreamingEngine, prefill_batch
+from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowResult, WorkflowServer, interpret
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["Materials", "facts_of_traces", "serve"]
+__all__ = ["Lockstep", "Materials", "Stages", "ordered_prompts", "play", "serve", "stage_by_stage"]
+
+
+R = TypeVar("R", bound=EngineRequest)
+T = TypeVar("T")
+
+Retrieve = Callable[[str, int], Awaitable[Sequence[Document]]]
+
+
+class Stages:
+    """A barrier before each stage of a batch's requests, for those that have not ended."""
+
+    def __init__(self, requests: int) -> None:
+        self._running = requests
+        self._reached: list[asyncio.Future[None]] = []
+
+    async def reach(self) -> None:
+        reached = asyncio.get_running_loop().create_future()
+        self._reached.append(reached)
+        self._release()
+        await reached
+
+    def leave(self) -> None:
+        self._running -= 1
+        self._release()
+
+    def engine(self, engine: StreamingEngine[R]) -> StreamingEngine[R]:
+        return _StagedEngine(engine, self)
+
+    def _release(self) -> None:
+        if len(self._reached) == self._running:
+            for reached in self._reached:
+                reached.set_result(None)
+            self._reached = []
+
+
+class Lockstep:
+    """Runs requests in batches of at most `limit`: what comes during one is in the next."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: deque[asyncio.Future[Stages]] = deque()
+        self._running = 0
+
+    async def run(self, request: Callable[[Stages], Awaitable[T]]) -> T:
+        turn: asyncio.Future[Stages] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._begin()
+        stages = await turn
+        try:
+            return await request(stages)
+        finally:
+            stages.leave()
+            self._running -= 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._running:
+            return
+        self._running = min(self._limit, len(self._waiting))
+        stages = Stages(self._running)
+        for _ in range(self._running):
+            self._waiting.popleft().set_result(stages)
+
+
+class _StagedEngine(Generic[R]):
+    def __init__(self, engine: StreamingEngine[R], stages: Stages) -> None:
+        self._engine = engine
+        self._stages = stages
+
+    async def stream(self, request: R, /) -> AsyncGenerator[AnswerChunk, None]:
+        await self._stages.reach()
+        async with aclosing(self._engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def stage_by_stage(
+    engine: StreamingEngine[R],
+    prompts: RequestBuilder[NodeQuestion, Document, R],
+    retrieve: Retrieve,
+    *,
+    lockstep: int | None = None,
+) -> Callable[..., Awaitable[WorkflowResult]]:
+    """A `run` like a WorkflowServer's. `lockstep`: the most requests of a batch."""
+    batches = Lockstep(lockstep) if lockstep else None
+
+    async def run(graph: CompiledGraph, question: str, *, state: Mapping[str, Any]) -> WorkflowResult:
+        if batches is None:
+            return await interpret(graph, question, engine=engine, prompts=prompts, retrieve=retrieve, state=state)
+
+        async def in_step(stages: Stages) -> WorkflowResult:
+            async def retrieve_in_step(query: str, k: int) -> Sequence[Document]:
+                await stages.reach()
+                return await retrieve(query, k)
+
+            staged = stages.engine(engine)
+            return await interpret(
+                graph, question, engine=staged, prompts=prompts, retrieve=retrieve_in_step, state=state
+            )
+
+        return await batches.run(in_step)
+
+    return run
+
 
 _PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
@@ -65,14 +172,11 @@ async def serve(
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
     tiers = _tiers(cell, search, materials)
-    latency_s = [0.0] * len(at_s)
-    traces: list[Any] = []
-
+    prompts = ordered_prompts(builder, costs.capacity_tokens, engine.cache)
     async with AsyncExitStack() as stack:
         if system.transformations is None:
             retrieve = _retrieve(system, search, materials)
-            run = stage_by_stage(engine, RankedPrompts(_ordered(builder, engine)), retrieve, lockstep=system.lockstep)
-
+            run = stage_by_stage(engine, RankedPrompts(prompts), retrieve, lockstep=system.lockstep)
         else:
             server = await stack.enter_async_context(
                 WorkflowServer(
@@ -80,7 +184,7 @@ async def serve(
                     VirtualIVF(materials.index, search, tiers=tiers),
                     materials.embed,
                     materials.documents.__getitem__,
-                    _ordered(builder, engine),
+                    prompts,
                     transformations=system.transformations(),
                     load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
                     max_requests=_UNBOUNDED,
@@ -90,27 +194,18 @@ async def serve(
                     clock=loop.time,
                 )
             )
-
             run = server.run
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(at_s[number])
-            graph, state = graphs[workflows[number]]
-            result = await run(graph, materials.script.question(number), state=state)
-            latency_s[number] = loop.time() - at_s[number]
-            traces.append(result.trace)
-
-        await asyncio.gather(*map(ask, range(len(at_s))))
-        total_s = loop.time() - min(at_s)
+        graph_of = [graphs[workflow] for workflow in workflows]
+        latency_s, speculations, total_s = await play(run, materials.script, graph_of, at_s)
     return {
-        "rows": {"latency_s": [round(each, 6) for each in latency_s], "workflow": list(workflows)},
+        "rows": {"latency_s": latency_s, "workflow": list(workflows)},
         "facts": {
-            "total_s": total_s,
+            "total_s": total_s - min(at_s),
             "engine_busy_s": engine.busy_s,
             "prompt_tokens": engine.prompt_tokens,
             "computed_tokens": engine.computed_tokens,
             "aborted": engine.aborted,
-            **facts_of_traces([trace for trace in traces if trace is not None]),
+            **speculations,
             **({} if tiers is None else {"fast_share": tiers.hit_share}),
         },
     }
@@ -137,20 +232,49 @@ def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> Vi
     return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
 
 
-def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:
+def ordered_prompts(
+    builder: PromptBuilder, capacity_tokens: int | None, cache: Any, learn: Callable[[int], None] | None = None
+) -> WorkflowPrompts:
+    """Return prompts ordered for a cache with blocks like those of `cache`."""
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
-        capacity_tokens=engine.costs.capacity_tokens,
-        block_size=engine.cache.block_size,
-        partial_blocks_first=engine.cache.partial_blocks_first,
+        capacity_tokens=capacity_tokens,
+        block_size=cache.block_size,
+        partial_blocks_first=cache.partial_blocks_first,
     )
-    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))
 
 
-def facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
-    """Of speculative generations, those one stage ahead apart, of searches ahead of need, and of the generations after
-    each request's first."""
+async def play(
+    run: Callable[..., Awaitable[WorkflowResult]],
+    script: Script,
+    graphs: Sequence[tuple[CompiledGraph, Mapping[str, Any]]],
+    at_s: Sequence[float],
+) -> tuple[list[float], dict[str, int], float]:
+    """Ask each question at its time, by its graph.
+
+    Return seconds from each arrival to its answer, facts of the traces, and seconds until the last answer.
+    """
+    loop = asyncio.get_running_loop()
+    latency_s, start_s = [0.0] * len(at_s), loop.time()
+    traces: list[Any] = []
+
+    async def ask(number: int) -> None:
+        await asyncio.sleep(max(0.0, start_s + at_s[number] - loop.time()))
+        graph, state = graphs[number]
+        result = await run(graph, script.question(number), state=state)
+        latency_s[number] = loop.time() - start_s - at_s[number]
+        traces.append(result.trace)
+
+    await asyncio.gather(*map(ask, range(len(at_s))))
+    facts = _facts_of_traces([trace for trace in traces if trace is not None])
+    return [round(each, 6) for each in latency_s], facts, loop.time() - start_s
+
+
+def _facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
+    """Return counts of speculative generations, of those one stage ahead, of speculative searches, and of the
+    generations after each request's first."""
     facts = dict.fromkeys(_FACTS, 0)
     for trace in traces:
         generations = [piece for piece in trace.pieces if piece.worker == "engine"]

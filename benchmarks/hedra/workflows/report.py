@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ragorder.benchmarks.hedra.workflows.record import WorkflowsCell, WorkflowsRecord
-from ragorder.benchmarks.hedra.workflows.systems import SYSTEMS
+from ragorder.benchmarks.common.served import late_s, mean_s, share
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS, Workflows, WorkflowsCell
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
@@ -62,12 +63,12 @@ class _Setting(NamedTuple):
         return ", ".join(said)
 
 
-_Runs = dict[_Setting, dict[str, dict[float, list[WorkflowsRecord]]]]
+_Runs = dict[_Setting, dict[str, dict[float, list[Record]]]]
 
 
 def make_part(suite: Suite, results: Results) -> Part:
     runs: _Runs = {}
-    for record in results.of(WorkflowsRecord, suite.name):
+    for record in results.of(Workflows.record, suite.name):
         cell = WorkflowsCell.read(record.cell, suite.name)
         runs.setdefault(_Setting.of(cell), {}).setdefault(record.policy, {}).setdefault(cell.rate, []).append(record)
     if not runs:
@@ -90,7 +91,7 @@ def _serving(runs: _Runs) -> Iterator[Table]:
     table = Table("Mean latency, times shorter than whole searches batched", ["", *policies])
     for setting, systems in runs.items():
         theirs = systems.get("flashrag", {})
-        table.add(setting.words(runs), *(_times(systems.get(policy, {}), theirs, _latency_s) for policy in policies))
+        table.add(setting.words(runs), *(_times(systems.get(policy, {}), theirs, mean_s) for policy in policies))
     table.note = "Least to most of the rates."
     yield table
 
@@ -126,9 +127,9 @@ def _speculation(runs: _Runs) -> Iterator[Table]:
         table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
         for policy in policies:
             row = [systems.get(policy, {}).get(rate) for rate in rates]
-            table.add(_words(policy), *(Entry(format_number(_mean(each, _latency_s), 2), _odds(each)) for each in row))
+            table.add(_words(policy), *(Entry(format_number(_mean(each, mean_s), 2), _odds(each)) for each in row))
         best = [min(filter(None, _each(systems, rate, ("ragcache", "ralmspec"))), default=None) for rate in rates]
-        ours = [_mean(systems.get(_OURS, {}).get(rate), _latency_s) for rate in rates]
+        ours = [_mean(systems.get(_OURS, {}).get(rate), mean_s) for rate in rates]
         ratios = [their / our if their and our else None for their, our in zip(best, ours, strict=True)]
         table.add("best of the two / ours", *(format_number(ratio, 2) for ratio in ratios))
         table.note = "Below it: speculative generations that turned out right, of those that ran."
@@ -142,7 +143,7 @@ def _ahead(runs: _Runs) -> Iterator[Table]:
     for setting, systems in runs.items():
         for policy, rates in systems.items():
             records = [record for each in rates.values() for record in each if "near_speculations" in record.facts]
-            shares = [_share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
+            shares = [share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
             if any(share is not None for share in shares):
                 shown = (format_number(None if share is None else 100 * share) for share in shares)
                 table.add(f"{setting.words(runs)}: {_words(policy)}", *shown)
@@ -167,15 +168,15 @@ def _compared(runs: _Runs, baseline: str) -> Iterator[Table]:
     yield _cached(runs)
 
 
-def _against(records: Sequence[WorkflowsRecord] | None, theirs: Sequence[WorkflowsRecord] | None) -> Entry:
-    ours_s, their_s = _mean(records, _latency_s), _mean(theirs, _latency_s)
+def _against(records: Sequence[Record] | None, theirs: Sequence[Record] | None) -> Entry:
+    ours_s, their_s = _mean(records, mean_s), _mean(theirs, mean_s)
     if not ours_s or not their_s or records is theirs:
         return Entry(format_number(ours_s, 2))
-    late = (_mean(theirs, _late_s) or 0.0) / (_mean(records, _late_s) or math.inf)
+    late = (_mean(theirs, late_s) or 0.0) / (_mean(records, late_s) or math.inf)
     return Entry(format_number(ours_s, 2), f"{format_number(their_s / ours_s, 2)}, {format_number(late, 2)}")
 
 
-def _fast_share(records: Sequence[WorkflowsRecord] | None) -> str:
+def _fast_share(records: Sequence[Record] | None) -> str:
     shares = [record.facts["fast_share"] for record in records or () if "fast_share" in record.facts]
     return format_number(100 * fmean(shares)) if shares else ""
 
@@ -187,9 +188,9 @@ def _cached(runs: _Runs) -> Table:
         row = []
         for policy in policies:
             records = [record for each in systems.get(policy, {}).values() for record in each]
-            later = _share(records, "later_cached_tokens", "later_prompt_tokens")
+            later = share(records, "later_cached_tokens", "later_prompt_tokens")
             note = "" if later is None else f"after a request's first {format_number(100 * later)}"
-            computed = _share(records, "computed_tokens", "prompt_tokens")
+            computed = share(records, "computed_tokens", "prompt_tokens")
             row.append(Entry(format_number(None if computed is None else 100 * (1 - computed)), note))
         table.add(setting.words(runs), *row)
     table.note = "Of all rates, speculations included. Below it: in the generations after a request's first one."
@@ -205,56 +206,40 @@ def _words(policy: str) -> str:
     return SYSTEMS[policy].words
 
 
-def _rates(systems: dict[str, dict[float, list[WorkflowsRecord]]]) -> list[float]:
+def _rates(systems: dict[str, dict[float, list[Record]]]) -> list[float]:
     return sorted({rate for rates in systems.values() for rate in rates})
 
 
-def _latency_s(record: WorkflowsRecord) -> float:
-    return fmean(record.rows["latency_s"])
-
-
-def _late_s(record: WorkflowsRecord) -> float:
-    """The 99th percentile."""
-    seconds: float = sorted(record.rows["latency_s"])[round(0.99 * (record.requests - 1))]
-    return seconds
-
-
-def _total_s(record: WorkflowsRecord) -> float:
+def _total_s(record: Record) -> float:
     return float(record.facts["total_s"])
 
 
-def _mean(records: Sequence[WorkflowsRecord] | None, figure: Callable[[WorkflowsRecord], float]) -> float | None:
+def _mean(records: Sequence[Record] | None, figure: Callable[[Record], float]) -> float | None:
     return fmean(map(figure, records)) if records else None
 
 
 def _each(
-    systems: dict[str, dict[float, list[WorkflowsRecord]]], rate: float, policies: Iterable[str]
+    systems: dict[str, dict[float, list[Record]]], rate: float, policies: Iterable[str]
 ) -> Iterator[float | None]:
-    return (_mean(systems.get(policy, {}).get(rate), _latency_s) for policy in policies)
+    return (_mean(systems.get(policy, {}).get(rate), mean_s) for policy in policies)
 
 
-def _share(records: Iterable[WorkflowsRecord], part: str, whole: str) -> float | None:
-    facts: list[Any] = [record.facts for record in records]
-    total = sum(each.get(whole, 0) for each in facts)
-    return sum(each[part] for each in facts) / total if total else None
-
-
-def _latency_entry(records: Sequence[WorkflowsRecord] | None) -> Entry:
+def _latency_entry(records: Sequence[Record] | None) -> Entry:
     if not records:
         return Entry("–")
-    return Entry(format_number(_mean(records, _latency_s), 2), format_number(_mean(records, _late_s), 2))
+    return Entry(format_number(_mean(records, mean_s), 2), format_number(_mean(records, late_s), 2))
 
 
-def _odds(records: Sequence[WorkflowsRecord] | None) -> str:
-    right = _share(records or (), "right", "speculations")
+def _odds(records: Sequence[Record] | None) -> str:
+    right = share(records or (), "right", "speculations")
     return "" if right is None else f"{format_number(100 * right)} %"
 
 
-def _sustained(rates: dict[float, list[WorkflowsRecord]]) -> tuple[str, float | None]:
+def _sustained(rates: dict[float, list[Record]]) -> tuple[str, float | None]:
     """The rate at which the mean latency is 10 s, as text, and as a number unless it lies beyond those run."""
     before: tuple[float, float] | None = None
     for rate in sorted(rates):
-        latency_s = _mean(rates[rate], _latency_s) or 0.0
+        latency_s = _mean(rates[rate], mean_s) or 0.0
         if latency_s > _SLO_S:
             if before is None:
                 return f"< {rate:g}", None
@@ -271,9 +256,9 @@ def _rate_entry(rate: tuple[str, float | None], theirs: tuple[str, float | None]
 
 
 def _times(
-    ours: dict[float, list[WorkflowsRecord]],
-    theirs: dict[float, list[WorkflowsRecord]],
-    figure: Callable[[WorkflowsRecord], float],
+    ours: dict[float, list[Record]],
+    theirs: dict[float, list[Record]],
+    figure: Callable[[Record], float],
 ) -> str:
     pairs = [(_mean(ours[rate], figure), _mean(theirs[rate], figure)) for rate in ours if rate in theirs]
     ratios = [their / our for our, their in pairs if our and their]

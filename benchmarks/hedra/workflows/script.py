@@ -7,14 +7,26 @@ that queries made of it are real text near the passage, as the paper's are. Mark
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
-from ragorder.eval.data.corpora import Corpus
-from ragorder.pipelining.workflow import CompiledGraph, RAGraph, hyde, irg, multistep, one_shot, recomp
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["WORKFLOWS", "Script", "WordTokenizer", "compiled", "without_marks"]
+from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.adapters.workflows import WorkflowPrompts
+from ragorder.document import Document
+from ragorder.eval.data.corpora import Corpus
+from ragorder.pipelining import CommittedRequest
+from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, RAGraph, hyde, irg, multistep, one_shot, recomp
+
+__all__ = ["WORKFLOWS", "Embedder", "RankedPrompts", "Script", "WordTokenizer", "compiled", "without_marks"]
 
 _ROUNDS = 3
 _MARKS = ("@", "#", "~")
@@ -76,7 +88,7 @@ def without_marks(text: str) -> str:
 
 
 class Script:
-    """What each request asks, and what is answered: the same whatever runs it. Lengths vary with `seed`."""
+    """What each request asks, and what is answered: the same for every system. Lengths vary with `seed`."""
 
     def __init__(self, corpus: Corpus, seed: int = 0) -> None:
         self._corpus = corpus
@@ -137,3 +149,53 @@ class WordTokenizer:
         if found == len(self._words):
             self._words.append(word)
         return found
+
+
+Vectors = NDArray[np.float32]
+
+
+class Embedder:
+    """Vectors of texts without their marks, shape (1, dimensions), each embedded once. `save` keeps them in `file`."""
+
+    def __init__(self, encode: Callable[[Sequence[str]], Vectors], file: Path | None = None) -> None:
+        self._encode = encode
+        self._file = file
+        self._known: dict[str, Vectors] = {}
+        self._saved = 0
+        if file is not None:
+            with suppress(OSError, ValueError), np.load(file) as kept:
+                self._known = dict(zip(kept["keys"].tolist(), kept["vectors"][:, None], strict=True))
+                self._saved = len(self._known)
+
+    def __call__(self, text: str) -> Vectors:
+        text = without_marks(text)
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        if key not in self._known:
+            self._known[key] = self.compute(text)
+        return self._known[key]
+
+    def compute(self, text: str) -> Vectors:
+        """Computed, whether it is known or not."""
+        return np.ascontiguousarray(self._encode([without_marks(text)]), dtype=np.float32)
+
+    def save(self) -> None:
+        if self._file is None or len(self._known) == self._saved:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._file.with_suffix(f".{os.getpid()}.npz")
+        np.savez(unfinished, keys=list(self._known), vectors=np.concatenate(list(self._known.values())))
+        unfinished.replace(self._file)
+        self._saved = len(self._known)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPrompts:
+    """What a system without ordering sends."""
+
+    prompts: WorkflowPrompts
+
+    def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
+        return self.prompts.preview(replace(question, ordered=False), documents)
+
+    def commit(self, question: NodeQuestion, documents: Sequence[Document], /) -> CommittedRequest[PromptRequest]:
+        return self.prompts.commit(replace(question, ordered=False), documents)

@@ -1,4 +1,4 @@
-"""Workflows on real parts, in real time: the suites of kind "workflows-live"."""
+"""Workflows on real parts, in real time (suites hedra-live and hedra-long)."""
 
 from __future__ import annotations
 
@@ -7,40 +7,135 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ragorder.benchmarks.hedra.workflows_live.record import LiveCell, LiveRecord
-from ragorder.benchmarks.hedra.workflows_live.systems import SYSTEMS
+from pydantic import Field
+
+from ragorder.benchmarks.common.served import late_s, mean_s, share_column
+from ragorder.benchmarks.common.vectors import embedded
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
+from ragorder.benchmarks.hedra.workflows.experiment import System
+from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
-from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.engines.torch import lacks_torch
+from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, tables_of
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.statistics import compare_seeds
+from ragorder.eval.report.words import format_number, interval_words
+from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.load import rotated
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.hedra.workflows_live.engines import LiveEngine
-    from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials
+    from ragorder.benchmarks.hedra.workflows_live.measuring import LiveEngine, LiveMaterials
     from ragorder.eval.data.corpora import Corpus
 
-__all__ = ["WorkflowsLive"]
+__all__ = ["SYSTEMS", "LiveCell", "WorkflowsLive", "make_part"]
+
+
+class LiveCell(SuiteCell):
+    """Requests at a `load` of the rate at which a full queue is served stage by stage. The index has the corpus and
+    jittered copies of it, `vectors` in all, in `clusters`; a search scans `nprobe` of them. Answers are computed by
+    the embedded engine, or by a vLLM server, on a model of one `shape`."""
+
+    corpus: str = "nqopen"
+    workflow: Annotated[str, one_of("workflow", WORKFLOWS)] = "irg"
+    load: float = Field(0.8, gt=0)
+    vectors: int = Field(300_000, ge=100)
+    clusters: int = Field(512, ge=1)
+    nprobe: int = Field(256, ge=1)
+    top_k: int = Field(5, ge=1, le=20)
+    engine: Literal["torch", "vllm"] = "torch"
+    shape: Literal["tiny", "small"] = "small"
+    requests: int = Field(120, ge=1)
+
+
+SYSTEMS = {
+    "lockstep": System("batches stage by stage", "alone", lockstep=32),
+    "stages": System("stage by stage", "alone"),
+    "batched": System("whole searches batched", "batch"),
+    "hedra": VIRTUAL["hedra"],
+    "hedra+order": VIRTUAL["hedra+order"],
+}
+"""By policy. One core searches, another computes."""
+
 
 _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
 _LONGEST = 8192
+_ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
+_WORDS = (
+    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
+    "are scripted: nothing is said about answers. One core searches and one computes.",
+)
+
+
+def _title(block: Block) -> str:
+    cell, runs = block.cell, block.runs
+    rate, search_ms = (fmean(float(run.facts[name]) for run in runs) for name in ("rate", "search_ms"))
+    title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
+    title += f"searches of {search_ms:.0f} ms"
+    baseline = [
+        each.facts["generation_ms"] for each in runs if each.policy == "stages" and "generation_ms" in each.facts
+    ]
+    return title + (f", generations of {fmean(baseline):.0f} ms" if baseline else "")
+
+
+def _times_column(our: str) -> Column:
+    """Seeds are drawn, not requests: those of one run wait for one another."""
+
+    def entry(row: Row) -> str:
+        sides = row.group.policies.get(row.policy, {}), row.group.policies.get(our, {})
+        common = sorted(sides[0].keys() & sides[1].keys())
+        if not common:
+            return format_number(None)
+        theirs, ours = ([mean_s(side[seed]) for seed in common] for side in sides)
+        found = compare_seeds(ours, theirs, relative=True)
+        times = format_number(1 + found.difference, 2)
+        if not found.known or row.policy == our:
+            return times
+        return f"{times} {interval_words(found, 2, lambda change: 1 + change)}"
+
+    return Column(f"÷ {our}", entry)
 
 
 class WorkflowsLive(Experiment):
+    """Column `latency_s`: from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search
+    and of a generation under this load, and those of the measurement on a virtual clock."""
+
     kind = "workflows-live"
-    record = LiveRecord
     cell = LiveCell
+    columns = ("latency_s",)
+    facts = ("rate", "search_ms", "total_s", "prompt_tokens", "cached_tokens")
+    runs = True
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
     packages: ClassVar[Any] = {"faiss": "retrieval"}
+    tables = (
+        TableForm(
+            _title,
+            [
+                Column("", lambda row: f"{row.policy}: {SYSTEMS[row.policy].words}"),
+                figure("mean, s", mean_s, 3),
+                figure("p99, s", late_s, 3),
+                share_column("cached, %", "cached_tokens", "prompt_tokens"),
+                share_column("later, %", "later_cached_tokens", "later_prompt_tokens"),
+                share_column("right, %", "right", "speculations"),
+                *map(_times_column, ("hedra", "hedra+order")),
+            ],
+            note="Cached: of all prompt tokens; later: of those after a request's first generation; right: of "
+            "speculative generations; ÷: mean latency, times that of ours, and its 95 % interval (Student's, over the "
+            "seeds). A generation: stage by stage, under this load.",
+            policies=tuple(SYSTEMS),
+        ),
+    )
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
         if cell.engine == "vllm" and (find_spec("vllm") is None or find_spec("openai") is None):
@@ -52,9 +147,8 @@ class WorkflowsLive(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.benchmarks.hedra.workflows.script import Script
-        from ragorder.benchmarks.hedra.workflows_live.measuring import serve_live
-        from ragorder.benchmarks.hedra.workflows_live.parts import search_ms
-        from ragorder.benchmarks.kernels.embedded.clocks import threads
+        from ragorder.benchmarks.hedra.workflows_live.measuring import search_ms, serve_live
+        from ragorder.benchmarks.kernels.embedded.models import threads
 
         cell: LiveCell = job.cell
         assert job.corpus is not None, "a cell has a corpus"
@@ -87,15 +181,12 @@ class WorkflowsLive(Experiment):
             advance()
 
     def _materials(self, job: Job) -> LiveMaterials:
-        from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-        from ragorder.benchmarks.hedra.workflows.script import Script
-        from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials
-        from ragorder.benchmarks.hedra.workflows_live.parts import large_index
-        from ragorder.eval.suites.pipelining.search import embed
+        from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
+        from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, large_index
 
         corpus, cell = job.corpus, job.cell
         assert corpus is not None, "a cell has a corpus"
-        vectors = embed([each.text for each in corpus.documents], cache_folder())
+        vectors = embedded(each.text for each in corpus.documents)
         index = large_index(vectors, cell.vectors, cell.clusters, cell.nprobe)
         embedder = Embedder(DenseRetriever(default_model()).embed)
         return LiveMaterials(corpus.documents, index, embedder, Script(corpus, job.seed), self._engine(cell, corpus))
@@ -103,13 +194,13 @@ class WorkflowsLive(Experiment):
     def _engine(self, cell: LiveCell, corpus: Corpus) -> LiveEngine:
         import torch
 
-        from ragorder.benchmarks.hedra.workflows_live.engines import (
+        from ragorder.benchmarks.hedra.workflows_live.measuring import (
             CAPACITY_TOKENS,
             LiveTorch,
             LiveVLLM,
             bind_server,
         )
-        from ragorder.benchmarks.kernels.embedded.shapes import SHAPES
+        from ragorder.benchmarks.kernels.embedded.models import SHAPES
         from ragorder.eval.engines.server import VLLMServer
         from ragorder.kernels.random_model import make_model
 
@@ -130,3 +221,8 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    tables = tables_of(WorkflowsLive, suite, results)
+    return Part(tables, words=_WORDS if tables else ())

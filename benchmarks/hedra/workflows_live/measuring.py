@@ -1,34 +1,270 @@
-"""Workflows served by one system in real time."""
+"""Workflows served in real time: engines, a large index, and scripted answers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, Protocol
 
-from ragorder import Orderer
-from ragorder.adapters.openai.prompts import OrderedPrompts
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
+from ragorder.adapters.openai.engine import OpenAIStreams
+from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.server_load import PromptLoad
 from ragorder.adapters.openai.system_prefix import WatchedEngine
-from ragorder.adapters.workflows import WorkflowPrompts
-from ragorder.benchmarks.hedra.workflows.costs import SYSTEM_PROMPT_WORDS
-from ragorder.benchmarks.hedra.workflows.embedder import Embedder
-from ragorder.benchmarks.hedra.workflows.lockstep import stage_by_stage
-from ragorder.benchmarks.hedra.workflows.measuring import facts_of_traces
-from ragorder.benchmarks.hedra.workflows.prompts import RankedPrompts
-from ragorder.benchmarks.hedra.workflows.script import Script, WordTokenizer, compiled
-from ragorder.benchmarks.hedra.workflows.systems import System
-from ragorder.benchmarks.hedra.workflows_live.engines import CAPACITY_TOKENS, LiveEngine
-from ragorder.benchmarks.hedra.workflows_live.parts import BatchedSearch, ScriptedEngine
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEM_PROMPT_WORDS, System
+from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
+from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
+from ragorder.common.extras import needs
 from ragorder.document import Document
-from ragorder.pipelining import ContinuousIVF
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.engines.torch import TorchEngine, TorchModel
+from ragorder.pipelining import AnswerChunk, ContinuousIVF, StreamingEngine
+from ragorder.pipelining.search.scanner import one_thread
 from ragorder.pipelining.workflow import WorkflowServer
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["LiveMaterials", "serve_live"]
+__all__ = [
+    "CAPACITY_TOKENS",
+    "BatchedSearch",
+    "LiveEngine",
+    "LiveMaterials",
+    "LiveTorch",
+    "LiveVLLM",
+    "ScriptedEngine",
+    "bind_server",
+    "large_index",
+    "search_ms",
+    "serve_live",
+]
+
+CAPACITY_TOKENS = 32_768
+_TOKEN_BUDGET = 512
+
+
+class LiveEngine(Protocol):
+    """`forced`: options that make an answer as long as its `max_tokens`. `token_budget`: prompt tokens of a step."""
+
+    name: str
+    block_size: int
+    partial_blocks_first: bool
+    vocabulary: int
+    token_budget: int
+    forced: Mapping[str, Any]
+
+    def emptied(self) -> AbstractAsyncContextManager[StreamingEngine[PromptRequest]]:
+        """With an empty cache. Raises EngineError."""
+
+
+class LiveTorch:
+    """The embedded engine in this process, a new one each time."""
+
+    name = "torch"
+    block_size = 16
+    partial_blocks_first = TorchEngine.partial_blocks_first
+    token_budget = _TOKEN_BUDGET
+    forced: Mapping[str, Any] = {"ignore_eos": True}
+
+    def __init__(self, model: TorchModel) -> None:
+        self._model = model
+        self.vocabulary = model.vocabulary
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
+        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=_TOKEN_BUDGET)
+        worker = EngineWorker(served.engine)
+        try:
+            yield EmbeddedStreams(worker)
+        finally:
+            worker.close()
+
+
+class LiveVLLM:
+    """A running vLLM server, through its API."""
+
+    name = "vllm"
+    partial_blocks_first = True
+    token_budget = 8192
+    forced: Mapping[str, Any] = {"extra_body": {"ignore_eos": True}}
+
+    def __init__(self, server: VLLMServer, vocabulary: int) -> None:
+        self._server = server
+        self.block_size = server.block_size
+        self.vocabulary = vocabulary
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
+        from openai import AsyncOpenAI
+
+        address = f"{self._server.base_url}/v1"
+        with off_the_engines_core():
+            await asyncio.to_thread(self._server.reset)
+            async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+                yield OpenAIStreams(client, self._server.model_name)
+
+
+@contextmanager
+def off_the_engines_core() -> Iterator[None]:
+    """This thread, and what it starts, leave the last core to a server that is bound to it."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
+    if len(cores) < 2:
+        yield
+        return
+    os.sched_setaffinity(0, cores - {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def bind_server(pid: int) -> None:
+    """Bind a server and its engine to the last core.
+
+    vLLM's own variable does so with Intel's OpenMP in LD_PRELOAD alone: without, engine and clients would share a core.
+    Raises ImportError naming the extra.
+    """
+    with needs("live", "binding an engine to a core"):
+        import psutil
+    if hasattr(os, "sched_setaffinity"):
+        server = psutil.Process(pid)
+        for process in (server, *server.children(recursive=True)):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {max(os.sched_getaffinity(0))})
+
+
+Vectors = NDArray[np.float32]
+
+# Of a copy and its document the cosine is 0.5: less than most questions have with their passage.
+_JITTER = 3**0.5
+# Vectors a cluster.
+_TRAINED_ON = 64
+
+
+class ScriptedEngine:
+    """Computes what `engine` computes, one token for each word of the scripted answer, and streams these instead of the
+    tokens. `forced`: options that make the engine compute that number. `prompt_tokens` and `cached_tokens` are its
+    reports, `generation_s` the seconds of `generations` that have ended."""
+
+    def __init__(
+        self,
+        engine: StreamingEngine[PromptRequest],
+        answer: Callable[[PromptRequest], Sequence[str]],
+        vocabulary: int,
+        forced: Mapping[str, Any],
+    ) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generations = 0
+        self.generation_s = 0.0
+        self._engine = engine
+        self._answer = answer
+        self._vocabulary = vocabulary
+        self._forced = forced
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        began_s = time.perf_counter()
+        words = [f"{word} " for word in self._answer(request)] or [" "]
+        asked = replace(
+            request,
+            token_ids=[token % self._vocabulary for token in request.token_ids or ()],
+            options={**request.options, "max_tokens": len(words), **self._forced},
+        )
+        async with aclosing(self._engine.stream(asked)) as chunks:
+            async for chunk in chunks:
+                if chunk.usage is None:
+                    yield AnswerChunk(words.pop(0) if words else "")
+                    continue
+                self.prompt_tokens += chunk.usage.prompt_tokens or 0
+                self.cached_tokens += chunk.usage.cached_tokens or 0
+                self.generations += 1
+                self.generation_s += time.perf_counter() - began_s
+                yield AnswerChunk("".join(words), chunk.usage)
+                words = []
+
+
+class BatchedSearch:
+    """Whole searches on a thread, one after another, or all that wait as one batch."""
+
+    def __init__(self, index: Any, *, batched: bool) -> None:
+        self._index = index
+        self._most = None if batched else 1
+        self._waiting: list[tuple[Vectors, int, asyncio.Future[list[int]]]] = []
+        self._searching: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "whole-searches")
+
+    async def search(self, query: Vectors, k: int) -> list[int]:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[list[int]] = loop.create_future()
+        self._waiting.append((query, k, found))
+        if self._searching is None:
+            self._searching = loop.create_task(self._search())
+        return await found
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def _search(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :] if self._most else []
+            queries = np.concatenate([query for query, _, _ in batch])
+            most = max(k for _, k, _ in batch)
+            ids = await asyncio.get_running_loop().run_in_executor(self._thread, self._find, queries, most)
+            for (_, k, found), row in zip(batch, ids, strict=True):
+                if not found.done():
+                    found.set_result(row[:k].tolist())
+        self._searching = None
+
+    def _find(self, queries: Vectors, k: int) -> NDArray[np.int64]:
+        with one_thread():
+            ids: NDArray[np.int64] = self._index.search(queries, k)[1]
+        return ids
+
+
+def large_index(documents: Vectors, vectors: int, clusters: int, nprobe: int) -> Any:
+    """By inner product. Vector i is the document i % len(documents), or a jittered copy of it."""
+    import faiss
+
+    size = documents.shape[1]
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid = 1
+    parts = _with_copies(documents, max(vectors, len(documents)))
+    # Copies are alike, so the first ones train it. The rest is never in memory beside the index.
+    first = list(islice(parts, 1 + _TRAINED_ON * clusters // len(documents)))
+    index.train(np.concatenate(first))
+    for part in chain(first, parts):
+        index.add(part)
+    index.nprobe = min(nprobe, clusters)
+    return index
+
+
+def _with_copies(documents: Vectors, vectors: int) -> Iterator[Vectors]:
+    """The documents, then jittered copies of them, in parts of at most that size."""
+    draw = np.random.default_rng(0)
+    yield documents
+    for start in range(len(documents), vectors, len(documents)):
+        noise = draw.standard_normal(documents.shape, np.float32)
+        copies = documents + _JITTER * noise / np.linalg.norm(noise, axis=1, keepdims=True)
+        yield (copies / np.linalg.norm(copies, axis=1, keepdims=True))[: vectors - start]
+
+
+def search_ms(index: Any, queries: Vectors) -> float:
+    """Median of whole searches, one thread."""
+    times = []
+    with one_thread():
+        for query in queries:
+            start_s = time.perf_counter()
+            index.search(query[None], 1)
+            times.append(1e3 * (time.perf_counter() - start_s))
+    return float(np.median(times))
+
 
 _UNBOUNDED = 1_000_000
 
@@ -49,9 +285,7 @@ async def serve_live(
     every query again."""
     tokenizer = WordTokenizer()
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
-    graph, state = compiled(workflow, top_k)
-    latency_s = [0.0] * len(at_s)
-    traces: list[Any] = []
+    graph_of = compiled(workflow, top_k)
 
     def document(id: int) -> Document:
         return materials.documents[id % len(materials.documents)]
@@ -68,11 +302,14 @@ async def serve_live(
             stack.callback(searches.close)
 
             async def retrieve(query: str, k: int) -> list[Document]:
-                vector = await asyncio.to_thread(materials.embed.anew, query)
+                vector = await asyncio.to_thread(materials.embed.compute, query)
                 return [document(id) for id in await searches.search(vector, k) if id >= 0]
 
             run: Any = stage_by_stage(
-                engine, RankedPrompts(_prompts(builder, materials.engine)), retrieve, lockstep=system.lockstep
+                engine,
+                RankedPrompts(ordered_prompts(builder, CAPACITY_TOKENS, materials.engine)),
+                retrieve,
+                lockstep=system.lockstep,
             )
         else:
             search = stack.enter_context(ContinuousIVF(materials.index, cores=1))
@@ -80,9 +317,9 @@ async def serve_live(
             server = WorkflowServer(
                 engine,
                 search,
-                materials.embed.anew,
+                materials.embed.compute,
                 document,
-                _prompts(builder, materials.engine, load.learn),
+                ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
                 load=load,
                 max_requests=_UNBOUNDED,
@@ -90,34 +327,14 @@ async def serve_live(
             )
             run = (await stack.enter_async_context(server)).run
 
-        start_s = time.perf_counter()
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(max(0.0, start_s + at_s[number] - time.perf_counter()))
-            result = await run(graph, materials.script.question(number), state=state)
-            latency_s[number] = time.perf_counter() - start_s - at_s[number]
-            traces.append(result.trace)
-
-        await asyncio.gather(*map(ask, range(len(at_s))))
-        total_s = time.perf_counter() - start_s
+        latency_s, speculations, total_s = await play(run, materials.script, [graph_of] * len(at_s), at_s)
     return {
-        "rows": {"latency_s": [round(each, 6) for each in latency_s]},
+        "rows": {"latency_s": latency_s},
         "facts": {
             "total_s": total_s,
             "prompt_tokens": engine.prompt_tokens,
             "cached_tokens": engine.cached_tokens,
             "generation_ms": 1e3 * engine.generation_s / max(1, engine.generations),
-            **facts_of_traces([trace for trace in traces if trace is not None]),
+            **speculations,
         },
     }
-
-
-def _prompts(builder: PromptBuilder, engine: LiveEngine, learn: Callable[[int], None] | None = None) -> WorkflowPrompts:
-    orderer = Orderer(
-        tokens=builder.document_tokens,
-        prefix_tokens=builder.prefix_tokens,
-        capacity_tokens=CAPACITY_TOKENS,
-        block_size=engine.block_size,
-        partial_blocks_first=engine.partial_blocks_first,
-    )
-    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))

@@ -19,8 +19,8 @@ from typing import Any
 import click
 import torch
 
+from ragorder.benchmarks.kernels.attention.contenders import AttentionProblem, AttentionShape, make_problem
 from ragorder.benchmarks.kernels.attention.measuring import splits_of
-from ragorder.benchmarks.kernels.attention.shapes import AttentionProblem, AttentionShape, make_problem
 from ragorder.kernels.attention.table import Tile
 
 __all__ = ["TILES", "main", "tried"]

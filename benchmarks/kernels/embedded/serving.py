@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from ragorder.benchmarks.kernels.embedded.cells import CacheSetup, EmbeddedCell
-from ragorder.benchmarks.kernels.embedded.clocks import timed
-from ragorder.benchmarks.kernels.embedded.prompts import RandomPrompts
-from ragorder.benchmarks.ragcache.replacement import SKEWED, TierSize, skewed_stream, stream_of_trace
+from ragorder.benchmarks.kernels.embedded.experiment import CacheSetup, EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.models import RandomPrompts, timed
+from ragorder.benchmarks.ragcache.replacement.experiment import TierSize
+from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, skewed_stream, stream_of_trace
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace, TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload

@@ -1,34 +1,163 @@
-"""The experiment of the suites of kind "replacement"."""
+"""Replacement policies on simulated tiers (RAGCache 7.3 and 7.4), and scheduling times (7.5)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from ragorder.benchmarks.ragcache.replacement import (
-    HISTORY,
-    REPLACEMENT_POLICIES,
-    SKEWED,
-    DocumentStream,
-    Simulated,
-    TierSize,
-    most_hits,
-    simulate,
-    skewed_stream,
-    stream_of_trace,
-)
-from ragorder.benchmarks.ragcache.replacement.cells import ReplacementCell
-from ragorder.benchmarks.ragcache.replacement.record import ReplacementRecord
+from pydantic import BeforeValidator, Field, model_validator
+
+from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
+from ragorder.benchmarks.ragcache.replacement.tiers import HISTORY, REPLACEMENT_POLICIES, Simulated, most_hits, simulate
 from ragorder.eval.data.corpora import CorpusError
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
-__all__ = ["Replacement"]
+if TYPE_CHECKING:
+    from ragorder.eval.running.record import Floats
 
-_SIMULATED = "replacement is simulated, and no engine is asked: run it without --engine"
+__all__ = ["KIB_PER_TOKEN", "Replacement", "ReplacementRecord", "SizeText", "TierSize"]
+
+KIB_PER_TOKEN = 128
+"""KV size of a token of Mistral-7B (RAGCache Table 1)."""
+RUN = 10
+"""Consecutive requests that are added up before they are compared."""
+_COLUMNS = ("retrieved", "hits", "prefill_ms")
+_FACTS = ("working_set_tokens", "device_tokens", "host_tokens", "seen_percent")
+_TIMES = ("p50_ms", "p99_ms", "max_ms", "requests")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """GiB, or percent of the stream's working set."""
+
+    gib: float | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> TierSize:
+        """From "8GiB" or "5%". Raises ValueError."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|%)", text)
+        if match is None or not float(match[1]):
+            raise ValueError(f"{text!r} is no size of a tier: give GiB (8GiB) or a share of the working set (5%)")
+        number = float(match[1])
+        return cls(gib=number) if match[2] == "GiB" else cls(percent=number)
+
+    def tokens(self, working_set_tokens: int, kib_per_token: int = KIB_PER_TOKEN) -> int:
+        if self.gib is not None:
+            return int(self.gib * (1 << 20) / kib_per_token)
+        assert self.percent is not None
+        return int(self.percent / 100 * working_set_tokens)
+
+
+def _size(value: object) -> object:
+    if isinstance(value, str):
+        TierSize.parse(value)
+    return value
+
+
+SizeText = Annotated[str, BeforeValidator(_size)]
+"""What `TierSize.parse` reads."""
+
+
+class ReplacementCell(SuiteCell):
+    """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
+
+    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the working set ("5%"). `ordered`: ragorder
+    places the documents; it `follow`s the tiers by their events, or by a mirror of its own. The next `waiting` requests
+    are known.
+    """
+
+    measure: Literal["hits", "scheduling"] = "hits"
+    workload: str | None = None
+    corpus: str | None = None
+    order: Literal["data", "random"] = "random"
+    top_k: int = Field(2, ge=1)
+    ordered: bool = False
+    follow: Literal["mirror", "events"] = "mirror"
+    waiting: int = Field(0, ge=0)
+    device: SizeText | None = None
+    host: SizeText | None = None
+    kib_per_token: int = Field(KIB_PER_TOKEN, ge=1)
+    nodes: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> ReplacementCell:
+        streams = [each for each in (self.workload, self.corpus) if each is not None]
+        sizes = [each for each in (self.device, self.host) if each is not None]
+        if self.measure == "scheduling":
+            if self.nodes is None or streams or sizes or self.ordered:
+                raise ValueError('measure = "scheduling" needs nodes, and no stream or size')
+            return self
+        if self.nodes is not None:
+            raise ValueError('nodes go with measure = "scheduling"')
+        if len(streams) != 1:
+            raise ValueError("a cell has either a workload or a corpus")
+        if len(sizes) != 2:
+            raise ValueError("device and host: give the sizes of both")
+        if self.corpus is None and "order" in self.model_fields_set:
+            raise ValueError("order is that of a corpus' questions: a workload has none")
+        return self
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return self.corpus is None or self.order == "random"
+
+
+class ReplacementRecord(Record):
+    """One policy on one stream, request by request, or (`scheduling`) its times."""
+
+    called: ClassVar[str] = "a simulation of tiers"
+    identified_by = ("suite", "cell", "seed", "policy")
+
+    type: Literal["replacement"] = "replacement"
+    rows: Annotated[dict[str, Any], BeforeValidator(lambda rows: rows or {})] = Field(default_factory=dict)
+    facts: Annotated[dict[str, Any], BeforeValidator(lambda facts: facts or {})] = Field(default_factory=dict)
+    scheduling: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.scheduling is not None:
+            if not all(isinstance(self.scheduling.get(name), int | float) for name in _TIMES):
+                raise ValueError("scheduling: times are missing")
+            return self
+        if not self.facts.keys() >= set(_FACTS):
+            raise ValueError("facts are missing")
+        for name in _COLUMNS:
+            self.column(name)
+        return self
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return () if self.scheduling is not None else _COLUMNS
+
+    @property
+    def requests(self) -> int:
+        if self.scheduling is not None:
+            return int(self.scheduling["requests"])
+        return len(self.column("requests"))
+
+    def column(self, name: str) -> Floats:
+        if name not in self._columns:
+            values = [1] * len(self.rows.get("hits", ())) if name == "requests" else self.rows[name]
+            self._columns[name] = as_column(values)[self.warmup :]
+        found: Floats = self._columns[name]
+        return found
+
+    def sums(self, name: str) -> Floats:
+        """The column, added up over runs of up to `RUN` consecutive requests."""
+        import numpy as np
+
+        values = self.column(name)
+        run = max(1, min(RUN, len(values) // 200))
+        found: Floats = np.add.reduceat(values, np.arange(0, len(values), run))
+        return found
 
 
 class Replacement(Experiment):
@@ -37,15 +166,14 @@ class Replacement(Experiment):
     cell = ReplacementCell
     policies: ClassVar[Any] = REPLACEMENT_POLICIES
     unit = "streams"
+    counts = "policies"
+    simulated = True
     missing_by_cell = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._streams: dict[tuple[object, ...], tuple[DocumentStream, int]] = {}
         self._said: set[tuple[str, str]] = set()
-
-    def obstacle(self, suite: Suite, cell: ReplacementCell, policy: str) -> str | None:
-        return _SIMULATED if self.options.engine != "sim" else super().obstacle(suite, cell, policy)
 
     def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
         """A stream that cannot be drawn is reported once, not for every policy."""
@@ -56,10 +184,7 @@ class Replacement(Experiment):
 
     def _missing(self, suite: Suite, cell: ReplacementCell, reason: str) -> Missing:
         named = {"corpus": cell.corpus} if cell.corpus is not None else {"workload": cell.workload}
-        return Missing(suite.name, {} if reason == _SIMULATED else named, suite.baseline, reason)
-
-    def steps(self, job: Job) -> int:
-        return 1
+        return Missing(suite.name, {} if self.options.engine != "sim" else named, suite.baseline, reason)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         (policy,) = job.policies

@@ -8,8 +8,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ragorder.benchmarks.ragcache.replacement import KIB_PER_TOKEN
-from ragorder.benchmarks.ragcache.replacement.record import ReplacementRecord
+from ragorder.benchmarks.ragcache.replacement.experiment import KIB_PER_TOKEN, ReplacementRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs

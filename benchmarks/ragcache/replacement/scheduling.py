@@ -77,7 +77,7 @@ def measure_scheduling(
     history: bool = True,
     seed: int = 0,
 ) -> SchedulingTimes:
-    """Fill a tier with requests until it holds so many documents, then time requests on it.
+    """Fill a tier with requests until it holds `nodes` documents, then time requests on it.
 
     Raises ValueError for an unknown policy.
     """

@@ -38,7 +38,7 @@ class DocumentStream:
 
     @property
     def working_set_tokens(self) -> int:
-        """The final size of a cache that never evicts: each document once for each sequence in front of it."""
+        """The final size of a cache that never evicts: each document once for each sequence before it."""
         paths = {request[:end] for request in self.requests for end in range(1, len(request) + 1)}
         return sum(self.tokens[path[-1]] for path in paths)
 

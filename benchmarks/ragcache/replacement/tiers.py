@@ -1,19 +1,48 @@
-"""Simulation of RAGCache's two tiers, device and host (section 5.1), metadata only."""
+"""RAGCache's two tiers, device and host (section 5.1), simulated on a stream: metadata only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from ragorder.trie.policies import History, Tier, TierNode, make_policy
+from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream
+from ragorder.orderer import Orderer
+from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_policy
 from ragorder.trie.profile import PrefillProfile
+from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["A10G", "QUESTION_TOKENS", "SYSTEM_TOKENS", "SimulatedPrefill", "Traffic", "TwoTiers"]
+__all__ = [
+    "A10G",
+    "HISTORY",
+    "QUESTION_TOKENS",
+    "REPLACEMENT_POLICIES",
+    "SYSTEM_TOKENS",
+    "EventsOrderer",
+    "Simulated",
+    "SimulatedPrefill",
+    "TwoTiers",
+    "mirroring_orderer",
+    "most_hits",
+    "simulate",
+]
 
 _CACHED = (0, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _NEW = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+SYSTEM_TOKENS = 64
+"""Before the documents; always on the device, and not counted in its size."""
+QUESTION_TOKENS = 32
+"""After the documents, never cached (the paper's requests, section 3.2)."""
+_BLOCK_SIZE = 16
+_MAX_BLOCKS = 1 << 20
+HISTORY = "+history"
+REPLACEMENT_POLICIES = ("none", "device", *(f"{name}{kept}" for kept in (HISTORY, "") for name in POLICIES))
+"""No cache; the device alone with LRU (plain prefix caching); each policy in both tiers, with and without history."""
+HISTORY_NODES = 65_536
+"""Nodes that a history remembers, as in `ragorder.adapters.vllm_tiers`."""
 
 
 def _seconds(cached: int, new: int) -> float:
@@ -29,12 +58,6 @@ A10G = PrefillProfile(
 """Mistral-7B on an NVIDIA A10G, estimated from operations and not measured: 14.5 GFLOP a token at half of the peak in
 the layers, 0.52 MFLOP a pair of tokens in the attention. A prompt of 4,000 tokens takes 1.2 s; the paper (section 3.1)
 says one second for more than 4,000."""
-
-SYSTEM_TOKENS = 64
-"""In front of the documents; always on the device, and not counted in its size."""
-
-QUESTION_TOKENS = 32
-"""Behind the documents, never cached (the paper's requests, section 3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +82,12 @@ class Traffic:
 
 
 class TwoTiers:
-    """Nodes of the knowledge tree in two tiers; a node is a document behind those in front of it.
+    """Nodes of the knowledge tree in two tiers; a node is a document after those before it.
 
     As in the paper: a full tier evicts its leaf with the lowest priority, by its own clock; a node is copied to the
     host only when it first leaves the device ("swap out only once"); nodes of the request in service stay. Where it
     says nothing: of a request longer than the device, the first documents are kept; the host also evicts copies of
-    device nodes; a node without room in the host is lost with those behind it.
+    device nodes; a node without room in the host is lost with those after it.
 
     With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node. `entered`: nodes that
     the last request brought; `left`: those that neither tier has any more.
@@ -138,7 +161,7 @@ class TwoTiers:
         return list(best)
 
     def expect(self, paths: Iterable[Sequence[int]]) -> None:
-        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, as many as take half
+        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, up to half
         of it."""
         room = self.host_tokens // 2
         expected: set[int] = set()
@@ -219,7 +242,7 @@ class TwoTiers:
         self.traffic.swapped_out += size
 
     def _lose(self, node: int) -> None:
-        """Neither tier has the node, so those behind it are useless."""
+        """Neither tier has the node, so those after it are useless."""
         self._leave(node)
         below = [behind for behind in self._behind[node] if behind in self.host]
         while below:
@@ -244,3 +267,170 @@ class TwoTiers:
 def _evict(tier: Tier, tokens: int, protected: AbstractSet[int]) -> list[int] | None:
     victims: list[Any] | None = tier.evict(tokens, protected)
     return victims
+
+
+class _Blocks(NamedTuple):
+    """Of a node: the hashes of those in which its last tokens lie, the one before, and the tokens after the last."""
+
+    hashes: tuple[tuple[int, int], ...]
+    last: tuple[int, int]
+    rest: list[int]
+
+
+class EventsOrderer:
+    """An orderer without a mirror of its own: what the tiers hold it learns from events, as from a vLLM's."""
+
+    def __init__(self, stream: DocumentStream) -> None:
+        tokens = stream.tokens
+        self._blocks = EngineBlocks(_BLOCK_SIZE, _MAX_BLOCKS)
+        prefix = [0] * SYSTEM_TOKENS
+        hashes = tuple((-1, place) for place in range(SYSTEM_TOKENS // _BLOCK_SIZE))
+        self._blocks.store(hashes, None, prefix)
+        self._front = _Blocks(hashes, hashes[-1], [])
+        self._nodes: dict[int, _Blocks] = {}
+        self._tokens = tokens
+        self.orderer = Orderer(
+            key=lambda document: document,
+            tokens=tokens.__getitem__,
+            token_ids=self._token_ids,
+            prefix_ids=prefix,
+            blocks=self._blocks,
+            capacity_tokens=None,
+            block_size=_BLOCK_SIZE,
+            prefix_tokens=SYSTEM_TOKENS,
+            suffix_tokens=0,
+            strict=True,
+        )
+
+    def publish(self, tiers: TwoTiers, path: list[int], documents: list[int]) -> None:
+        """The events of the last request, which took this path."""
+        for node in tiers.left:
+            self._blocks.remove(self._nodes.pop(node).hashes)
+        entered = set(tiers.entered)
+        for node, document in zip(path, documents, strict=True):
+            if node in entered:
+                parent = tiers.parent(node)
+                self._store(node, self._front if parent is None else self._nodes[parent], document)
+
+    def _store(self, node: int, parent: _Blocks, document: int) -> None:
+        tokens = parent.rest + self._token_ids(document)
+        count = len(tokens) // _BLOCK_SIZE
+        hashes = tuple((node, place) for place in range(count))
+        if hashes:
+            self._blocks.store(hashes, parent.last, tokens[: count * _BLOCK_SIZE])
+        self._nodes[node] = _Blocks(hashes, hashes[-1] if hashes else parent.last, tokens[count * _BLOCK_SIZE :])
+
+    def _token_ids(self, document: int) -> list[int]:
+        return [document + 1] * self._tokens[document]
+
+
+def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0, *, in_any_order: bool = False) -> float:
+    """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future;
+    with `in_any_order` whatever the order of documents, as if one could be hit after any others.
+
+    PFOO-U (Berger, Beckmann, Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018):
+    each hit takes its tokens times the requests since the last use of the room, cheapest first. The bound may not be
+    reached.
+    """
+    last: dict[tuple[int, ...], int] = {}
+    stays = []
+    for now, request in enumerate(stream.requests):
+        for end in range(1, len(request) + 1):
+            path = request[end - 1 : end] if in_any_order else request[:end]
+            if now >= warmup and path in last:
+                stays.append(stream.tokens[path[-1]] * (now - max(last[path], warmup)))
+            last[path] = now
+    room = tokens * (len(stream.requests) - warmup)
+    hits = 0
+    for stay in sorted(stays):
+        if stay > room:
+            return hits + room / stay
+        room -= stay
+        hits += 1
+    return float(hits)
+
+
+@dataclass(slots=True)
+class Simulated:
+    served: list[SimulatedPrefill] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def simulate(
+    stream: DocumentStream,
+    policy: str,
+    device_tokens: int,
+    host_tokens: int,
+    *,
+    profile: PrefillProfile = A10G,
+    ordered: bool = False,
+    follow: str = "mirror",
+    waiting: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> Simulated:
+    """Serve the requests under one of the `REPLACEMENT_POLICIES`, in retrieval order as RAGCache does, or `ordered` by
+    ragorder, which `follow`s the tiers by its own "mirror" of them, or by their "events". The next
+    `waiting` requests are known: documents are ordered for them, and what they will use stays in the host."""
+    if policy == "none":
+        return Simulated([_computed(stream, request, profile) for request in stream.requests])
+    name, history = policy.removesuffix(HISTORY), HISTORY_NODES if policy.endswith(HISTORY) else 0
+    if policy == "device":
+        name, host_tokens = "lru", 0
+    tiers = TwoTiers(device_tokens, host_tokens, name, history, profile)
+    found = Simulated(traffic=tiers.traffic)
+    place = _placing(stream, tiers, name, profile, follow if ordered else None)
+    for number, request in enumerate(stream.requests):
+        upcoming = stream.requests[number + 1 : number + 1 + waiting]
+        tiers.expect(tiers.held(each, in_order=not ordered) for each in upcoming)
+        found.served.append(place(request, upcoming))
+        advance()
+    return found
+
+
+_Place = Callable[[tuple[int, ...], Sequence[tuple[int, ...]]], SimulatedPrefill]
+
+
+def _placing(
+    stream: DocumentStream, tiers: TwoTiers, policy: str, profile: PrefillProfile, follow: str | None
+) -> _Place:
+    tokens = stream.tokens
+    if follow is None:
+        return lambda request, _: tiers.serve(request, tokens)
+    events = EventsOrderer(stream) if follow == "events" else None
+    orderer = mirroring_orderer(stream, tiers, policy, profile) if events is None else events.orderer
+
+    def place(request: tuple[int, ...], upcoming: Sequence[tuple[int, ...]]) -> SimulatedPrefill:
+        ordering = orderer.order(request, waiting=upcoming)
+        served = tiers.serve(ordering.documents, tokens, ordering.expected_uses)
+        if events is not None:
+            events.publish(tiers, tiers.path(ordering.documents, tokens), ordering.documents)
+        ordering.confirm(served.cached_tokens)
+        return served
+
+    return place
+
+
+def _computed(stream: DocumentStream, request: tuple[int, ...], profile: PrefillProfile) -> SimulatedPrefill:
+    new = SYSTEM_TOKENS + sum(stream.tokens[document] for document in request) + QUESTION_TOKENS
+    return SimulatedPrefill(0, 0, 0, new, profile(0, new))
+
+
+def mirroring_orderer(stream: DocumentStream, tiers: TwoTiers, policy: str, profile: PrefillProfile) -> Orderer:
+    """With a mirror of these tiers."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "profile.json")
+        # Loads cost nothing here, and an orderer without their times would degrade.
+        replace(profile, loads={"host": 0.0, **profile.loads}).to_file(path)
+        return Orderer(
+            key=lambda document: document,
+            tokens=stream.tokens.__getitem__,
+            capacity_tokens=SYSTEM_TOKENS + tiers.device_tokens,
+            host_tokens=tiers.host_tokens,
+            tier_policy=policy,
+            tier_copies="evicted",
+            profile=path,
+            block_size=1,
+            prefix_tokens=SYSTEM_TOKENS,
+            suffix_tokens=0,
+            strict=True,
+        )

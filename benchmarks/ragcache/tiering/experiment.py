@@ -1,29 +1,159 @@
-"""The experiment of the suites of kind "tiering"."""
+"""Time to the first token of a real engine with tiers, and without (RAGCache 7)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from ragorder.benchmarks.ragcache.tiering import ARMS, PromptStream, kv_bytes_per_token, make_sizes, make_stream
-from ragorder.benchmarks.ragcache.tiering.cells import TieringCell
-from ragorder.benchmarks.ragcache.tiering.record import TieringRecord
+from pydantic import Field, model_validator
+
+from ragorder.adapters.observing.tier_stats import SOURCES
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.trace import trace_of_corpus
+from ragorder.eval.data.trace import Trace, trace_of_corpus
+from ragorder.eval.engines.prompts import Prompts
+from ragorder.eval.running.cells import SuiteCell, one_of
+from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.trie.policies import POLICIES
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
     from ragorder.eval.running.options import Options
+    from ragorder.eval.running.record import Floats
 
-__all__ = ["Tiering"]
+__all__ = [
+    "ARMS",
+    "ROOMS",
+    "PromptStream",
+    "TierSizes",
+    "Tiering",
+    "TieringRecord",
+    "kv_bytes_per_token",
+    "make_sizes",
+    "make_stream",
+]
 
+ARMS = ("apc", "tiers")
+"""vLLM's prefix cache alone, and with tiers."""
+_ROOM = 1.25
+"""Size of a tier that holds the whole working set, as a multiple of it: answers and warm-up need room."""
+_SHARES: dict[str, tuple[float, float, float | None]] = {
+    "device": (_ROOM, _ROOM, None),
+    "host": (0.25, _ROOM, None),
+    "beyond": (0.25, 0.5, None),
+    "disk": (0.25, 0.5, _ROOM),
+}
+ROOMS = tuple(_SHARES)
+"""Places that the working set fits: the device's pool, the host, neither, the disk."""
 _NO_SERVER = "tiers are measured on two servers, which are started: use --engine openai"
 _OWN_SERVERS = "tiers are measured on two servers with pools of a size that is asked for: leave out --base-url"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStream:
+    """`working_set_tokens` is the reusable KV of the prompts: whole blocks, each prefix once."""
+
+    prompts: Sequence[Sequence[int]]
+    working_set_tokens: int
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(map(len, self.prompts))
+
+
+def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> PromptStream:
+    """Documents stand in retrieval order."""
+    ids = [prompts.token_ids(row, request, request.documents) for row, request in enumerate(trace.requests)]
+    return PromptStream(ids, _working_set(ids, block_size))
+
+
+def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:
+    seen: set[int] = set()
+    for prompt in prompts:
+        prefix = 0
+        for start in range(0, len(prompt) - block_size + 1, block_size):
+            prefix = hash((prefix, tuple(prompt[start : start + block_size])))
+            seen.add(prefix)
+    return len(seen) * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """`disk_bytes` is None without a disk."""
+
+    blocks: int
+    host_bytes: int
+    disk_bytes: int | None
+    working_set_tokens: int
+
+
+def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
+    """By the largest working set of the streams (one a seed). The device's pool holds at least the longest prompt and
+    its answer; the disk holds all streams."""
+    largest = max(stream.working_set_tokens for stream in streams)
+    every = sum(stream.working_set_tokens for stream in streams)
+    least = max(stream.longest_tokens for stream in streams) // block_size + 2
+    device, host, disk = _SHARES[room]
+    return TierSizes(
+        max(least, round(largest * device) // block_size),
+        round(largest * host) * bytes_per_token,
+        None if disk is None else round(every * disk) * bytes_per_token,
+        largest,
+    )
+
+
+def kv_bytes_per_token(config: Any, value_bytes: int) -> int:
+    """For a model with uniform layers, from its transformers configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * value_bytes)
+
+
+class TieringCell(SuiteCell):
+    """`tier` is what the working set fits: "device", its pool; "host", four times the pool, and host memory; "beyond",
+    twice the host memory as well; "disk", the same with a disk. Servers take turns of `segment` requests."""
+
+    tier: Annotated[str, one_of("tier", ROOMS)]
+    corpus: str = "pydocs"
+    top_k: int = Field(2, ge=1)
+    block_size: int = Field(32, ge=1)
+    replacement: Annotated[str, one_of("replacement policy", POLICIES)] = "pgdsf"
+    device_order: bool = True
+    segment: int = Field(10, ge=1)
+
+    @property
+    def stream(self) -> tuple[str, int, int]:
+        """Equal for cells that serve the same requests."""
+        return self.corpus, self.top_k, self.block_size
+
+
+class TieringRecord(Record):
+    """One arm in one cell with one seed. `sources` are prompt tokens by the source of their KV."""
+
+    called: ClassVar[str] = "a measurement of tiers"
+    columns_of_all = ("ttft_ms", "cached_tokens", "prompt_tokens")
+    facts_needed = ("blocks", "host_bytes", "working_set_tokens")
+
+    type: Literal["tiering"] = "tiering"
+    sources: dict[str, int]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if "tier" not in self.cell or not self.sources.keys() >= set(SOURCES):
+            raise ValueError("the tier or sources are missing")
+        return self
+
+    @property
+    def requests(self) -> int:
+        return len(self.ttft_ms)
+
+    @property
+    def ttft_ms(self) -> Floats:
+        return as_column(self.rows["ttft_ms"])[self.warmup :]
 
 
 class Tiering(Experiment):
@@ -37,7 +167,7 @@ class Tiering(Experiment):
     _running: tuple[object, Mapping[str, VLLMServer], dict[str, Any]] | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Both arms or none: tiers are compared with the prefix cache alone."""
+        """Both arms or neither: tiers are compared with the prefix cache alone."""
         return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
 
     def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.benchmarks.ragcache.tiering import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
-from ragorder.benchmarks.ragcache.tiering.record import TieringRecord
+from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, TieringRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
@@ -16,22 +17,21 @@ from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import (
-    THIN,
-    change_words,
-    format_number,
-    seeds_by_row,
-    served_words,
-    verdict_words,
-)
+from ragorder.eval.report.words import THIN, change_words, format_number, seeds_by_row, served_words, verdict_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["make_part"]
+__all__ = ["TierVerdict", "judge", "make_part"]
 
+REQUIRED = 1.5
+"""The least speed-up of the mean time to the first token, where the working set fits the host."""
+MOST_WORSE = 0.03
+"""The largest slow-down, where the working set fits the device."""
+GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
+Met = Literal["met", "not met", "not decided", ""]
 _FITS = {
     "device": "the device's pool",
     "host": "host memory",
@@ -45,9 +45,50 @@ _NOTE = (
     "device. Hits: of all prompt tokens, those that were not computed, by where their keys and values came from."
 )
 _ALONE, _WITH = ARMS
-
-
 _Group = RecordGroup[TieringRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class TierVerdict:
+    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": no goal) is "not
+    decided" if the ratio reaches the goal and its interval does not."""
+
+    apc_ms: float
+    tiers_ms: float
+    ratio: float
+    low: float
+    high: float
+    met: Met
+    by_seed: tuple[float, ...]
+
+    @property
+    def known(self) -> bool:
+        return self.low > 0 and math.isfinite(self.high)
+
+
+def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
+    """Compare both arms' times to the first token (a sequence a seed), paired request by request. Raises
+    StatisticsError for different seeds or requests."""
+    found = compare(apc, tiers, relative=True, better="lower")
+    low, high = _faster(found.high), _faster(found.low)
+    by_seed = tuple(map(_faster, found.by_seed))
+    return TierVerdict(
+        found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed
+    )
+
+
+def _faster(difference: float) -> float:
+    """A relative difference of times as a ratio of speeds."""
+    return math.inf if difference <= -1 else 1 / (1 + difference)
+
+
+def _met(room: str, found: PairedDifference, low: float) -> Met:
+    least = GOALS.get(room)
+    if least is None:
+        return ""
+    if _faster(found.difference) < least:
+        return "not met"
+    return "met" if low >= least else "not decided"
 
 
 def _arm(group: _Group, arm: str) -> list[TieringRecord]:

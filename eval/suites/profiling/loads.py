@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ragorder.adapters.http_client import ServerError
-from ragorder.adapters.vllm.load_times import Answered, TierLoads
+from ragorder.adapters.vllm.server_profile import Answered, TierLoads
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.running.progress import Progress, silent

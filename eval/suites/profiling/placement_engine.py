@@ -39,7 +39,7 @@ class PlacedEngine:
     ) -> None:
         with needs("torch", "ragorder profile --placement"):
             from ragorder.kernels.engine import EngineSettings, TieredEngine
-            from ragorder.kernels.engine.loading import pick_device
+            from ragorder.kernels.models.loading import pick_device
 
         sizes = model_sizes(model)
         steps = [step for step in (*_STEPS, _LARGEST_STEP) if step >= batch]

@@ -21,15 +21,13 @@ __all__ = ["PlanError", "PlanFolder", "write_json"]
 _FORMAT = 1
 
 
-class PlanError(RagorderError, click.ClickException):
-    """A plan cannot be made. The message says what to change."""
+class PlanError(RagorderError, click.ClickException): ...
 
 
 class PlanFolder:
     """`manifest.json` and `shard-00000.jsonl`, … of a plan; in `.plan` what is needed until it is finished.
 
-    `state` is what has been finished, by stage: the input that was read, the options that were in effect. Every file is
-    either whole or, under another name, not there.
+    `state` is what has been finished, by stage. Every file is either whole or, under another name, not there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +50,6 @@ class PlanFolder:
         return self.work / f"shard-{shard:05}.json"
 
     def counts(self, shard: int) -> dict[str, Any] | None:
-        """Return the figures of a shard, or None if it is not planned."""
         if not self.shard_path(shard).exists():
             return None
         return _read_json(self.counts_path(shard))
@@ -76,7 +73,6 @@ class PlanFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def refuse_foreign(self, source: IO[bytes]) -> None:
-        """Raise PlanError if the plan would replace its input, or files that are no plan."""
         if self.shards() and not (self.manifest_path.exists() or self.work.exists()):
             raise PlanError(f"{self.path} holds shards that are no plan of ragorder's: name another folder")
         # One that cannot be read may be a plan's.

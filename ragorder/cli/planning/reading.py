@@ -61,14 +61,12 @@ class _Digested(RawIOBase):
         return self._source.tell()
 
     def identity(self) -> dict[str, Any]:
-        """Digest of the whole file; the rest is read first."""
         while self.read(_PIECE):
             pass
         return {"bytes": self.size, "blake2b": self._digest.hexdigest()}
 
 
 def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
-    """Return the size and the digest of a file."""
     digested = _Digested(source)
     try:
         size = os.fstat(source.fileno()).st_size
@@ -85,7 +83,6 @@ def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
 def read_input(
     folder: PlanFolder, source: IO[bytes], document_tokens: int, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Spill all requests, and return what was read. Raises LineError, or PlanError if the disk is too small."""
     digested = _Digested(source)
     requests = documents = 0
     with SpillWriter(folder.whole) as spill:
@@ -101,7 +98,7 @@ def read_input(
 
 
 def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
-    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe. Raises LineError."""
+    """Estimate the bytes that a plan takes on the disk from the first requests; 0 for a pipe."""
     try:
         known = stat.S_ISREG(os.fstat(source.fileno()).st_mode)
     except (OSError, AttributeError):
@@ -118,7 +115,6 @@ def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raise PlanError if the disk of a folder has less than this many bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PlanError(
@@ -128,7 +124,6 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
-    """Yield the items, and show the share of `total` that was taken as progress."""
     advance, done = progress(label, _STEPS), 0
     for number, item in enumerate(items, 1):
         yield item

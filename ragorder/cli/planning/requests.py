@@ -25,8 +25,7 @@ __all__ = [
 ]
 
 
-class LineError(RagorderError, click.ClickException):
-    """A line of the input cannot be read."""
+class LineError(RagorderError, click.ClickException): ...
 
 
 class RequestDocument(NamedTuple):
@@ -43,8 +42,8 @@ class RequestDocument(NamedTuple):
 class RequestToOrder:
     """A request with its number in the input, and the fields that its order repeats.
 
-    `scope`: requests share nothing if tenants or lengths of prefixes differ. `prefix_tokens` and `suffix_tokens`,
-    question and answer: None if the line does not say."""
+    `scope`: requests share nothing if tenants or lengths of prefixes differ.
+    """
 
     index: int
     documents: list[RequestDocument]
@@ -59,7 +58,6 @@ class RequestToOrder:
 
 
 def document_tokens_option() -> Decorator:
-    """Return --document-tokens."""
     return option(
         "--document-tokens",
         type=Count(0),
@@ -78,8 +76,6 @@ def read_requests(
     unread: UnreadFields | None = None,
     progress: Callable[[str, int], Callable[[], None]] | None = None,
 ) -> Iterator[RequestToOrder]:
-    """Yield the requests of an open file, plain, gzipped or in xz. The lengths are defaults for lines without any.
-    Raises LineError with the number of the line."""
     lines = JSONLines(source, error=LineError, example=EXAMPLE, progress=progress)
     for index, (number, line) in enumerate(lines.read(RequestLine)):
         if unread is not None:
@@ -115,7 +111,6 @@ def order_line(
     prefix_documents: int,
     cached_tokens: int,
 ) -> dict[str, Any]:
-    """Return the line of an order: the request's fields, with lengths in the order of the documents."""
     given = echo.get("tokens")
     moved = {"tokens": [given[rank] for rank in permutation]} if isinstance(given, list) else {}
     return {
@@ -130,6 +125,5 @@ def order_line(
 
 
 def warn_of(unread: UnreadFields) -> None:
-    """Warn on standard error of unread fields that may be misspelt."""
     if doubtful := unread.doubtful:
         click.echo(f"Warning: fields that were repeated but not read: {', '.join(doubtful)}", err=True)

@@ -42,12 +42,6 @@ class PlanOptions:
 def plan_file(
     source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
 ) -> dict[str, Any]:
-    """Plan the requests of `source` into the folder `path`, and return its manifest. `unread` counts unread
-    fields.
-
-    Raises LineError for a line that cannot be read, and PlanError for a folder that holds another plan, for a disk or a
-    memory that is too small, and if a planning process ends.
-    """
     folder = PlanFolder(path)
     folder.refuse_foreign(source)
     new = not path.exists()
@@ -168,11 +162,7 @@ class _Passes:
 
 
 def _as_given(options: PlanOptions) -> dict[str, Any]:
-    return {
-        "--document-tokens": options.document_tokens,
-        "--shards": options.shards,
-        "--memory": options.memory_bytes,
-    }
+    return {"--document-tokens": options.document_tokens, "--shards": options.shards, "--memory": options.memory_bytes}
 
 
 def _refuse_another(known: Mapping[str, Any], options: PlanOptions, input: Mapping[str, Any], path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Cached tokens by where the documents of a conversation stand."""

@@ -1,0 +1,289 @@
+"""Cached tokens of conversations whose turns each have documents, by how they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from ragorder import Document, Orderer, PromptBuilder, Turn
+from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
+from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record, RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
+
+__all__ = ["CHATS", "Turns", "make_part", "send_turns"]
+
+_COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
+SYSTEM = "Answer the question from the documents."
+Message = dict[str, Any]
+Rows = dict[str, list[int | None]]
+_LONGEST_PROMPT = 16_384
+_NOTE = "Cached share of the prompt tokens (tokens computed for a turn), in the order of a conversation's turns."
+_PREDICTED = "Turns whose cached tokens were predicted to within a block of those that the server reported."
+
+
+class Chat(ABC):
+    """A conversation, as an application keeps it."""
+
+    predicted_tokens: int | None = None
+    repeated = 0
+    rebased = 0
+
+    def __init__(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        self.builder = builder
+        self.orderer = orderer
+        self.messages: list[Message] = []
+
+    @abstractmethod
+    def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
+        """The messages to send."""
+
+    @abstractmethod
+    def answered(self, text: str, usage: dict[str, Any]) -> None: ...
+
+    def failed(self) -> None:  # noqa: B027
+        """The request of the last question failed."""
+
+
+class SystemChat(Chat):
+    """Documents in the system message, in place of those of the turn before; the history has questions and answers."""
+
+    def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
+        shown = "".join(map(self.builder.document_text, documents))
+        self.messages.append({"role": "user", "content": f"Question: {question}"})
+        return [{"role": "system", "content": f"{SYSTEM}\n\n{shown}"}, *self.messages]
+
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+
+class AppendingChat(Chat):
+    """Each turn's documents in its own message as retrieved; the history is replayed."""
+
+    def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
+        content = self.builder.user_message(question, documents, range(len(documents)))
+        self.messages.append({"role": "user", "content": content})
+        return [{"role": "system", "content": SYSTEM}, *self.messages]
+
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+
+class TurnChat(Chat):
+    """`PromptBuilder.turn`."""
+
+    turn: Turn
+    earlier: list[Document] | None = None
+    """Documents of former turns, if they may be laid out again."""
+
+    def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
+        options: dict[str, Any] = {"orderer": self.orderer, "rebase": self.earlier}
+        self.turn = self.builder.turn(question, documents, history=self.messages, **options)
+        self.rebased = int(self.turn.rebased)
+        self.predicted_tokens = self.turn.ordering.cached_tokens
+        self.repeated = len(self.turn.repeated)
+        return self.turn.messages
+
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        prompt_tokens = usage["prompt_tokens"]
+        total_tokens = prompt_tokens + usage["completion_tokens"]
+        self.messages = self.turn.confirm(text, _cached(usage), total_tokens, prompt_tokens=prompt_tokens)
+
+    def failed(self) -> None:
+        self.turn.discard()
+
+
+class RebasingChat(TurnChat):
+    """With `rebase`."""
+
+    def __init__(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        super().__init__(builder, orderer)
+        self.earlier = []
+
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        super().answered(text, usage)
+        known = {document.key: document for document in [*(self.earlier or ()), *self.turn.new]}
+        self.earlier = list(known.values())
+
+
+CHATS: dict[str, type[Chat]] = {
+    "system": SystemChat,
+    "append": AppendingChat,
+    "turns": TurnChat,
+    "rebased": RebasingChat,
+}
+
+
+async def send_turns(
+    server: ChatServer,
+    chats: Sequence[Sequence[ChatTurn]],
+    kind: type[Chat],
+    tokenizer: Any,
+    max_tokens: int,
+    concurrency: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Rows:
+    """All turns of the conversations, `concurrency` at a time, to an empty server; returns the columns of a run, turn
+    by turn."""
+    import httpx2
+
+    server.reset()
+    builder = PromptBuilder(
+        SYSTEM,
+        document_template=f"{TEMPLATE}\n",
+        question_template="Question: {query}",
+        tokenizer=tokenizer,
+    )
+    orderer = Orderer(
+        capacity_tokens=server.capacity_tokens,
+        block_size=server.block_size,
+        prefix_tokens=builder.prefix_tokens,
+        tokens=builder.document_tokens,
+    )
+    figures: dict[tuple[int, int], tuple[int | None, ...]] = {}
+    common = {"model": server.model_name, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+    transport = getattr(server, "transport", None)
+    waiting = iter(enumerate(chats))
+
+    async def serve(http: Any) -> None:
+        for place, turns in waiting:
+            chat = kind(builder, orderer)
+            for number, turn in enumerate(turns):
+                documents = [Document(id, text) for id, text in turn.documents]
+                try:
+                    body = common | {"messages": chat.ask(turn.question, documents)}
+                    response = await http.post("/v1/chat/completions", json=body)
+                    response.raise_for_status()
+                    answer = response.json()
+                except BaseException:
+                    chat.failed()
+                    raise
+                usage = answer["usage"]
+                chat.answered(answer["choices"][0]["message"]["content"] or "", usage)
+                counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
+                figures[number, place] = (number, *counts)
+                advance()
+                # A simulated server answers at once, and conversations take turns.
+                await asyncio.sleep(0)
+
+    options: dict[str, Any] = {"timeout": 600, "trust_env": False, "transport": transport}
+    async with httpx2.AsyncClient(base_url=server.base_url, **options) as http, asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(serve(http))
+    # Runs are compared row by row.
+    columns = zip(*(figures[key] for key in sorted(figures)), strict=True)
+    return {name: list(column) for name, column in zip(_COLUMNS, columns, strict=True)}
+
+
+def _cached(usage: dict[str, Any]) -> int:
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+class TurnCell(SuiteCell):
+    """`blocks` is the size of the cache, `concurrency` the conversations at a time."""
+
+    blocks: int = Field(1023, ge=1)
+    conversations: int = Field(40, ge=1)
+    turns: int = Field(6, ge=1)
+    concurrency: int = Field(8, ge=1)
+    max_tokens: int = Field(24, ge=1)
+
+
+class Turns(Experiment):
+    """Conversations under one policy, a row for each turn: `turn` counts from 0, `repeated` are documents named."""
+
+    kind = "turns"
+    base = RunRecord
+    cell = TurnCell
+    policies: ClassVar[Any] = tuple(CHATS)
+    one_job = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._servers = ChatServers(self.options, _LONGEST_PROMPT)
+
+    def obstacle(self, suite: Suite, cell: TurnCell, policy: str) -> str | None:
+        return self._servers.obstacle
+
+    def requests(self, suite: Suite, cell: TurnCell) -> int:
+        return whole_conversations(cell.conversations, cell.turns, self.options.limit)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: TurnCell = job.cell
+        chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
+        texts = [text for turns in chats for turn in turns for _, text in turn.documents]
+        server = self.kept(cell.blocks, lambda: self._servers.start(cell.blocks, [SYSTEM, *texts], self.resources))
+        tokenizer = load_tokenizer(str(self._servers.model)) if self._servers.model is not None else None
+        for policy in job.policies:
+            rows = asyncio.run(
+                send_turns(server, chats, CHATS[policy], tokenizer, cell.max_tokens, cell.concurrency, advance)
+            )
+            yield {
+                "policy": policy,
+                "engine": self._servers.describe(server),
+                "load_average": load_average(),
+                "rows": rows,
+            }
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    groups = group_runs(results.of(Turns.record, suite.name))
+    by_turn = Table("By turn", ["", *suite.policies], note=_NOTE)
+    headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out again"]
+    predicted = Table("Predicted", headings, note=_PREDICTED)
+    for group in groups:
+        label = group.label or suite.title
+        turns = sorted({int(turn) for policy in group.policies for turn in group.values(policy, "turn")})
+        for turn in turns:
+            row = [_share(group, policy, turn) for policy in suite.policies]
+            by_turn.rows.append([Entry(f"{label}, turn {turn + 1}"), *row])
+        for policy in ("turns", "rebased"):
+            if policy in group.policies:
+                predicted.rows.append(_predicted(group, policy, label))
+    return Part([table for table in (by_turn, predicted) if table.rows])
+
+
+def _share(group: RecordGroup[Record], policy: str, turn: int) -> Entry:
+    if policy not in group.policies:
+        return Entry("–")
+    at = group.values(policy, "turn") == turn
+    prompt, cached = (group.values(policy, name)[at] for name in ("prompt_tokens", "cached_tokens"))
+    if not prompt.sum():
+        return Entry("–")
+    share = format_number(100 * cached.sum() / prompt.sum())
+    return Entry(f"{share} ({format_number((prompt - cached).mean(), 0)})")
+
+
+def _predicted(group: RecordGroup[Record], policy: str, label: str) -> list[Entry]:
+    import numpy as np
+
+    reported, guessed = (group.values(policy, name) for name in ("cached_tokens", "predicted_tokens"))
+    within = 100 * float(np.mean(np.abs(reported - guessed) <= group.block_size))
+    anew = format_number(group.values(policy, "rebased").sum(), 0) if policy == "rebased" else "–"
+    named = format_number(group.values(policy, "repeated").sum(), 0)
+    shown = [format_number(within), named, _more(group, policy), anew]
+    return [Entry(f"{label}: {policy}"), *map(Entry, shown)]
+
+
+def _more(group: RecordGroup[Record], policy: str) -> str:
+    """Of how many turns, those that compute a block or more on top of what appending computes."""
+    if "append" not in group.policies:
+        return "–"
+    ours, theirs = (
+        group.values(each, "prompt_tokens") - group.values(each, "cached_tokens") for each in (policy, "append")
+    )
+    if len(ours) != len(theirs):
+        return "–"
+    return f"{(ours >= theirs + group.block_size).sum():,} of {len(ours):,}"

@@ -1,1 +1,0 @@
-"""Cached tokens of conversations that replay what they sent."""

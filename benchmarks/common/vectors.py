@@ -1,0 +1,69 @@
+"""Vectors of texts or at random, and an IVF index of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ragorder.eval.data.corpora import Corpus
+
+    Vectors = NDArray[np.float32]
+
+__all__ = ["build_index", "clustered", "embedded", "nearest_documents"]
+
+_A_CENTROID = 40
+
+
+def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vectors:
+    """Return vectors of length 1 around centres that are the same for all seeds."""
+    import numpy as np
+
+    centres = np.random.default_rng(0).standard_normal((clusters, dimensions), np.float32)
+    rng = np.random.default_rng(seed + 1)
+    noise = rng.standard_normal((count, dimensions), np.float32)
+    vectors: Vectors = centres[rng.integers(clusters, size=count)] + noise
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors
+
+
+def build_index(vectors: Vectors, nprobe: float, *, sampled: bool = False) -> Any:
+    """Return an index by inner product in 4 sqrt(n) clusters; a search scans the share `nprobe` of them.
+
+    A large one is trained in four rounds, on a sample of 40 vectors a cluster (`sampled`).
+    """
+    import faiss
+
+    clusters = min(len(vectors), round(4 * len(vectors) ** 0.5))
+    quantizer = faiss.IndexFlatIP(vectors.shape[1])
+    index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid = 1
+    if sampled:
+        index.cp.niter = 4
+    index.train(vectors[:: max(1, len(vectors) // (clusters * _A_CENTROID))] if sampled else vectors)
+    index.add(vectors)
+    index.nprobe = max(1, round(nprobe * clusters))
+    return index
+
+
+def embedded(texts: Iterable[str]) -> Vectors:
+    """Return the texts' vectors, which are kept in the user's cache."""
+    from ragorder.common.files import cache_folder
+    from ragorder.eval.suites.pipelining.search import embed
+
+    return embed(list(texts), cache_folder())
+
+
+def nearest_documents(corpus: Corpus, by: str, count: int) -> list[list[int]]:
+    """Return the documents most similar to each of a corpus, the nearest first, as `by` says (see `ragorder fuse`).
+
+    Raises ImportError, OSError or ValueError.
+    """
+    from ragorder.kernels.preprocessing.neighbours import make_neighbours
+
+    choice = make_neighbours(by)
+    vectors = choice.vectors([document.text for document in corpus.documents])
+    return choice.nearest([document.id for document in corpus.documents], vectors, count)

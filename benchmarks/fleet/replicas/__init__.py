@@ -1,1 +1,0 @@
-"""Many replicas of an engine behind a router: suites replicas and replicas-changed."""

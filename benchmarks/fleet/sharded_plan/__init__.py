@@ -1,1 +1,0 @@
-"""Plans of large batches in shards: suite sharded-plan."""

@@ -1,1 +1,0 @@
-"""Processes in front of one engine that share their orders: suite shared-orders."""

@@ -1,1 +1,0 @@
-"""Several proxy processes in front of one engine."""

@@ -1,1 +1,0 @@
-"""Tokens that fused requests compute, by the order of their documents: suite fusion-orders."""

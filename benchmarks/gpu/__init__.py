@@ -1,0 +1,1 @@
+"""All that a GPU is needed for, in one command."""

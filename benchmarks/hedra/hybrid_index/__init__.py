@@ -1,1 +1,0 @@
-"""Index clusters in two tiers: suite hedra-index."""

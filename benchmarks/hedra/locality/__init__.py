@@ -1,1 +1,0 @@
-"""Locality of a request's successive searches: suite hedra-locality."""

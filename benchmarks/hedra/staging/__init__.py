@@ -1,1 +1,0 @@
-"""Searches in stages against plain ones: suite staged-search."""

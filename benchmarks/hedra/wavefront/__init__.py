@@ -1,1 +1,0 @@
-"""Cost of scheduling workflows: suite hedra-overhead."""

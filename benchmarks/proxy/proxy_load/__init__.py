@@ -1,1 +1,0 @@
-"""Load on the proxy."""

@@ -1,1 +1,0 @@
-"""The memory of a proxy under attack."""

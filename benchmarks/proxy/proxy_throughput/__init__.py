@@ -1,1 +1,0 @@
-"""Requests a second that the proxy forwards."""

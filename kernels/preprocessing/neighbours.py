@@ -1,0 +1,201 @@
+"""Choices of neighbours for documents (FusionRAG 3.1)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel
+
+from ragorder.common.extras import needs
+from ragorder.common.jsonl import JSONLines
+from ragorder.common.request_lines import EXAMPLE, RequestLine
+from ragorder.kernels.preprocessing.encoder import TextEncoder
+from ragorder.trie.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "EmbeddingNeighbours",
+    "GivenNeighbours",
+    "Neighbours",
+    "ServedTogether",
+    "VectorNeighbours",
+    "make_neighbours",
+    "neighbours",
+]
+
+
+class Neighbours(ABC):
+    """For each document, other documents that are likely to be retrieved with it.
+
+    @neighbours.register("next", "the documents that follow in the corpus")
+    class NextNeighbours(Neighbours):
+        def nearest(self, ids, vectors, count):
+            return [list(range(place + 1, len(ids)))[:count] for place in range(len(ids))]
+    """
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        """Make the choice for the argument after its name. Raises ValueError for a wrong one."""
+        if argument is not None:
+            raise ValueError(f"takes no argument, got {argument!r}: leave it out")
+        return cls()
+
+    def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
+        """Return what `nearest` needs of these documents, shape (texts, dimensions), or None."""
+        return None
+
+    @abstractmethod
+    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
+        """Return for each document the indices in `ids` of at most `count` different others, most related first.
+        `vectors` are the result of `vectors`, in the order of the unique `ids`."""
+
+
+neighbours: Registry[Neighbours] = Registry("neighbours")
+
+
+def make_neighbours(source: str) -> Neighbours:
+    """Make the choice of NAME or NAME:ARGUMENT. Raises ValueError for an unknown name or a wrong argument."""
+    name, colon, argument = source.partition(":")
+    choice = neighbours[neighbours.check(name)]
+    try:
+        return choice.from_argument(argument if colon else None)
+    except ValueError as error:
+        raise ValueError(f"neighbours {name}: {error}") from None
+
+
+@neighbours.register("embedding", "by embeddings of sentence-transformers (embedding:MODEL for another than MiniLM)")
+class EmbeddingNeighbours(Neighbours):
+    """Documents with the highest cosine similarity, by exhaustive search (FAISS). Ties go to the earlier document."""
+
+    def __init__(self, encoder: TextEncoder | None = None) -> None:
+        self._encoder = encoder or TextEncoder()
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        if argument == "":
+            raise ValueError("give a model after the colon, or leave out the colon")
+        return cls(TextEncoder(argument))
+
+    def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
+        return self._encoder.encode(texts)
+
+    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
+        if vectors is None or len(vectors) != len(ids):
+            raise ValueError(f"{len(ids)} documents need one vector each, got {0 if vectors is None else len(vectors)}")
+        if len(ids) < 2 or count < 1:
+            return [[] for _ in ids]
+        with needs("retrieval", "a search for neighbours"):
+            import faiss
+            import numpy as np
+        unit = np.array(vectors, dtype=np.float32, order="C")
+        if not np.isfinite(unit).all():
+            raise ValueError("vectors must be finite numbers")
+        faiss.normalize_L2(unit)
+        index = faiss.IndexFlatIP(unit.shape[1])
+        index.add(unit)
+        # Each document also finds itself.
+        scores, places = index.search(unit, min(count + 1, len(ids)))
+        order = np.lexsort((places, -scores), axis=1)
+        ranked = np.take_along_axis(places, order, axis=1).tolist()
+        return [[other for other in row if other != place][:count] for place, row in enumerate(ranked)]
+
+
+_EXAMPLE = '{"id": "a", "neighbours": ["b", "c"]}'
+
+
+class _Vertex(BaseModel):
+    id: str
+    neighbours: list[str]
+
+
+@neighbours.register("graph", 'from a graph (graph:FILE, JSON lines {"id", "neighbours"}, nearest first)')
+class GivenNeighbours(Neighbours):
+    """The neighbours of each id, nearest first. Ids outside the corpus are ignored."""
+
+    def __init__(self, graph: Mapping[str, Sequence[str]]) -> None:
+        self._graph = graph
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        if not argument:
+            raise ValueError("give the file of the graph: graph:FILE")
+        lines = JSONLines(argument, example=_EXAMPLE)
+        graph: dict[str, Sequence[str]] = {}
+        for number, vertex in lines.read(_Vertex):
+            if vertex.id in graph:
+                raise lines.error(number, f"the id {vertex.id!r} occurs twice: give its neighbours in one line")
+            graph[vertex.id] = vertex.neighbours
+        return cls(graph)
+
+    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
+        places = {id: place for place, id in enumerate(ids)}
+        if ids and not places.keys() & self._graph.keys():
+            raise ValueError(f"the graph has none of the {len(ids)} documents: give the graph of this corpus")
+        found: list[list[int]] = []
+        for id in ids:
+            known = dict.fromkeys(other for other in self._graph.get(id, ()) if other in places and other != id)
+            found.append([places[other] for other in known][:count])
+        return found
+
+
+@neighbours.register("log", "most often in the same requests of a log (log:FILE, JSON lines as for `ragorder replay`)")
+class ServedTogether(Neighbours):
+    """Documents that share the most requests; ties go to the earlier document."""
+
+    def __init__(self, requests: Iterable[Iterable[str]]) -> None:
+        self._together: dict[str, Counter[str]] = {}
+        for request in requests:
+            for one, other in permutations(dict.fromkeys(request), 2):
+                self._together.setdefault(one, Counter())[other] += 1
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        if not argument:
+            raise ValueError("give the log of requests: log:FILE")
+        lines = JSONLines(argument, example=EXAMPLE)
+        return cls(map(str, request.ids) for _, request in lines.read(RequestLine))
+
+    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
+        places = {id: place for place, id in enumerate(ids)}
+        found: list[list[int]] = []
+        for id in ids:
+            uses = self._together.get(id, Counter[str]())
+            known = ((-times, places[other]) for other, times in uses.items() if other in places)
+            found.append([place for _, place in sorted(known)[:count]])
+        return found
+
+
+@neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document)")
+class VectorNeighbours(EmbeddingNeighbours):
+    def __init__(self, given: NDArray[np.float32]) -> None:
+        if given.ndim != 2:
+            raise ValueError(f"vectors must have the shape (documents, dimensions), got {given.shape}")
+        self._given = given
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        if not argument:
+            raise ValueError("give the file of the vectors: vectors:FILE.npy")
+        with needs("retrieval", "a file of vectors"):
+            import numpy as np
+        try:
+            # Pickles are refused: they run code.
+            given = np.load(Path(argument), allow_pickle=False)
+            return cls(np.asarray(given, dtype=np.float32))
+        except (OSError, ValueError, TypeError, EOFError) as error:
+            raise ValueError(f"{argument} has no vectors ({error}): write them with numpy.save") from None
+
+    def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
+        if len(texts) != len(self._given):
+            raise ValueError(
+                f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in order"
+            )
+        return self._given
