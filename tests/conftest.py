@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -58,6 +59,17 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
 ENGINES = {"vllm_engine", "vllm_server"}
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file all of whose tests are left out: it brings Ray, FAISS or a whole suite along."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text("utf-8")
+    slow = BENCHMARKS in collection_path.parents or re.search(
+        r"^pytestmark = \[?pytest\.mark\.slow\b", text, re.MULTILINE
+    )
+    return True if slow else None
 
 
 # Before xdist, which reads the groups in the same hook.

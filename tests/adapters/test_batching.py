@@ -15,6 +15,7 @@ for _module in ("faiss", "numpy", "prometheus_client"):
 
 import faiss
 import numpy as np
+from support.inside import cache_of, runner_of
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
@@ -288,14 +289,14 @@ class TestAModelThatStreams:
     ) -> None:
         expected = [answer.text for answer in await self.answers(streamed)]
         engine = streamed[0].engine
-        compute = engine._runner.compute
+        compute = runner_of(engine).compute
 
         def short(chunks: Any) -> Any:
             if len(engine._sequences) > 1:
                 raise MemoryError
             return compute(chunks)
 
-        monkeypatch.setattr(engine._runner, "compute", short)
+        monkeypatch.setattr(runner_of(engine), "compute", short)
         answers = await self.answers(streamed)
         assert [answer.text for answer in answers] == expected
         assert sum(answer.trace.failures for answer in answers) > 0
@@ -304,7 +305,7 @@ class TestAModelThatStreams:
         from ragorder.pipelining.batching import Placement, Spread
 
         engine = streamed[0].engine
-        token = engine._cache.shape.block_bytes // engine.block_size
+        token = cache_of(engine).shape.block_bytes // engine.block_size
         placements = [
             Placement(Spread(device, 0, 3 - device), Spread(device=tokens * token), 0, 2, step_tokens=64, slots=1)
             for device, tokens in ((2, 1024), (0, 2048))

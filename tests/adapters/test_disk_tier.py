@@ -415,7 +415,7 @@ class TestWithoutAStore:
         (model / "model.safetensors").write_bytes(os.urandom(100_000))
         self.check(engine(), "identity", caplog)
 
-    def test_h4_engines_in_one_folder_with_one_value_apart(
+    def test_engines_in_one_folder_with_one_value_apart(
         self, engine: Callable[..., Engine], model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         first = engine()
@@ -551,7 +551,7 @@ class TestIdentity:
             found.append(disk_identity(SimpleNamespace(config=config), CHUNK_BYTES))
         assert len(set(found)) == len(found)
 
-    def test_h4_unserialisable_configurations_equal_no_other(self) -> None:
+    def test_unserialisable_configurations_equal_no_other(self) -> None:
         found = []
         for _ in range(2):
             extra: dict[str, Any] = {}

@@ -253,6 +253,7 @@ def refusal(*arguments: str | Path, status: int) -> str:
 
 
 class TestWhatAServerSaysOfItsCache:
+    @pytest.mark.slow
     @pytest.mark.vllm
     def test_is_what_a_real_server_was_started_with(self, vllm_server: Any) -> None:
         config = read_cache_config(vllm_server.base_url, timeout_s=30)
@@ -434,15 +435,6 @@ class TestAServerThatDoesNotSay:
                 assert fake.base_url in str(error)
 
         read()
-
-    @pytest.mark.parametrize("package", ["httpx2", "prometheus_client"])
-    def test_because_the_extra_is_missing(self, python: Callable[..., Any], package: str) -> None:
-        code = (
-            "from ragorder.adapters.vllm.cache_config import read_cache_config\n"
-            "try: read_cache_config('http://127.0.0.1:1')\n"
-            "except ImportError as error: print(error)"
-        )
-        assert "pip install '.[live]'" in python("-c", code, blocked=(package,)).stdout
 
 
 class TestTheServer:
@@ -654,7 +646,7 @@ class TestKVEvents:
             ("fe80::7", 1, "tcp://*:5557", "tcp://[fe80::7]:5557"),
         ],
     )
-    def test_d10_are_advised_as_the_documentation_has_them(
+    def test_are_advised_as_the_documentation_has_them(
         self, host: str, engines: int, published: str, there: str
     ) -> None:
         """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
@@ -665,7 +657,7 @@ class TestKVEvents:
 
     @pytest.mark.parametrize("replay", [True, False])
     @pytest.mark.parametrize("silent", [True, False])
-    def test_d10_are_advised_once(
+    def test_are_advised_once(
         self, fake: FakeServer, publish: Callable[..., Publisher], replay: bool, silent: bool
     ) -> None:
         endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
@@ -773,7 +765,7 @@ SYSTEM = "You answer questions from the documents that follow, and from nothing 
 class TestWhatAnswers:
     """Advice is for what answers: vLLM's options help vLLM alone."""
 
-    def test_d9_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
+    def test_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
         fake.raw["/ragorder/health"] = b'{"status":"ok"}'
         fake.metrics = "ragorder_requests_total 1.0\n"
         found = findings(fake)
@@ -784,14 +776,14 @@ class TestWhatAnswers:
             assert "check the server that it forwards to" in (found[check].advice or "")
         assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
 
-    def test_d9_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+    def test_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "ragorder"
         fake.metrics = "other 1.0\n"
         found = findings(fake)
         assert {found[check].verdict for check in ("capacity", "KV events")} == {"good"}
         assert "vLLM" not in str(list(found.values()))
 
-    def test_d9_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+    def test_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
         fake.models["data"][0]["owned_by"] = "llamacpp"
         fake.metrics, fake.reporting = None, False
         found = findings(fake)
@@ -809,7 +801,7 @@ class TestWhatAnswers:
         fake.raw["/ragorder/health"] = b"<html>"
         assert "ragorder serve" not in findings(fake)["server"].found
 
-    def test_d9_an_advice_is_printed_once(self, fake: FakeServer) -> None:
+    def test_an_advice_is_printed_once(self, fake: FakeServer) -> None:
         options = ("--events-endpoint", f"tcp://127.0.0.1:{free_port()}", "--timeout", "1")
         said = doctor(fake.base_url, *options).output
         assert "event replay" in said
@@ -955,17 +947,7 @@ class TestARealServer:
         assert f"{vllm_server.capacity_tokens:,} tokens in blocks of 32" in found["capacity"].found
         assert "64 of 96 tokens" in found["prefix caching"].found
 
-    def test_says_where_a_date_at_the_top_parts_two_prompts(self, vllm_server: Any) -> None:
-        samples = (chat(f"2026-11-20\n{SYSTEM}", "[d1]\n…"), chat(f"2026-11-21\n{SYSTEM}", "[d1]\n…"))
-        found = {finding.check: finding for finding in examine(vllm_server.base_url, samples=samples)}
-        assert found["shared prefix"].verdict == found["volatile text"].verdict == "bad"
-        assert "0 whole blocks of 32" in found["shared prefix"].found
-
-    def test_is_listened_to_under_the_wrong_topic(self, vllm_server: Any) -> None:
-        events = Events(vllm_server.events_endpoint, topic="other")
-        found = {finding.check: finding for finding in examine(vllm_server.base_url, events=events)}
-        assert vllm_server.events_topic in str(found["KV events"].advice)
-
+    @pytest.mark.slow
     def test_is_examined_from_the_command_line(self, vllm_server: Any) -> None:
         options = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
         options += ["--events-topic", vllm_server.events_topic, "--model", vllm_server.model_name]

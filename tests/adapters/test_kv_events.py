@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.http_server import PageServer
-from support.rings import examples
+from support.rings import examples, grid
 from support.waiting import eventually
 
 from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
@@ -868,7 +868,7 @@ def messages() -> st.SearchStrategy[tuple[bytes, ...]]:
 class TestWrongSizes:
     """What is too large is never taken into memory, and what cannot be is never advised."""
 
-    def test_l13_a_frame_beyond_the_bound_is_refused_and_the_next_batch_is_taken(
+    def test_a_frame_beyond_the_bound_is_refused_and_the_next_batch_is_taken(
         self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(kv_events, "LARGEST_MESSAGE_BYTES", 1 << 16)
@@ -878,12 +878,12 @@ class TestWrongSizes:
         assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == 0, "it never arrived"
 
-    def test_l13_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
+    def test_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server)
         assert 0 < events._socket.getsockopt(zmq.MAXMSGSIZE) <= 1 << 26
 
     @pytest.mark.parametrize("size", [-18, 0, True, 2.5, None, "2", [2], 7, 10**6, 1 << 63])
-    def test_l13_no_block_size_is_advised_that_the_tokens_do_not_bear_out(
+    def test_no_block_size_is_advised_that_the_tokens_do_not_bear_out(
         self, server: Server, subscribe: Subscribe, caplog: pytest.LogCaptureFixture, size: Any
     ) -> None:
         caplog.set_level(logging.WARNING, "ragorder")
@@ -978,7 +978,7 @@ class TestAServerThatIsNotThere:
             assert eventually(lambda: events.counters.replays > 0)
         start = time.monotonic()
         events.close()
-        assert time.monotonic() - start < 2.0, "it waits for no answer"
+        assert time.monotonic() - start < 60, "it waits for no answer, which would take 600 seconds"
         events.close()
         assert not events._thread.is_alive()
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
@@ -1030,19 +1030,6 @@ class TestWhatIsNeeded:
             with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:5557"):
                 KVEventSubscriber(EngineBlocks(BLOCK), *endpoints)
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
-
-    @pytest.mark.parametrize("package", ["zmq", "msgspec"])
-    def test_a_missing_package_is_named_with_the_extra_that_brings_it(self, python: Python, package: str) -> None:
-        done = python(
-            "-c",
-            "from ragorder.adapters.vllm.kv_events import KVEventSubscriber\n"
-            "from ragorder.trie.residency.blocks import EngineBlocks\n"
-            "KVEventSubscriber(EngineBlocks(16), 'tcp://127.0.0.1:5557')\n",
-            blocked=(package,),
-        )
-        assert done.returncode == 1
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("ImportError") and package in last and "'.[live]'" in last
 
 
 class Recorder:
@@ -1239,7 +1226,7 @@ class TestEngineBlocks:
             blocks.store([1], None, [number] * BLOCK)
         assert blocks._held.keys() == set(contents([99] * BLOCK))
 
-    def test_m5_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
+    def test_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
         table = EngineBlocks(BLOCK, 1 << 16)
         numbers = count()
 
@@ -1256,7 +1243,7 @@ class TestEngineBlocks:
         assert max(cost(1 << 13) for _ in range(12)) < 6 * first
         assert len(table._contents) == 1 << 16
 
-    def test_h1_no_call_of_an_orderer_waits_for_a_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_call_of_an_orderer_waits_for_a_writer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 2)
         table = EngineBlocks(BLOCK)
@@ -1381,7 +1368,7 @@ class TestOrdererForVLLM:
         return caplog
 
     @pytest.mark.parametrize("url", [NOWHERE, f"http://user:{SECRET}@127.0.0.1:9/v1"])
-    def test_d4_no_server_at_the_address_is_an_error_that_names_it(self, url: str) -> None:
+    def test_no_server_at_the_address_is_an_error_that_names_it(self, url: str) -> None:
         with pytest.raises(RuntimeError, match=r"^http://127\.0\.0\.1:9 cannot be reached .*check host and port"):
             Orderer.for_vllm(url, api_key=SECRET, block_size=BLOCK, capacity_tokens=400)
 
@@ -1408,7 +1395,7 @@ class TestOrdererForVLLM:
             orderer = Orderer.for_vllm(server.base_url)
         assert len(orderer.degraded) == 1
 
-    def test_d4_what_is_no_server_in_http_is_an_error(self) -> None:
+    def test_what_is_no_server_in_http_is_an_error(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
             thread.start()
@@ -1417,7 +1404,7 @@ class TestOrdererForVLLM:
             thread.join()
 
     @pytest.mark.parametrize("builder", [None, PromptBuilder()], ids=["no builder", "no tokenizer"])
-    def test_d4_an_endpoint_that_cannot_be_used_is_an_error(
+    def test_an_endpoint_that_cannot_be_used_is_an_error(
         self, metrics: str, server: Server, builder: PromptBuilder | None
     ) -> None:
         threads = threading.active_count()
@@ -1425,7 +1412,7 @@ class TestOrdererForVLLM:
             Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint)
         assert eventually(lambda: threading.active_count() == threads)
 
-    def test_d4_metrics_that_say_nothing_are_warned_of_once_and_stay_in_degraded(
+    def test_metrics_that_say_nothing_are_warned_of_once_and_stay_in_degraded(
         self, metrics: str, builder: PromptBuilder, log: pytest.LogCaptureFixture
     ) -> None:
         with pytest.warns(DegradedWarning, match="/metrics") as warned:
@@ -1441,7 +1428,7 @@ class TestOrdererForVLLM:
         assert SECRET not in log.text + str(warned[0].message)
         assert "secret" not in log.text
 
-    def test_d4_what_is_given_by_hand_is_not_missed(self, metrics: str) -> None:
+    def test_what_is_given_by_hand_is_not_missed(self, metrics: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             orderer = Orderer.for_vllm(f"{metrics}/elsewhere", block_size=BLOCK, capacity_tokens=400)
@@ -1471,7 +1458,7 @@ class TestOrdererForVLLM:
         ("label", "value", "reason"),
         [("enable_prefix_caching", "False", "prefix cache is off"), ("engine", None, "2 engines")],
     )
-    def test_d4_what_the_server_lacks_is_in_degraded(
+    def test_what_the_server_lacks_is_in_degraded(
         self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str
     ) -> None:
         page = METRICS.replace('enable_prefix_caching="True"', f'{label}="{value}"')
@@ -1481,7 +1468,7 @@ class TestOrdererForVLLM:
         with pytest.warns(DegradedWarning, match=reason):
             assert reason in "".join(Orderer.for_vllm(metrics).degraded)
 
-    def test_d4_without_a_replay_endpoint_lost_events_are_warned_of(
+    def test_without_a_replay_endpoint_lost_events_are_warned_of(
         self, metrics: str, server: Server, builder: PromptBuilder
     ) -> None:
         with (
@@ -1492,7 +1479,7 @@ class TestOrdererForVLLM:
 
     @pytest.mark.filterwarnings("ignore:no KV events")
     @pytest.mark.parametrize("wrong", ["topic", "endpoint"])
-    def test_d4_events_that_never_come_are_warned_of_once_the_orderer_is_used(
+    def test_events_that_never_come_are_warned_of_once_the_orderer_is_used(
         self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, wrong: str
     ) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
@@ -1512,7 +1499,7 @@ class TestOrdererForVLLM:
             assert serve_requests(orderer, 1)
 
     @pytest.mark.filterwarnings("ignore:no KV events")
-    def test_d4_events_of_another_topic_are_told_from_none(
+    def test_events_of_another_topic_are_told_from_none(
         self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
@@ -1525,7 +1512,7 @@ class TestOrdererForVLLM:
             assert orderer.events.counters.other_topics and not orderer.events.counters.garbage
 
     @pytest.mark.filterwarnings("ignore:no KV events")
-    def test_d4_a_server_that_falls_silent_later_is_warned_of_once(
+    def test_a_server_that_falls_silent_later_is_warned_of_once(
         self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # A server that answers late on a busy machine is not silent.
@@ -1629,7 +1616,7 @@ class TestOrdererForVLLM:
         finally:
             orderer.close()
 
-    @pytest.mark.parametrize("package", ["zmq", "msgspec", "httpx2"])
+    @pytest.mark.parametrize("package", grid(["zmq", "msgspec", "httpx2"], 1))
     def test_a_missing_package_is_named_with_the_extra_that_brings_it(
         self, python: Python, metrics: str, package: str
     ) -> None:

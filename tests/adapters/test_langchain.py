@@ -256,7 +256,7 @@ def handler(caplog: pytest.LogCaptureFixture) -> Iterator[FeedbackHandler]:
     assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
     said = [record.getMessage() for record in caplog.get_records("call") if record.name == "ragorder"]
     # Of a wrong report the log tells once a process, whichever test comes first.
-    assert [text for text in said if "an engine reported what is no number" not in text] == []
+    assert [text for text in said if "an engine reported an invalid token count" not in text] == []
 
 
 def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
@@ -424,7 +424,7 @@ class TestDocuments:
         other = CacheOrderTransformer(orderer, rank_key="place").invoke([mine])[0]
         assert other.metadata == {"ragorder": "mine", "page": 3, "place": {"rank": 0}}
 
-    async def test_d9_are_the_retrievers_very_own_unless_their_rank_is_asked_for(self, orderer: Recorder) -> None:
+    async def test_are_the_retrievers_very_own_unless_their_rank_is_asked_for(self, orderer: Recorder) -> None:
         before = copy.deepcopy(DOCUMENTS)
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         for found in (
@@ -1257,7 +1257,7 @@ class TestStreams:
             list(chain.stream("ab: #7", watched(handler)))
         assert orderer.finished == [NO_NUMBERS]
 
-    async def test_d8_without_usage_degrade_the_orderer_and_say_what_to_set(
+    async def test_without_usage_degrade_the_orderer_and_say_what_to_set(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         chain = rag(orderer, Model(reports=False))
@@ -1267,7 +1267,7 @@ class TestStreams:
         assert len(orderer.degraded) == 1
         assert "streamed without usage" in orderer.degraded[0] and "stream_usage=True" in orderer.degraded[0]
 
-    def test_d8_with_usage_or_broken_or_no_streams_at_all_degrade_nothing(
+    def test_with_usage_or_broken_or_no_streams_at_all_degrade_nothing(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         list(rag(orderer, Model()).stream("ab: #7", config=watched(handler)))
@@ -1280,7 +1280,7 @@ class TestStreams:
         assert orderer.finished == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
         assert orderer.degraded == []
 
-    def test_h1_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
         """The collector may close a stream in the middle of an event, in the very thread that is at that event."""
         handler = FeedbackHandler()
         chain = rag(orderer, Model())
@@ -1659,6 +1659,7 @@ class TestWithVLLM:
         )
         return rag(orderer, model)
 
+    @pytest.mark.slow
     async def test_the_servers_own_count_arrives_plain_and_streamed(
         self, vllm_server: Any, handler: FeedbackHandler
     ) -> None:
@@ -1678,6 +1679,7 @@ class TestWithVLLM:
             assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
             assert finished.total_tokens == finished.prompt_tokens + 4
 
+    @pytest.mark.slow
     def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
         openai = pytest.importorskip("openai")
         orderer = Recorder(strict=True)
@@ -1685,6 +1687,7 @@ class TestWithVLLM:
             self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
         assert orderer.finished == [DISCARDED]
 
+    @pytest.mark.slow
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:
         done = python(ROOT / "examples" / "langchain_rag.py", f"{vllm_server.base_url}/v1", path=(ROOT,))
         assert done.returncode == 0, done.stderr

@@ -98,14 +98,14 @@ def classic(module: str) -> Any:
         pytest.skip("needs langchain-classic")
 
 
-class TestD10ACompressor:
-    def test_d10_is_what_pipelines_take(self, orderer: Recorder) -> None:
+class TestACompressor:
+    def test_is_what_pipelines_take(self, orderer: Recorder) -> None:
         reorder = CacheOrderTransformer(orderer)
         assert isinstance(reorder, BaseDocumentTransformer)
         assert isinstance(reorder, BaseDocumentCompressor)
         assert isinstance(reorder, Runnable)
 
-    async def test_d10_puts_documents_in_order_whatever_it_is_called(self, orderer: Recorder) -> None:
+    async def test_puts_documents_in_order_whatever_it_is_called(self, orderer: Recorder) -> None:
         reorder = CacheOrderTransformer(orderer)
         assert names(reorder.transform_documents(DOCUMENTS[:3])) == "abc"
         shuffled = [DOCUMENTS[rank] for rank in (2, 0, 1)]
@@ -115,11 +115,11 @@ class TestD10ACompressor:
         assert names(await reorder.acompress_documents(shuffled, "?")) == "abc"
         assert names(reorder.invoke(shuffled)) == "abc"
 
-    def test_d10_keeps_the_best_of_more_than_it_may(self, orderer: Recorder) -> None:
+    def test_keeps_the_best_of_more_than_it_may(self, orderer: Recorder) -> None:
         reorder = CacheOrderTransformer(orderer, k=2)
         assert names(reorder.invoke(DOCUMENTS)) == names(reorder.compress_documents(DOCUMENTS, "?")) == "ab"
 
-    async def test_d10_belongs_to_the_run_that_calls_it(self, orderer: Recorder) -> None:
+    async def test_belongs_to_the_run_that_calls_it(self, orderer: Recorder) -> None:
         """So that feedback finds the orderings of compressors."""
 
         class Compressing(BaseRetriever):
@@ -139,7 +139,7 @@ class TestD10ACompressor:
         await chain.ainvoke("?", config={"callbacks": [handler]})
         assert orderer.finished == [(True, 7, 12, 10)] * 2
 
-    async def test_d10_in_langchains_own_pipeline_and_compression_retriever(self, orderer: Recorder) -> None:
+    async def test_in_langchains_own_pipeline_and_compression_retriever(self, orderer: Recorder) -> None:
         pipeline = classic("retrievers.document_compressors").DocumentCompressorPipeline(
             transformers=[CacheOrderTransformer(orderer)]
         )
@@ -202,9 +202,9 @@ def merger(retriever: Any) -> BaseRetriever:
 OUTER = [each_letter, multi_query, ensemble, merger]
 
 
-class TestD10InsideAnotherRetriever:
+class TestInsideAnotherRetriever:
     @pytest.mark.parametrize("outer", OUTER)
-    async def test_d10_it_orders_nothing_and_says_so(
+    async def test_it_orders_nothing_and_says_so(
         self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
     ) -> None:
         plain = outer(Finder())
@@ -216,7 +216,7 @@ class TestD10InsideAnotherRetriever:
         assert len(set(orderer.degraded)) == 1 and "wrap the outer retriever" in orderer.degraded[0]
 
     @pytest.mark.parametrize("outer", OUTER)
-    def test_d10_around_it_one_prompt_is_one_ordering_with_its_numbers(
+    def test_around_it_one_prompt_is_one_ordering_with_its_numbers(
         self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
     ) -> None:
         retriever = CacheOrderRetriever(retriever=outer(Finder()), orderer=orderer)
@@ -225,17 +225,17 @@ class TestD10InsideAnotherRetriever:
         assert orderer.finished == [(True, 7, 12, 10)]
         assert orderer.degraded == []
 
-    def test_d10_one_around_another_orders_once(self, orderer: Recorder) -> None:
+    def test_one_around_another_orders_once(self, orderer: Recorder) -> None:
         inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
         retriever = CacheOrderRetriever(retriever=each_letter(inner), orderer=orderer)
         assert sorted(names(retriever.invoke("ab cd"))) == list("abcd")
         assert orderer.requests == ["abcd"]
 
-    def test_d10_the_number_of_documents_is_kept(self, orderer: Recorder) -> None:
+    def test_the_number_of_documents_is_kept(self, orderer: Recorder) -> None:
         inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer, k=1)
         assert names(each_letter(inner).invoke("ab cd")) == "ac"
 
-    def test_d10_a_chain_or_tool_around_it_is_no_retriever(self, orderer: Recorder) -> None:
+    def test_a_chain_or_tool_around_it_is_no_retriever(self, orderer: Recorder) -> None:
         retriever = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
         answering(RunnableLambda(retriever.invoke)).invoke("ab", config={"callbacks": [FeedbackHandler()]})
         assert orderer.requests == ["ab"]
@@ -276,10 +276,10 @@ def ours() -> SimpleNamespace:
     return SimpleNamespace(history_aware=history_aware, retrieval_chain=retrieval_chain)
 
 
-class TestD10AHistoryAwareRetriever:
+class TestAHistoryAwareRetriever:
     @pytest.mark.parametrize("langchain", [ours, langchains_own])
     @pytest.mark.parametrize("wrap", ["retriever", "step"])
-    async def test_d10_in_a_retrieval_chain(self, orderer: Recorder, langchain: Any, wrap: str) -> None:
+    async def test_in_a_retrieval_chain(self, orderer: Recorder, langchain: Any, wrap: str) -> None:
         langchain = langchain()
         aware = langchain.history_aware(Finder())
         ordered: Any = aware | CacheOrderTransformer(orderer)
@@ -293,14 +293,14 @@ class TestD10AHistoryAwareRetriever:
         assert (await chain.ainvoke(asked))["answer"] == "bc"
         assert orderer.requests == ["bc", "cb", "cb"]
 
-    def test_d10_options_of_a_retriever_are_kept(self, orderer: Recorder) -> None:
+    def test_options_of_a_retriever_are_kept(self, orderer: Recorder) -> None:
         ordered: Any = CacheOrderRetriever(
             retriever=history_aware(Finder()), orderer=orderer, k=1, rank_key="rank", tags=["mine"]
         )
         assert [document.metadata for document in ordered.invoke({"input": "cb"})] == [{"rank": {"rank": 0}}]
         assert ordered.config["tags"] == ["mine"]
 
-    def test_d10_other_runnables_stay_retrievers(self, orderer: Recorder) -> None:
+    def test_other_runnables_stay_retrievers(self, orderer: Recorder) -> None:
         def search(question: str) -> list[Document]:
             return Finder().invoke(question)
 
@@ -312,11 +312,11 @@ def by_name(document: Document) -> str:
     return f"key {document.id}"
 
 
-class TestD10Copies:
+class TestCopies:
     """A copy, deep or pickled, works, and begins with an orderer that knows nothing."""
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])  # noqa: S301
-    def test_d10_of_adapters(self, copied: Callable[[Any], Any]) -> None:
+    def test_of_adapters(self, copied: Callable[[Any], Any]) -> None:
         for adapter in (
             CacheOrderRetriever(retriever=Finder(), orderer=Orderer(block_size=4), key=by_name, k=3),
             CacheOrderTransformer(Orderer(block_size=4), key=by_name, k=3),
@@ -333,7 +333,7 @@ class TestD10Copies:
             assert adapter.orderer.fallbacks == other.orderer.fallbacks == 0
 
     @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
-    def test_d10_of_the_handler_follow_nothing_yet(self, orderer: Recorder, copied: Callable[[Any], Any]) -> None:
+    def test_of_the_handler_follow_nothing_yet(self, orderer: Recorder, copied: Callable[[Any], Any]) -> None:
         handler = FeedbackHandler(max_runs=50)
         handler.on_chain_start({}, {}, run_id=uuid4())
         other = copied(handler)

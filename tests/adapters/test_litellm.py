@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 
-from ragorder import Orderer, Ordering, PromptBuilder
+from ragorder import Orderer, PromptBuilder
 from ragorder.ordering import RequestOutcome
 
 # It would fetch its prices.
@@ -20,6 +20,7 @@ litellm = pytest.importorskip("litellm")
 pytest.importorskip("starlette")
 
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
+from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, user
 from support.serving_app import serving
 from support.waiting import eventually
 
@@ -28,28 +29,7 @@ from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, Repeated
 from ragorder.adapters.litellm import callback as module
 from ragorder.adapters.proxy.parsed import digest_of
 
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
 SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
-
-
-def written(names: Iterable[str]) -> str:
-    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names) + "\nWhich?"
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-class RecordingOrderer(Orderer):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"block_size": 16, "strict": True} | options)
-        self.finished: list[RequestOutcome] = []
-
-    def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
-        ordering = super().order(documents, **options)
-        ordering.add_done_callback(self.finished.append)
-        return ordering
 
 
 @pytest.fixture
@@ -77,17 +57,17 @@ class TestHook:
     async def test_documents_of_chats_are_ordered(self, callback: OrderDocuments) -> None:
         for names in ("abc", "cba"):
             marker = object()
-            data = {"model": "m", "messages": [user(written(names))], "metadata": {"of": marker}, "temperature": 0.5}
+            data = {"model": "m", "messages": [user(asked(names))], "metadata": {"of": marker}, "temperature": 0.5}
             ordered = await hook(callback, data)
             assert data["metadata"] == {"of": marker}, "the caller's is not changed"
         assert ordered.pop("metadata")["of"] is marker
-        assert ordered == {"model": "m", "messages": [user(written("abc"))], "temperature": 0.5}
+        assert ordered == {"model": "m", "messages": [user(asked("abc"))], "temperature": 0.5}
 
     @pytest.mark.parametrize("kept", [object(), None, "text"], ids=["an object", "null", "a text"])
     async def test_metadata_of_another_kind_stay(
         self, kept: Any, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
-        ordered = await hook(callback, {"messages": [user(written("abc"))], "metadata": kept})
+        ordered = await hook(callback, {"messages": [user(asked("abc"))], "metadata": kept})
         assert ordered["metadata"] is kept
         await callback.async_log_success_event(event(ordered), {}, None, None)
         assert orderer.finished == [RequestOutcome(True)]
@@ -95,11 +75,11 @@ class TestHook:
     @pytest.mark.parametrize(
         ("call_type", "field", "content"),
         [
-            ("completion", "messages", lambda names: [user(written(names))]),
-            ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": written(names)}])]),
-            ("anthropic_messages", "system", written),
-            ("aresponses", "input", written),
-            ("atext_completion", "prompt", written),
+            ("completion", "messages", lambda names: [user(asked(names))]),
+            ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": asked(names)}])]),
+            ("anthropic_messages", "system", asked),
+            ("aresponses", "input", asked),
+            ("atext_completion", "prompt", asked),
         ],
     )
     async def test_of_every_kind_of_call(
@@ -112,7 +92,7 @@ class TestHook:
 
     @pytest.mark.parametrize("call_type", ["embeddings", "aembedding", "moderation", "mcp_call", "new"])
     async def test_other_calls_go_on_as_they_came(self, call_type: str, callback: OrderDocuments) -> None:
-        data = {"messages": [user(written("ab"))]}
+        data = {"messages": [user(asked("ab"))]}
         assert await hook(callback, data, call_type) is data
 
     async def test_requests_without_documents_go_on_as_they_came(
@@ -165,20 +145,20 @@ class TestHook:
     async def test_tenants_share_no_order(self, orderer: RecordingOrderer) -> None:
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
         for names, team in (("abc", "one"), ("cba", "two"), ("cba", "one")):
-            ordered = await hook(callback, {"messages": [user(written(names))]}, key={"team_id": team})
+            ordered = await hook(callback, {"messages": [user(asked(names))]}, key={"team_id": team})
             assert "cache_salt" not in ordered
-            assert ordered["messages"] == [user(written("cba" if team == "two" else "abc"))]
+            assert ordered["messages"] == [user(asked("cba" if team == "two" else "abc"))]
 
     @pytest.mark.parametrize("field", ["cache_salt", "scope of a tag"])
     async def test_a_caller_without_a_tenant_takes_none(self, field: str, orderer: RecordingOrderer) -> None:
         """Whatever he calls himself: the order of a tenant's documents would tell what it asked."""
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
-        await hook(callback, {"messages": [user(written("abc"))]}, key={"team_id": "acme"})
+        await hook(callback, {"messages": [user(asked("abc"))]}, key={"team_id": "acme"})
         for name in ("acme", digest_of("acme").hex()):
             if field == "cache_salt":
-                data = {"messages": [user(written("cba"))], "cache_salt": name}
+                data = {"messages": [user(asked("cba"))], "cache_salt": name}
                 ordered = await hook(callback, data, key={"team_id": None})
-                assert ordered["messages"] == [user(written("cba"))]
+                assert ordered["messages"] == [user(asked("cba"))]
                 assert ordered["cache_salt"] == name, "the engine's salt is LiteLLM's to send"
             else:
                 tag = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "Which?", "scope": name}
@@ -189,17 +169,17 @@ class TestHook:
         template = DocumentTemplate(TEMPLATE)
         callback = OrderDocuments(orderer, template=template, repeated=RepeatedDocuments(template))
         answer = {"role": "assistant", "content": "a"}
-        data = {"messages": [user(written("ab")), answer, user(written("a"))]}
+        data = {"messages": [user(asked("ab")), answer, user(asked("a"))]}
         assert (await hook(callback, data))["messages"][-1] == user("[a] is above.\nWhich?")
 
     async def test_marks_are_set_for_models_of_anthropic(self) -> None:
         orderer = RecordingOrderer(feedback=False)
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), marks=True)
         for names in ("abc", "bad"):
-            ordered = await hook(callback, {"messages": [user(written(names))]})
+            ordered = await hook(callback, {"messages": [user(asked(names))]})
             await callback.async_log_success_event(event(ordered), {}, None, None)
         parts = ordered["messages"][0]["content"]
-        assert "".join(part["text"] for part in parts) == written("abd")
+        assert "".join(part["text"] for part in parts) == asked("abd")
         assert parts[1]["cache_control"] == {"type": "ephemeral"}
 
     @pytest.mark.parametrize("broken", [1j, object(), [object()]], ids=["number", "object", "in a list"])
@@ -213,7 +193,7 @@ class TestHook:
 
     async def test_an_unknown_tenant_is_not_taken_for_none(self, orderer: RecordingOrderer) -> None:
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
-        data = {"messages": [user(written("ab"))]}
+        data = {"messages": [user(asked("ab"))]}
         assert await hook(callback, data, key={}) is data
         assert orderer.degraded
 
@@ -249,7 +229,7 @@ class TestOutcomes:
         with serving() as serve:
             url = serve(cloud)
             for names in ("abc", "cba"):
-                data = await hook(registered, {"model": model, "messages": [user(written(names))], "stream": stream})
+                data = await hook(registered, {"model": model, "messages": [user(asked(names))], "stream": stream})
                 base = f"{url}/v1" if model.startswith("openai") else url
                 options = {"stream_options": {"include_usage": True}} if stream else {}
                 answer = await litellm.acompletion(**data, **options, api_base=base, api_key="none", max_tokens=16)
@@ -265,7 +245,7 @@ class TestOutcomes:
         cloud = Cloud()
         cloud.error = 400, {"error": {"message": "no", "type": "invalid_request_error"}}
         with serving() as serve:
-            data = await hook(registered, {"model": "openai/m", "messages": [user(written("ab"))]})
+            data = await hook(registered, {"model": "openai/m", "messages": [user(asked("ab"))]})
             with pytest.raises(litellm.BadRequestError):
                 await litellm.acompletion(**data, api_base=f"{serve(cloud)}/v1", api_key="none", max_retries=0)
             await wait_for(lambda: orderer.finished)
@@ -274,12 +254,12 @@ class TestOutcomes:
     async def test_a_request_that_litellm_refuses_itself_is_discarded(
         self, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
-        data = await hook(callback, {"messages": [user(written("ab"))]})
+        data = await hook(callback, {"messages": [user(asked("ab"))]})
         await callback.async_post_call_failure_hook(data, ValueError("budget"), None)
         assert orderer.finished == [RequestOutcome(False)]
 
     async def test_an_event_counts_once(self, callback: OrderDocuments, orderer: RecordingOrderer) -> None:
-        data = await hook(callback, {"messages": [user(written("ab"))]})
+        data = await hook(callback, {"messages": [user(asked("ab"))]})
         for _ in range(2):
             await callback.async_log_success_event(event(data), {"usage": {}}, None, None)
             await callback.async_log_failure_event(event(data), None, None, None)
@@ -291,7 +271,7 @@ class TestOutcomes:
     ) -> None:
         monkeypatch.setattr(module, "_MOST_PENDING", 5)
         for number in range(20):
-            await hook(callback, {"messages": [user(f"{written('ab')} {number}")]})
+            await hook(callback, {"messages": [user(f"{asked('ab')} {number}")]})
         assert orderer.finished == [RequestOutcome(True)] * 15
 
     async def test_a_call_id_that_clients_choose_says_nothing(
@@ -299,9 +279,9 @@ class TestOutcomes:
     ) -> None:
         """LiteLLM takes it from the header x-litellm-call-id."""
         usage = {"prompt_tokens": 500, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 400}}
-        asked = [{"messages": [user(f"{written('ab')} {number}")], "litellm_call_id": "same"} for number in range(30)]
-        sent = [await hook(callback, data) for data in asked]
-        for failed in (asked[0], {"litellm_call_id": "same"}, {"metadata": {"ragorder_request": "same"}}):
+        requests = [{"messages": [user(f"{asked('ab')} {number}")], "litellm_call_id": "same"} for number in range(30)]
+        sent = [await hook(callback, data) for data in requests]
+        for failed in (requests[0], {"litellm_call_id": "same"}, {"metadata": {"ragorder_request": "same"}}):
             await callback.async_post_call_failure_hook(failed, ValueError("a stranger's"), None)
             await callback.async_log_failure_event(event(failed), None, None, None)
         assert orderer.finished == [], "nobody ends another's request"
@@ -313,7 +293,7 @@ class TestOutcomes:
     async def test_a_request_that_is_ordered_twice_ends_twice(
         self, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
-        once = await hook(callback, {"messages": [user(written("ab"))]})
+        once = await hook(callback, {"messages": [user(asked("ab"))]})
         twice = await hook(callback, once)
         assert orderer.finished == [RequestOutcome(False)]
         await callback.async_log_success_event(event(twice), {}, None, None)

@@ -603,7 +603,7 @@ class TestFeedback:
         assert not feedback.open_spans
 
 
-class TestD8StreamedAnswers:
+class TestStreamedAnswers:
     """They are finished when they have been served, with what stands at their end."""
 
     def engine(self, recorder: RecordingOrderer, **options: Any) -> RetrieverQueryEngine:
@@ -613,7 +613,7 @@ class TestD8StreamedAnswers:
             setattr(llm, name, value)
         return RetrieverQueryEngine.from_args(Fixed(), llm=llm, streaming=True, node_postprocessors=postprocessors)
 
-    def test_d8_report_at_their_end_and_not_before(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
+    def test_report_at_their_end_and_not_before(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         response: Any = self.engine(recorder).query("a b")
         assert recorder.finished == []
         pieces = iter(response.response_gen)
@@ -624,14 +624,14 @@ class TestD8StreamedAnswers:
         assert not feedback.open_spans and not feedback._streams
         assert recorder.degraded == []
 
-    async def test_d8_report_to_coroutines_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
+    async def test_report_to_coroutines_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         response: Any = await self.engine(recorder).aquery("a b")
         assert recorder.finished == []
         assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
         assert recorder.finished == [(True, 32, 57, 50)]
         assert not feedback.open_spans and not feedback._streams
 
-    def test_d8_of_a_chat_report_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
+    def test_of_a_chat_report_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         memory = ChatMemoryBuffer(token_limit=1000)
         chat = ContextChatEngine.from_defaults(
@@ -641,7 +641,7 @@ class TestD8StreamedAnswers:
         assert "".join(chat.stream_chat("a b").response_gen)
         assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_without_usage_count_and_degrade_the_orderer(
+    def test_without_usage_count_and_degrade_the_orderer(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         response: Any = self.engine(recorder, include_usage=False).query("a")
@@ -650,7 +650,7 @@ class TestD8StreamedAnswers:
         assert len(recorder.degraded) == 1 and "include_usage" in recorder.degraded[0]
 
     @pytest.mark.parametrize(("breaks_at", "served"), [(0, False), (1, True)])
-    async def test_d8_that_break_count_from_their_first_token_on(
+    async def test_that_break_count_from_their_first_token_on(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler, breaks_at: int, served: bool
     ) -> None:
         engine = self.engine(recorder, breaks_at=breaks_at)
@@ -665,7 +665,7 @@ class TestD8StreamedAnswers:
         assert recorder.degraded == []
 
     @pytest.mark.parametrize(("read", "served"), [(0, False), (1, True)])
-    def test_d8_that_are_dropped_count_from_their_first_token_on(
+    def test_that_are_dropped_count_from_their_first_token_on(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler, read: int, served: bool
     ) -> None:
         response: Any = self.engine(recorder).query("b")
@@ -681,7 +681,7 @@ class TestD8StreamedAnswers:
         assert recorder.finished[1:] == [(served, None, None, None)]
         assert not feedback._streams and not feedback._pending
 
-    def test_d8_concurrent_streams_get_their_own_numbers(
+    def test_concurrent_streams_get_their_own_numbers(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         """Read in turns and from threads, long after their requests have ended."""
@@ -717,7 +717,7 @@ class TestD8StreamedAnswers:
         assert expected == {f"n{number}": number for number in range(48)}
         assert not feedback._streams and not feedback._pending
 
-    def test_d8_of_several_prompts_have_no_numbers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
+    def test_of_several_prompts_have_no_numbers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         engine = RetrieverQueryEngine.from_args(
             Fixed(), llm=Streaming(), streaming=True, node_postprocessors=postprocessors, response_mode="refine"
@@ -726,7 +726,7 @@ class TestD8StreamedAnswers:
         list(response.response_gen)
         assert recorder.finished == [(True, None, None, None)]
 
-    def test_d8_after_which_the_request_fails_count_for_nothing(
+    def test_after_which_the_request_fails_count_for_nothing(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         kept = []
@@ -741,7 +741,7 @@ class TestD8StreamedAnswers:
             ask()
         assert recorder.finished == [(False, None, None, None)]
 
-    def test_d8_that_a_request_reads_itself_report_when_it_ends(
+    def test_that_a_request_reads_itself_report_when_it_ends(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         @get_dispatcher().span
@@ -754,7 +754,7 @@ class TestD8StreamedAnswers:
         ask()
         assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_models_that_call_their_base_count_once(
+    def test_models_that_call_their_base_count_once(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         class Chatting(Streaming):
@@ -770,7 +770,7 @@ class TestD8StreamedAnswers:
         assert "".join(response.response_gen)
         assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_one_listener_serves_all_handlers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
+    def test_one_listener_serves_all_handlers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         before = len(get_dispatcher().event_handlers)
         for _ in range(3):
             response: Any = self.engine(recorder).query("a")
@@ -779,7 +779,7 @@ class TestD8StreamedAnswers:
         assert recorder.finished == [(True, 32, 57, 50)] * 3
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])  # noqa: S301
-    def test_d10_copies_of_the_handler_follow_nothing_yet(
+    def test_copies_of_the_handler_follow_nothing_yet(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler, copied: Callable[[Any], Any]
     ) -> None:
         response: Any = self.engine(recorder).query("a")
@@ -805,9 +805,10 @@ class TestConcurrency:
         assert orderer.fallbacks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
-class TestD8WithVLLM:
-    def test_d8_the_servers_own_count_arrives_at_the_end_of_a_stream(
+class TestWithVLLM:
+    def test_the_servers_own_count_arrives_at_the_end_of_a_stream(
         self, vllm_server: Any, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         openai_like = pytest.importorskip("llama_index.llms.openai_like")
@@ -834,6 +835,7 @@ class TestD8WithVLLM:
 
 @pytest.mark.vllm
 class TestTheExample:
+    @pytest.mark.slow
     def test_it_answers_its_questions_and_shows_that_the_cache_is_used(self, vllm_server: Any, python: Any) -> None:
         done = python(EXAMPLE, f"{vllm_server.base_url}/v1")
         assert done.returncode == 0, done.stderr

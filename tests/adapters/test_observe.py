@@ -354,7 +354,7 @@ class TestMetrics:
         stats = read(Metrics())
         assert (stats.served, stats.cached_share, stats.order_us) == (0, 0.0, {"p50": 0.0, "p99": 0.0})
 
-    def test_d5_counts_requests_that_passed_by_reason(self) -> None:
+    def test_counts_requests_that_passed_by_reason(self) -> None:
         metrics = Metrics()
         for reason in ["no_documents", "one_document", "no_documents"]:
             metrics.passed(reason)
@@ -482,7 +482,7 @@ class TestStatsCommand:
             ordering.confirm(ordering.cached_tokens)
         assert "would have saved" in self.run(url).stdout
 
-    def test_d2_says_that_predictions_are_no_saving(self, metrics: Metrics, url: str) -> None:
+    def test_says_that_predictions_are_no_saving(self, metrics: Metrics, url: str) -> None:
         watched = ObservedOrderer(make_orderer(), [metrics])
         for documents in asked(300):
             watched.order(documents).confirm()
@@ -492,7 +492,7 @@ class TestStatsCommand:
         assert "predicted: the engine reports nothing" in said
         assert "without reports" in said
 
-    def test_d2_says_that_it_cannot_compare(self, metrics: Metrics, url: str) -> None:
+    def test_says_that_it_cannot_compare(self, metrics: Metrics, url: str) -> None:
         """An agent: both orders had 704 tokens cached, and retrieval order was said to have 4,960."""
         watched = ObservedOrderer(make_orderer(), [metrics])
         for documents in asked(60):
@@ -502,7 +502,7 @@ class TestStatsCommand:
         assert "unknown" in said
         assert "saved" not in said
 
-    def test_d9_names_the_key_of_the_proxy(self, metrics: Metrics, url: str) -> None:
+    def test_names_the_key_of_the_proxy(self, metrics: Metrics, url: str) -> None:
         done = self.run(url, "--api-key", "wrong")
         assert done.exit_code == 1
         assert "RAGORDER_PROXY_API_KEY" in done.stderr
@@ -533,7 +533,7 @@ class TestStatsCommand:
     def test_nothing_yet(self, metrics: Metrics, url: str) -> None:
         assert "No request has ended yet" in self.run(url).stdout
 
-    def test_d5_nothing_but_requests_that_passed(self, metrics: Metrics, url: str) -> None:
+    def test_nothing_but_requests_that_passed(self, metrics: Metrics, url: str) -> None:
         for reason in ["no_documents", "no_documents", "other_route"]:
             metrics.passed(reason)
         said = self.run(url).stdout

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import scopes_of
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -625,7 +626,7 @@ class TestUsage:
         assert orderer.finished == [[("confirmed", cached_tokens, answer.total_tokens)]]
 
     @pytest.mark.parametrize("reports", ["never", "now and then"])
-    def test_d4_a_server_that_never_reports_what_was_expected_is_warned_of_once(
+    def test_a_server_that_never_reports_what_was_expected_is_warned_of_once(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, reports: str
     ) -> None:
         """A server may leave out a zero; and where nothing was expected, nothing is missed."""
@@ -1237,6 +1238,7 @@ class TestVLLM:
             assert token_ids is not None
             assert again.prompt_tokens == len(token_ids)
 
+    @pytest.mark.slow
     def test_the_answer_of_a_stream_is_its_pieces(self, connect: Connect, live: WatchedOrderer) -> None:
         stream, pieces = connect(timeout=60).stream(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
         assert pieces
@@ -1245,6 +1247,7 @@ class TestVLLM:
         assert stream.answer.ttft_s is not None
         assert live.finished == [[("confirmed", 0, stream.answer.prompt_tokens + 8)]]
 
+    @pytest.mark.slow
     def test_a_stream_that_is_closed_leaves_its_prompt_in_the_cache(
         self, connect: Connect, live: WatchedOrderer
     ) -> None:
@@ -1257,6 +1260,7 @@ class TestVLLM:
         assert again.cached_tokens >= again.ordering.cached_tokens
         assert live.finished[0] == CONFIRMED
 
+    @pytest.mark.slow
     def test_a_request_that_the_server_refuses_is_forgotten(self, connect: Connect, live: WatchedOrderer) -> None:
         with pytest.raises(openai.NotFoundError):
             connect(model="no-such-model").generate(QUERY, self.DOCUMENTS)
@@ -1274,6 +1278,7 @@ class TestVLLM:
             predicted.append(bool(answer.ordering.cached_tokens))
         assert reported == predicted == [False, False, True, False]
 
+    @pytest.mark.slow
     def test_exactly_the_scopes_that_the_server_refuses_are_not_sent(
         self, connect: Connect, live: WatchedOrderer, vllm_server: Any
     ) -> None:
@@ -1288,6 +1293,7 @@ class TestVLLM:
         for scope in SALTS:
             client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
 
+    @pytest.mark.slow
     def test_the_room_for_answers_is_learnt_from_the_server(self, connect: Connect, live: WatchedOrderer) -> None:
         client = connect(timeout=60)
         for _ in range(2):
@@ -1295,6 +1301,7 @@ class TestVLLM:
         client.generate(QUERY, self.DOCUMENTS, max_tokens=20)
         assert live.asked[2]["lengths"].suffix == connect.builder.suffix_tokens(QUERY) + 7
 
+    @pytest.mark.slow
     def test_sixteen_tasks_get_answers_on_their_own_documents(
         self, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer
     ) -> None:
@@ -1486,7 +1493,7 @@ class TestConversation:
                 server.requests.clear()
                 if len(conversation.messages) > 40:
                     conversation.messages = [conversation.messages[0], *conversation.messages[21:]]
-                sizes.append((orderer.tree_size, len(conversation._sent), len(orderer._scopes.segments)))
+                sizes.append((orderer.tree_size, len(conversation._sent), len(scopes_of(orderer).segments)))
         assert [max(column) for column in zip(*sizes[500:], strict=True)][:2] <= [
             max(column) for column in zip(*sizes[:500], strict=True)
         ][:2]

@@ -254,6 +254,7 @@ class TestTheAnswer:
         # The orderer had not counted on it, and counts the request as served.
         assert [outcome.served for outcome in ledger.finished] == [True]
 
+    @pytest.mark.slow
     async def test_is_not_disturbed_by_an_abort_that_comes_when_all_is_over(
         self, client: Client, vllm_server: Any, ledger: Ledger
     ) -> None:
@@ -272,6 +273,7 @@ class TestTheAnswer:
             pieces = [piece async for piece in stream]
         assert len(pieces) > 1 and "".join(pieces) == stream.text and stream.trace.right
 
+    @pytest.mark.slow
     def test_comes_to_threads_as_well(self, vllm_server: Any, builder: PromptBuilder, orders: Any) -> None:
         def make() -> SyncPipelinedClient:
             server = openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none")
@@ -310,6 +312,7 @@ class TestNothingIsLeftOnTheServer:
             await one.answer("What is kept?", **LONG)
         self.is_finished(one, ledger)
 
+    @pytest.mark.slow
     async def test_after_a_retrieval_that_takes_too_long(
         self, client: Client, vllm_server: Any, ledger: Ledger
     ) -> None:
@@ -323,6 +326,7 @@ class TestNothingIsLeftOnTheServer:
                 await one.answer("What is kept?", **LONG)
         self.is_finished(one, ledger)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("sent", range(6))
     async def test_after_a_caller_that_cancels(
         self, client: Client, vllm_server: Any, ledger: Ledger, sent: int
@@ -346,6 +350,7 @@ class TestNothingIsLeftOnTheServer:
         await one.close()
         self.is_finished(one, ledger)
 
+    @pytest.mark.slow
     async def test_after_a_stream_that_is_closed_early(self, client: Client, vllm_server: Any, ledger: Ledger) -> None:
         for last in (0, 1):
             search = played([0], Admissions(vllm_server).reach(1), [last])
@@ -375,6 +380,7 @@ class TestWarmUp:
         assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
 
+    @pytest.mark.slow
     async def test_knows_from_the_events_that_the_engine_was_emptied(
         self, client: Client, vllm_server: Any, builder: PromptBuilder
     ) -> None:
@@ -405,6 +411,7 @@ class TestWarmUp:
             await becomes(False)
             assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
 
+    @pytest.mark.slow
     async def test_one_warm_up_at_a_time_for_each_tenant(
         self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
     ) -> None:
@@ -858,6 +865,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_in_this_process(vllm_model: Path, python: Any, tmp_path: Path) -> None:
     """In a process of its own. The answers are those without speculation, and an abort frees the engine."""

@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn")
 import httpx2
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
+from support.requests import CERTIFICATES, CHAT, get, post
 from support.serving_app import serving
 
 from ragorder import Orderer
@@ -30,9 +31,6 @@ from ragorder.adapters.proxy.held_answer import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
 
-# Made once: it takes longer than a request.
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 LAST = b"data: [DONE]\n\n"
 WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
@@ -100,12 +98,10 @@ class Front:
         self.clock = clock
 
     def post(self, body: Any = None, path: str = CHAT) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.post(self.url + path, json=tagged() if body is None else body)
+        return post(self.url, tagged() if body is None else body, path)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.get(self.url + path)
+        return get(self.url + path)
 
     def state(self, name: str) -> list[Any]:
         return [each[name] for each in self.get("/ragorder/replicas").json()["replicas"]]

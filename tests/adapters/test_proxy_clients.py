@@ -4,19 +4,19 @@ protocols, and of a real vLLM."""
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from ragorder import Orderer, Ordering
+from ragorder import Orderer
 from ragorder.ordering import RequestOutcome
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
+from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag
 from support.serving_app import serving
 from support.waiting import eventually
 
@@ -25,35 +25,8 @@ from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, make_ap
 # LiteLLM would fetch its prices.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
 SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
 KEY = "secret"
-
-
-def written(names: Iterable[str]) -> str:
-    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names) + "\nWhich?"
-
-
-def tag(names: str) -> dict[str, Any]:
-    return {"documents": [{"id": name, "text": TEXTS[name]} for name in names], "query": "Which?"}
-
-
-def names_in(body: dict[str, Any]) -> str:
-    return "".join(dict.fromkeys(re.findall(r"(\w) is a document about", str(body))))
-
-
-class RecordingOrderer(Orderer):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"block_size": 16, "strict": True} | options)
-        self.finished: list[RequestOutcome] = []
-        self.orderings: list[Ordering[Any]] = []
-
-    def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
-        ordering = super().order(documents, **options)
-        ordering.add_done_callback(self.finished.append)
-        self.orderings.append(ordering)
-        return ordering
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +64,7 @@ class TestAnthropic:
             yield client
 
     def ask(self, names: str, **fields: Any) -> dict[str, Any]:
-        messages = [{"role": "user", "content": written(names)}]
+        messages = [{"role": "user", "content": asked(names)}]
         return {"model": "claude", "max_tokens": 16, "system": "Be brief.", "messages": messages, **fields}
 
     def test_documents_in_a_message_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
@@ -99,21 +72,21 @@ class TestAnthropic:
             answer = client.messages.create(**self.ask(names))
             assert (answer.content[0].text, answer.usage.cache_read_input_tokens) == ("yes", CACHED)
         assert cloud.last == self.ask("abc")
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_documents_may_be_tagged(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         for names in ("abc", "cba"):
             client.messages.create(model="claude", max_tokens=16, messages=[], extra_body={"ragorder": tag(names)})
         assert names_in(cloud.last) == "abc"
         assert "ragorder" not in cloud.last
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         with client.messages.stream(**self.ask("abc")) as stream:
             assert "".join(stream.text_stream) == "yes"
             message = stream.get_final_message()
         assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
-        assert orderer.finished == [SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED])
 
     async def test_asynchronous_ones_too(self, start: Callable[..., str], orderer: RecordingOrderer) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -121,7 +94,7 @@ class TestAnthropic:
             stream = await client.messages.create(**self.ask("ab"), stream=True)
             kinds = [event.type async for event in stream]
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-        assert orderer.finished == [SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED])
 
     def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -130,7 +103,7 @@ class TestAnthropic:
         with pytest.raises(anthropic.APIStatusError) as caught:
             client.messages.create(**self.ask("ab"))
         assert (caught.value.status_code, caught.value.body) == (529, error)
-        assert orderer.finished == [RequestOutcome(False)]
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
 
     def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any, start: Callable[..., str]) -> None:
         anthropic = pytest.importorskip("anthropic")
@@ -174,7 +147,7 @@ class TestAnthropic:
             for names in ("abc", "abd", "bad"):
                 client.messages.create(**self.ask(names))
         content = cloud.last["messages"][0]["content"]
-        assert "".join(each["text"] for each in content) == written("abd")
+        assert "".join(each["text"] for each in content) == asked("abd")
         assert any("cache_control" in each for each in content)
 
 
@@ -188,25 +161,25 @@ class TestOpenAIResponses:
 
     def test_documents_in_the_input_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
         for names in ("abc", "cba"):
-            answer = client.responses.create(model="gpt", instructions="Be brief.", input=written(names))
+            answer = client.responses.create(model="gpt", instructions="Be brief.", input=asked(names))
             assert (answer.output_text, answer.usage.input_tokens_details.cached_tokens) == ("yes", CACHED)
         key = cloud.last.pop("prompt_cache_key")
-        assert cloud.last == {"model": "gpt", "instructions": "Be brief.", "input": written("abc")}
+        assert cloud.last == {"model": "gpt", "instructions": "Be brief.", "input": asked("abc")}
         assert (key, len(key)) == (cloud.bodies[0]["prompt_cache_key"], 32)
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_documents_in_messages_are_ordered(self, client: Any, cloud: Cloud) -> None:
         for names in ("abc", "cba"):
-            parts = [{"type": "input_text", "text": written(names)}]
+            parts = [{"type": "input_text", "text": asked(names)}]
             client.responses.create(model="gpt", input=[{"role": "user", "content": parts}])
-        assert cloud.last["input"][0]["content"][0]["text"] == written("abc")
+        assert cloud.last["input"][0]["content"][0]["text"] == asked("abc")
 
     def test_documents_may_be_tagged(self, client: Any, cloud: Cloud) -> None:
         client.responses.create(model="gpt", input="Hello", extra_body={"ragorder": tag("ab")})
         assert [each["content"][:5] for each in cloud.last["input"]] == ["Hello", "[a]\na"]
 
     def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
-        stream = client.responses.create(model="gpt", input=written("abc"), stream=True)
+        stream = client.responses.create(model="gpt", input=asked("abc"), stream=True)
         kinds = [event.type for event in stream]
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
         assert eventually(lambda: orderer.finished == [SERVED])
@@ -216,9 +189,9 @@ class TestOpenAIResponses:
 
         cloud.error = 404, {"error": {"message": "no such route", "type": "invalid_request_error", "code": "x"}}
         with pytest.raises(openai.NotFoundError) as caught:
-            client.responses.create(model="gpt", input=written("ab"))
+            client.responses.create(model="gpt", input=asked("ab"))
         assert caught.value.code == "x"
-        assert orderer.finished == [RequestOutcome(False)]
+        assert eventually(lambda: orderer.finished == [RequestOutcome(False)])
 
     def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any) -> None:
         import openai
@@ -236,11 +209,11 @@ class TestOpenAIChats:
 
         naming = RepeatedDocuments(DocumentTemplate(TEMPLATE))
         with openai.OpenAI(base_url=f"{start(repeated=naming)}/v1", api_key=KEY, max_retries=0) as client:
-            client.chat.completions.create(model="m", messages=[{"role": "user", "content": written("abc")}])
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": asked("abc")}])
             messages: list[Any] = []
             before: list[Any] = []
             for number, names in enumerate(["cba", "bd", "ad"]):
-                messages.append({"role": "user", "content": f"{written(names)} ({number})"})
+                messages.append({"role": "user", "content": f"{asked(names)} ({number})"})
                 reply = client.chat.completions.with_raw_response.create(model="m", messages=messages)
                 assert cloud.last["messages"][: len(before)] == before
                 messages.append({"role": "assistant", "content": reply.parse().choices[0].message.content})
@@ -248,7 +221,7 @@ class TestOpenAIChats:
             assert reply.headers["x-ragorder-named"] == "0,1"
         assert names_in(before[0]) == "abc"
         assert before[-2]["content"] == "[a] is above.\n[d] is above.\nWhich? (2)"
-        assert orderer.finished == [SERVED] * 4
+        assert eventually(lambda: orderer.finished == [SERVED] * 4)
 
 
 class TestLiteLLM:
@@ -264,14 +237,14 @@ class TestLiteLLM:
         if stream:
             options["stream_options"] = {"include_usage": True}
         for names in ("abc", "cba"):
-            answer = litellm.completion("openai/m", [{"role": "user", "content": written(names)}], **options)
+            answer = litellm.completion("openai/m", [{"role": "user", "content": asked(names)}], **options)
             text = (
                 "".join(each.choices[0].delta.content or "" for each in answer)
                 if stream
                 else answer.choices[0].message.content
             )
             assert text == "yes"
-        assert cloud.last["messages"] == [{"role": "user", "content": written("abc")}]
+        assert cloud.last["messages"] == [{"role": "user", "content": asked("abc")}]
         assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -280,7 +253,7 @@ class TestLiteLLM:
     ) -> None:
         options = {"api_base": start(), "api_key": KEY, "stream": stream, "num_retries": 0, "max_tokens": 16}
         for names in ("abc", "cba"):
-            messages = [{"role": "user", "content": written(names)}]
+            messages = [{"role": "user", "content": asked(names)}]
             answer = litellm.completion("anthropic/claude-sonnet-4-5", messages, **options)
             text = (
                 "".join(each.choices[0].delta.content or "" for each in answer)
@@ -294,18 +267,18 @@ class TestLiteLLM:
     def test_responses(self, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer) -> None:
         for names in ("abc", "cba"):
             answer = litellm.responses(
-                input=written(names), model="openai/gpt", api_base=f"{start()}/v1", api_key=KEY, num_retries=0
+                input=asked(names), model="openai/gpt", api_base=f"{start()}/v1", api_key=KEY, num_retries=0
             )
             assert answer.output[0].content[0].text == "yes"
         assert names_in(cloud.last) == "abc"
-        assert orderer.finished == [SERVED, SERVED]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
 
     def test_errors(self, litellm: Any, start: Callable[..., str], cloud: Cloud) -> None:
         cloud.error = 429, {"error": {"message": "slow down", "type": "rate_limit_error"}}
         with pytest.raises(litellm.RateLimitError):
             litellm.completion(
                 "openai/m",
-                [{"role": "user", "content": written("ab")}],
+                [{"role": "user", "content": asked("ab")}],
                 api_base=f"{start()}/v1",
                 api_key=KEY,
                 num_retries=0,

@@ -16,11 +16,11 @@ from ragorder.clouds import cache_rules, read_cloud_usage
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
+from support.requests import TEMPLATE, user
 
 from ragorder.adapters.proxy.ordering import OrderedRequest
 from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
 
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 TEXTS = {name: f"{name} is a document about {name}. " * 60 for name in NAMES}
 SYSTEM = "Answer from the documents. " * 100
@@ -36,10 +36,6 @@ EVERY_ROUTE = pytest.mark.parametrize("route", ROUTES)
 
 def written(names: Iterable[str]) -> str:
     return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names)
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 class Cloud:

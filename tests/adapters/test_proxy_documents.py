@@ -18,35 +18,13 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
+from support.requests import TEMPLATE, TEXTS, assistant, part, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.body import BOUNDARY
 from ragorder.adapters.proxy.parsing import ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
-
-
-def document(name: str, id: object = None) -> str:
-    return TEMPLATE.format(id=name if id is None else id, text=TEXTS[name])
-
-
-def written(names: str, ids: Sequence[object] | None = None) -> str:
-    """Documents as an application writes them into a message; ids are their names, or else these."""
-    return "\n".join(map(document, names, ids or names))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
-def part(text: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "text", "text": text, **fields}
 
 
 def tagged(names: str, ids: Sequence[object] | None = None) -> dict[str, Any]:
@@ -80,14 +58,14 @@ class WatchedBodies(Bodies):
 
 
 class TestBehindTheDocuments:
-    """Defect 1: what stands behind the documents takes room in the cache, and displaces others there."""
+    """What stands behind the documents takes room in the cache, and displaces others there."""
 
     DOCUMENTS = user(written("ab") + "\nWhich?")
 
     def behind(self, *messages: Any, tokenizer: Any = None, **fields: Any) -> int:
         return WatchedBodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).suffix_tokens
 
-    def test_d1_later_messages_count(self) -> None:
+    def test_later_messages_count(self) -> None:
         alone = self.behind(self.DOCUMENTS)
         assert alone == 2
         history = [assistant("x" * 398), user("y" * 798)]
@@ -95,36 +73,36 @@ class TestBehindTheDocuments:
         # Those in front of them are in front.
         assert self.behind(*history, self.DOCUMENTS) == alone
 
-    def test_d1_documents_in_each_turn_count(self) -> None:
+    def test_documents_in_each_turn_count(self) -> None:
         later = user(written("cdef") + "\nAnd now?")
         assert self.behind(self.DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
 
-    def test_d1_documents_in_the_system_message_have_the_history_behind_them(self) -> None:
+    def test_documents_in_the_system_message_have_the_history_behind_them(self) -> None:
         system = {"role": "system", "content": written("ab")}
         history = [user("x" * 398), assistant("y" * 398)]
         assert self.behind(system, *history) == 200
 
-    def test_d1_later_parts_count(self) -> None:
+    def test_later_parts_count(self) -> None:
         parts = [part("See:"), part(written("ab")), part("x" * 398), {"type": "image_url"}, part("y" * 398)]
         assert self.behind(user(parts)) == 200
 
-    def test_d1_calls_of_tools_count(self) -> None:
+    def test_calls_of_tools_count(self) -> None:
         calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "x" * 400}}]
         assert self.behind(self.DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
 
-    def test_d1_parts_of_later_messages_count(self) -> None:
+    def test_parts_of_later_messages_count(self) -> None:
         assert self.behind(self.DOCUMENTS, user([part("x" * 398), {"type": "image_url"}, part("y" * 398)])) == 202
 
-    def test_d1_later_messages_count_with_a_tokenizer(self, tokenizers: dict[str, Any]) -> None:
+    def test_later_messages_count_with_a_tokenizer(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
         alone = self.behind(self.DOCUMENTS, tokenizer=tokenizer)
         assert alone == len(tokenizer.encode("\nWhich?", add_special_tokens=False))
         assert self.behind(self.DOCUMENTS, assistant("x" * 398), tokenizer=tokenizer) == alone + 100
 
-    def test_d1_what_cannot_be_read_counts_nothing(self) -> None:
+    def test_what_cannot_be_read_counts_nothing(self) -> None:
         assert self.behind(self.DOCUMENTS, 3, None, [], {"content": 3}, {"content": [3, {}]}, {"content": {}}) == 2
 
-    def test_d1_the_mirror_makes_room_for_the_history(self) -> None:
+    def test_the_mirror_makes_room_for_the_history(self) -> None:
         """The mirror holds what the engine holds: long histories leave room for few conversations."""
         orderer = Orderer(block_size=16, capacity_tokens=4096, strict=True)
         bodies = WatchedBodies(orderer=orderer)
@@ -137,10 +115,10 @@ class TestBehindTheDocuments:
 
 
 class TestDocumentsInParts:
-    """Defect 10: one content part for each document."""
+    """One content part for each document."""
 
     def parts(self, names: str, *, image: int | None = None) -> dict[str, Any]:
-        made = [part("See:"), *(part(document(name), number=1.50) for name in names), part("Which?")]
+        made = [part("See:"), *(part(written(name), number=1.50) for name in names), part("Which?")]
         if image is not None:
             made.insert(image, {"type": "image_url", "image_url": {"url": "data:,"}})
         return {"messages": [{"role": "system", "content": "s"}, user(made)], "seed": 1}
@@ -150,12 +128,12 @@ class TestDocumentsInParts:
             each["text"][14] for each in body["messages"][-1]["content"] if "document" in each.get("text", "")
         )
 
-    def test_d10_they_are_put_in_order_and_the_parts_stay(self) -> None:
+    def test_they_are_put_in_order_and_the_parts_stay(self) -> None:
         bodies = WatchedBodies()
         assert bodies.served(self.parts("abc")) == self.parts("abc")
         assert bodies.served(self.parts("dcba")) == self.parts("abcd")
 
-    def test_d10_bytes_elsewhere_stay(self) -> None:
+    def test_bytes_elsewhere_stay(self) -> None:
         bodies = WatchedBodies()
         bodies.served(self.parts("abc"))
         content = json.dumps(self.parts("acb")).encode()
@@ -164,65 +142,61 @@ class TestDocumentsInParts:
         went_on = bodies.order(read).take_body()
         assert went_on.count(b"1.5") == 3
         # Documents that stay where they are stay as they were written.
-        assert json.dumps(part(document("a"), number=1.50)).encode() in went_on
+        assert json.dumps(part(written("a"), number=1.50)).encode() in went_on
 
     @pytest.mark.parametrize("image", [0, 1, 4, 5])
-    def test_d10_an_image_around_them_does_not_matter(self, image: int) -> None:
+    def test_an_image_around_them_does_not_matter(self, image: int) -> None:
         bodies = WatchedBodies()
         bodies.served(self.parts("abc", image=image))
         assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
 
-    def test_d10_an_image_between_them_separates(self) -> None:
+    def test_an_image_between_them_separates(self) -> None:
         bodies = WatchedBodies()
         body = self.parts("dabc", image=2)
         bodies.served(body)
         assert self.texts(bodies.served(self.parts("dcba", image=2))) == "dabc"
         assert len(bodies.found(body).documents) == 3
 
-    def test_d10_several_in_a_part_and_a_text_around_them(self) -> None:
+    def test_several_in_a_part_and_a_text_around_them(self) -> None:
         def body(names: str) -> dict[str, Any]:
             first, second, third = names
             return {
-                "messages": [
-                    user([part(f"See: {document(first)}"), part(f"{document(second)}\n{document(third)} Hm?")])
-                ]
+                "messages": [user([part(f"See: {written(first)}"), part(f"{written(second)}\n{written(third)} Hm?")])]
             }
 
         bodies = WatchedBodies()
         bodies.served(body("abc"))
         assert bodies.served(body("bca")) == body("abc")
 
-    def test_d10_text_between_them_separates(self) -> None:
-        parts = [part(document("a") + "and"), part(document("b"))]
+    def test_text_between_them_separates(self) -> None:
+        parts = [part(written("a") + "and"), part(written("b"))]
         assert WatchedBodies().parse("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
 
-    def test_d10_a_document_over_two_parts_is_not_recognised(self) -> None:
-        one = document("a")
-        parts = [part(one[:30]), part(one[30:]), part(document("b")), part(document("c"))]
+    def test_a_document_over_two_parts_is_not_recognised(self) -> None:
+        one = written("a")
+        parts = [part(one[:30]), part(one[30:]), part(written("b")), part(written("c"))]
         read = WatchedBodies().found({"messages": [user(parts)]})
-        assert [each.text for each in read.documents] == [document("b"), document("c")]
+        assert [each.text for each in read.documents] == [written("b"), written("c")]
 
-    def test_d10_what_stands_in_front_of_them_separates(self) -> None:
+    def test_what_stands_in_front_of_them_separates(self) -> None:
         bodies = WatchedBodies()
 
         def scope(front: Iterable[str]) -> bytes:
-            return bodies.found(
-                {"messages": [user([*map(part, front), part(document("a")), part(document("b"))])]}
-            ).scope
+            return bodies.found({"messages": [user([*map(part, front), part(written("a")), part(written("b"))])]}).scope
 
         assert len({scope(front) for front in (["x"], ["x", "y"], ["xy"], [])}) == 4
 
-    def test_d10_with_a_tokenizer_they_are_as_long_as_elsewhere(self, tokenizers: dict[str, Any]) -> None:
+    def test_with_a_tokenizer_they_are_as_long_as_elsewhere(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
         read = WatchedBodies(tokenizer=tokenizer, send_facts=True).found(self.parts("abc"))
         for name, each in zip("abc", read.documents, strict=True):
-            assert each.tokens == len(tokenizer.encode(document(name), add_special_tokens=False))
+            assert each.tokens == len(tokenizer.encode(written(name), add_special_tokens=False))
         assert len(read.gaps) == 2
 
     @given(
         st.lists(st.lists(st.sampled_from(["<d>x</d>", "<d>y</d>", "<d>", "</d>", " ", "z"]), max_size=4), max_size=6)
     )
-    def test_d10_any_parts_are_cut_up_without_loss(self, texts: list[list[str]]) -> None:
+    def test_any_parts_are_cut_up_without_loss(self, texts: list[list[str]]) -> None:
         text = BOUNDARY.join(map("".join, texts))
         run = DocumentTemplate("<d>{text}</d>").find(text)
         if run is not None:
@@ -234,44 +208,44 @@ class TestDocumentsInParts:
 
 
 class TestWithoutDocuments:
-    """Defect 5: the proxy says what it has not done."""
+    """The proxy says what it has not done."""
 
     @pytest.mark.parametrize(
         ("body", "reason"),
         [
             ({"messages": [user("Hello")]}, "no_documents"),
             ({"messages": []}, "no_documents"),
-            ({"messages": [user(document("a"))]}, "one_document"),
-            ({"messages": [user(document("a")), user(document("b"))]}, "one_document"),
+            ({"messages": [user(written("a"))]}, "one_document"),
+            ({"messages": [user(written("a")), user(written("b"))]}, "one_document"),
             ({"messages": [user(written("ab"))], "cache_salt": 7}, "unreadable"),
             ({"messages": [user("".join(['<document id="1">\n\n</document>'] * 1025))]}, "unreadable"),
             ([], "unreadable"),
         ],
     )
-    def test_d5_each_request_without_documents_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
+    def test_each_request_without_documents_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
         bodies = WatchedBodies()
         assert bodies.parse("chat", json.dumps(body).encode()) is None
         assert bodies.reasons == [reason]
 
-    def test_d5_requests_with_documents_are_not_counted(self) -> None:
+    def test_requests_with_documents_are_not_counted(self) -> None:
         bodies = WatchedBodies()
         bodies.served({"messages": [user(written("ab"))]})
         bodies.served(tagged("a"))
         assert bodies.reasons == []
 
-    def test_d5_a_counter_that_fails_costs_no_request(self) -> None:
+    def test_a_counter_that_fails_costs_no_request(self) -> None:
         broken: dict[str, Callable[[str], None]] = {}
         bodies = Bodies(on_passed=lambda reason: broken[reason](reason))
         assert bodies.parse("chat", b"{}") is None
 
-    def test_d5_other_routes_and_no_json_are_counted(self) -> None:
+    def test_other_routes_and_no_json_are_counted(self) -> None:
         bodies = WatchedBodies()
         for route, content in (("other", b'{"input": "x"}'), ("other", b"{"), ("chat", b"{")):
             assert bodies.parse(route, content) is None
         assert bodies.reasons == ["other_route", "other_route", "unreadable"]
 
     @pytest.mark.parametrize(("template", "said"), [(TEMPLATE, "--template"), (None, "--template")])
-    def test_d5_a_template_that_never_matches_is_said_once(
+    def test_a_template_that_never_matches_is_said_once(
         self, template: str | None, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies(template)
@@ -287,7 +261,7 @@ class TestWithoutDocuments:
         assert "secret" not in complaint
         assert bodies.reasons == ["no_documents"] * 59
 
-    def test_d5_a_template_that_matched_once_is_not_warned_of(
+    def test_a_template_that_matched_once_is_not_warned_of(
         self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies()
@@ -309,14 +283,14 @@ RANKS = [("abc", "123"), ("cab", "123"), ("dcba", "1234")]
 
 
 class TestIdsThatAreRanks:
-    """Defect 7: an id that changes with the order stands in front of its text, which is then not found again."""
+    """An id that changes with the order stands in front of its text, which is then not found again."""
 
     def rankings(self) -> list[str]:
         return ["abcd", "bcda", "cdab", "dabc", "badc", "abdc", "acbd", "dcba"] * 2
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     @pytest.mark.parametrize("ranks", [True, False], ids=["ranks", "names"])
-    def test_d7_ids_that_are_ranks_are_warned_of_once(
+    def test_ids_that_are_ranks_are_warned_of_once(
         self, mode: str, ranks: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies()
@@ -328,7 +302,7 @@ class TestIdsThatAreRanks:
         assert len(said) == ranks
         assert all("--number-by-place" in each and "document about" not in each for each in said)
 
-    def test_d7_new_documents_under_old_ids_are_no_ranks(
+    def test_new_documents_under_old_ids_are_no_ranks(
         self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies()
@@ -339,7 +313,7 @@ class TestIdsThatAreRanks:
         assert complaints(caplog, recwarn) == []
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
-    def test_d7_prompts_numbered_by_place_share_their_beginning(self, mode: str) -> None:
+    def test_prompts_numbered_by_place_share_their_beginning(self, mode: str) -> None:
         bodies = WatchedBodies(number_by_place=True)
 
         def prompt(names: str, ids: str) -> str:
@@ -431,20 +405,20 @@ class TestIdsThatAreRanks:
         (complaint,) = complaints(caplog, recwarn)
         assert said in complaint
 
-    def test_d7_without_the_option_each_document_keeps_its_id(self) -> None:
+    def test_without_the_option_each_document_keeps_its_id(self) -> None:
         bodies = WatchedBodies()
         for names, ids in RANKS:
             body = {"messages": [user(written(names, ids))]}
             content = bodies.served(body)["messages"][0]["content"]
             assert sorted(content.split("\n")) == sorted(body["messages"][0]["content"].split("\n"))
 
-    def test_d7_an_id_that_is_not_shown_is_no_part_of_the_key(self) -> None:
+    def test_an_id_that_is_not_shown_is_no_part_of_the_key(self) -> None:
         bodies = WatchedBodies(builder=PromptBuilder("", document_template="{text}\n\n"))
         prompts = [bodies.served(tagged(names, ids))["messages"][-1]["content"] for names, ids in RANKS]
         shared = prompts[0].index("Question")
         assert len({prompt[:shared] for prompt in prompts}) == 1
 
-    def test_d7_a_title_that_is_shown_is_part_of_the_key(self) -> None:
+    def test_a_title_that_is_shown_is_part_of_the_key(self) -> None:
         bodies = WatchedBodies(builder=PromptBuilder("", document_template="{title}: {text}\n\n"))
 
         def keys(title: str) -> list[str]:
@@ -454,7 +428,7 @@ class TestIdsThatAreRanks:
 
         assert keys("one") != keys("two")
 
-    def test_d7_a_template_without_an_id_has_none_to_number(self) -> None:
+    def test_a_template_without_an_id_has_none_to_number(self) -> None:
         with pytest.raises(TemplateError, match=r"needs \{id}"):
             make_app(
                 Orderer(), upstream="http://far.end", template=DocumentTemplate("<d>{text}</d>"), number_by_place=True
@@ -471,7 +445,7 @@ class TestIdsThatAreRanks:
             ("<d>{title}|{text}|{id}</d>", {"id": "", "title": "", "text": ""}, "<d>||", "</d>"),
         ],
     )
-    def test_d7_nothing_of_a_text_is_taken_for_its_id(
+    def test_nothing_of_a_text_is_taken_for_its_id(
         self, template: str, fields: dict[str, str], before: str, after: str
     ) -> None:
         parts = DocumentTemplate(template).split_at_id(template.format(**fields))
@@ -517,12 +491,12 @@ def post() -> Post:
 
 
 class TestOtherRoutes:
-    """Defect 6: documents that a route would ignore are refused."""
+    """Documents that a route would ignore are refused."""
 
     @pytest.mark.parametrize(
         "path", ["/v1/responses/input_tokens", "/v1/messages/batches", "/v1/embeddings", "/v2/chat/completions", "/x"]
     )
-    def test_d6_a_tagged_body_is_refused(self, path: str, post: Post) -> None:
+    def test_a_tagged_body_is_refused(self, path: str, post: Post) -> None:
         response = post(tagged("ab"), path)
         error = response.json()["error"]
         assert response.status_code == 400
@@ -533,7 +507,7 @@ class TestOtherRoutes:
         assert CHAT in error["message"]
         assert "document about" not in response.text
 
-    def test_d6_a_tagged_body_that_is_not_json_is_refused(self, post: Post) -> None:
+    def test_a_tagged_body_that_is_not_json_is_refused(self, post: Post) -> None:
         body = json.dumps(tagged("ab") | {"temperature": float("nan")}).encode()
         for path in ("/v1/responses", "/v1/embeddings"):
             assert post(body, path).status_code == 400
@@ -542,11 +516,11 @@ class TestOtherRoutes:
     @pytest.mark.parametrize(
         "body", [b'{"input": "ragorder"}', b"{", b"", b"[1]", b'{"input": {"ragorder": 1}, "x": 1.50}'], ids=repr
     )
-    def test_d6_untagged_bodies_are_forwarded_byte_for_byte(self, body: bytes, path: str, post: Post) -> None:
+    def test_untagged_bodies_are_forwarded_byte_for_byte(self, body: bytes, path: str, post: Post) -> None:
         response = post(body, path)
         assert (response.status_code, response.content) == (200, body)
 
-    def test_d6_what_is_no_json_is_not_read(self, post: Post) -> None:
+    def test_what_is_no_json_is_not_read(self, post: Post) -> None:
         body = json.dumps(tagged("ab")).encode()
         response = post(body, "/v1/audio/transcriptions", **{"content-type": "multipart/form-data; boundary=x"})
         assert (response.status_code, response.content) == (200, body)

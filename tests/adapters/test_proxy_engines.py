@@ -19,9 +19,10 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from support.redis_server import SERVER, RedisServer
+from support.requests import get, post
 from support.serve_process import ServeProcess, launching
 from support.serving_app import serving
-from support.streamed_answer import CERTIFICATES, StreamedAnswer, stream
+from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
 from ragorder import Orderer, PromptBuilder
@@ -29,9 +30,8 @@ from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
 from ragorder.kernels.random_model import make_model
 
-pytestmark = pytest.mark.merge
+pytestmark = pytest.mark.slow
 
-CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Answer from the documents."}
 SUBJECTS, OF_SUBJECT = 8, 5
 TEXTS = {
@@ -95,15 +95,9 @@ def body(model: Path) -> Callable[..., dict[str, Any]]:
     return body
 
 
-def post(url: str, body: dict[str, Any]) -> httpx2.Response:
-    with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-        return client.post(url + CHAT, json=body)
-
-
 def replicas(url: str) -> list[dict[str, Any]]:
-    with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-        found: list[dict[str, Any]] = client.get(f"{url}/ragorder/replicas").json()["replicas"]
-        return found
+    found: list[dict[str, Any]] = get(f"{url}/ragorder/replicas").json()["replicas"]
+    return found
 
 
 def drawn(rng: random.Random) -> list[str]:

@@ -22,6 +22,7 @@ import httpx2
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
 from support.fake_engine import EngineProcess, starting_engines
+from support.requests import CERTIFICATES, CHAT, get, post
 from support.serving_app import serving
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
@@ -32,9 +33,6 @@ from ragorder.adapters.proxy.held_answer import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
 
-# Made once: it takes longer than a request.
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
 CAPACITY = 16_384
 
@@ -57,12 +55,10 @@ class Proxy:
     fleet: Fleet
 
     def post(self, body: Any, path: str = CHAT) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.post(self.url + path, json=body)
+        return post(self.url, body, path)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.get(self.url + path)
+        return get(self.url + path)
 
     def replicas(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get("/ragorder/replicas").json()["replicas"]

@@ -292,6 +292,7 @@ class TestHostileBodies:
         assert orderer.fallbacks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 class TestItsOwnSchema:
     @pytest.fixture

@@ -126,7 +126,7 @@ def code_of(response: httpx2.Response) -> str:
 
 
 class TestAnswersOfTheServer:
-    def test_m7_connections_are_used_again(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_connections_are_used_again(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start()
         for _ in range(3):
             assert client.get("/v1/models").text == "ok"
@@ -138,7 +138,7 @@ class TestAnswersOfTheServer:
         [(b"ok", "GET"), (b"x" * (1 << 16), "GET"), (b"x" * ((1 << 16) - 42), "GET"), (b"", "HEAD")],
         ids=["short", "long", "64 KiB on the wire", "HEAD"],
     )
-    def test_m7_bytes_after_an_answer_reach_no_client(
+    def test_bytes_after_an_answer_reach_no_client(
         self, body: bytes, method: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         smuggled = answer(body) + answer(b"SMUGGLED") * 3
@@ -149,15 +149,13 @@ class TestAnswersOfTheServer:
         assert client.get("/v1/models").text == "end"
         assert len(set(server.connections)) == 5
 
-    def test_m7_a_body_after_head_reaches_no_client(
-        self, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_a_body_after_head_reaches_no_client(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         server.answers = [answer(b"body"), answer(b"next")]
         client = start()
         assert client.head("/v1/models").status_code == 200
         assert client.get("/v1/models").text == "next"
 
-    def test_l6_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         chunks = b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
         lines = [b"HTTP/1.1 200 OK", b"Content-Length: 2", b"Transfer-Encoding: chunked", b"X: y", b"", chunks]
         server.answers = [b"\r\n".join(lines)]
@@ -167,7 +165,7 @@ class TestAnswersOfTheServer:
         assert response.headers["x"] == "y"
 
     @pytest.mark.parametrize("length", [b"2\r\ncontent-length: 9", b"-1", b"x"])
-    def test_l6_a_length_that_is_none_is_502(
+    def test_a_length_that_is_none_is_502(
         self, length: bytes, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: " + length + b"\r\n\r\nok"]
@@ -191,7 +189,7 @@ class TestPaths:
             "/v1/..;x=1/admin",
         ],
     )
-    def test_l4_no_path_leads_out_of_the_upstream_address(
+    def test_no_path_leads_out_of_the_upstream_address(
         self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
@@ -201,7 +199,7 @@ class TestPaths:
         assert server.requests == []
 
     @pytest.mark.parametrize("path", ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"])
-    def test_l4_other_paths_are_forwarded_unchanged(
+    def test_other_paths_are_forwarded_unchanged(
         self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         assert start(upstream=f"{server.url}/tenant1/v1").get(path).text == "ok"
@@ -213,21 +211,21 @@ class TestHosts:
         response = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **headers})
         return None if response.status_code == 200 else code_of(response)
 
-    def test_l5_names_of_this_machine_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_names_of_this_machine_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         assert self.refused(client) is None
         for host in ("localhost", "LOCALHOST:8100", "127.0.0.1:1", "[::1]:8100"):
             assert self.refused(client, host=host) is None
         assert self.refused(client, host="localhost", origin="http://localhost:3000") is None
 
-    def test_l5_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost.", "evil@localhost:x", "[::1", ""):
             assert self.refused(client, host=host) == "foreign_host"
         assert client.get("/ragorder/openapi.json", headers={"host": "evil.example"}).status_code == 403
         assert server.requests == []
 
-    def test_l5_a_missing_or_repeated_host_is_refused(
+    def test_a_missing_or_repeated_host_is_refused(
         self, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         url = start(hosts=THIS_MACHINE).base_url
@@ -237,20 +235,18 @@ class TestHosts:
                 assert connection.recv(10).startswith((b"HTTP/1.1 4",))
         assert server.requests == []
 
-    def test_l5_web_pages_of_other_hosts_are_refused(
-        self, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_web_pages_of_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for origin in ("https://evil.example", "null", "http://localhost.evil.example", ""):
             assert self.refused(client, origin=origin) == "foreign_origin"
         assert server.requests == []
 
-    def test_l5_probes_are_answered_for_any_host(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_probes_are_answered_for_any_host(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         for path in ("/ragorder/health", "/ragorder/ready"):
             assert client.get(path, headers={"host": "10.0.0.7"}).status_code == 200
 
-    def test_l5_with_a_key_or_another_address_all_hosts_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_with_a_key_or_another_address_all_hosts_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE, api_key="k")
         key = {"authorization": "Bearer k"}
         assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
@@ -375,15 +371,13 @@ class TestReadiness:
 class TestServer:
     """What the proxy itself asks a server for."""
 
-    def test_l7_metrics_are_read_without_an_http_proxy(
-        self, server: RawServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_metrics_are_read_without_an_http_proxy(self, server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
         with Server(server.url, timeout_s=10, api_key="secret") as asked:
             assert asked.get("/metrics") == "ok"
 
-    def test_l8_endless_metrics_are_not_read(self) -> None:
+    def test_endless_metrics_are_not_read(self) -> None:
         sent = 0
 
         class Endless(http.server.BaseHTTPRequestHandler):
@@ -411,7 +405,7 @@ class TestServer:
         endless.shutdown()
         assert sent < 1 << 27
 
-    def test_l8_compressed_metrics_are_not_read(self, server: RawServer) -> None:
+    def test_compressed_metrics_are_not_read(self, server: RawServer) -> None:
         server.answers = [answer(gzip.compress(bytes(1 << 20)), b"content-encoding: gzip")]
         with Server(server.url, timeout_s=10) as asked, pytest.raises(ServerError, match="compressed"):
             asked.get("/metrics")
@@ -465,7 +459,7 @@ class TestCommand:
 
         return serve
 
-    def test_m3_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
+    def test_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
         command = serve("--client-timeout", "7", "--max-connections", "9", "--bodies-limit", "1.5")
         assert command.config is not None
         assert (command.config.http.client_s, command.config.http.limit) == (7.0, 9)  # type: ignore[union-attr]
@@ -478,21 +472,21 @@ class TestCommand:
 
     @pytest.mark.parametrize("name", ["RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY"])
     @pytest.mark.parametrize("key", ["", " ", "\n"], ids=repr)
-    def test_l3_an_empty_key_is_refused_aloud(self, name: str, key: str, serve: Callable[..., Command]) -> None:
+    def test_an_empty_key_is_refused_aloud(self, name: str, key: str, serve: Callable[..., Command]) -> None:
         command = serve(**{name: key})
         assert (command.exit_code, command.config) == (2, None)
         assert f"{name}: the key is empty" in command.said
 
-    def test_l3_a_key_given_beside_an_empty_one_counts(self, serve: Callable[..., Command]) -> None:
+    def test_a_key_given_beside_an_empty_one_counts(self, serve: Callable[..., Command]) -> None:
         assert serve("--api-key", "k", RAGORDER_PROXY_API_KEY="").app["api_key"] == "k"
         assert "--upstream-api-key: the key is empty" in serve("--upstream-api-key", " ").said
 
-    def test_l3_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(api_key=" k\n")
         assert client.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
         assert client.get("/v1/models", headers={"authorization": "Bearer"}).status_code == 401
 
-    def test_l5_hosts_are_checked_on_loopback(self, serve: Callable[..., Command]) -> None:
+    def test_hosts_are_checked_on_loopback(self, serve: Callable[..., Command]) -> None:
         assert serve().app["hosts"] == THIS_MACHINE
         assert serve("--host", "0.0.0.0").app["hosts"] is None  # noqa: S104
         hosts = serve("--allow-host", "proxy.example", "--allow-host", "b").app["hosts"]

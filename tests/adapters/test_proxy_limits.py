@@ -191,7 +191,7 @@ class TestHeaders:
     @pytest.mark.parametrize(
         "begin", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\n"], ids=["one header", "address", "many"]
     )
-    def test_m2_endless_headers_are_cut_off(self, begin: bytes, site: Site) -> None:
+    def test_endless_headers_are_cut_off(self, begin: bytes, site: Site) -> None:
         connection = site.start().connect(begin)
         line = b"a: b\r\n" if begin.endswith(b"\n") else b"abcdef"
         sent = 0
@@ -201,23 +201,23 @@ class TestHeaders:
                 sent += 10_000 * len(line)
         assert sent < 1 << 26, "64 MiB were taken"
 
-    def test_m2_long_headers_pass(self, site: Site) -> None:
+    def test_long_headers_pass(self, site: Site) -> None:
         value = b"x" * (HEAD_LIMIT - 500)
         connection = site.start().connect(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx: " + value + b"\r\n\r\n")
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
-    def test_m2_the_parser_is_h11_whatever_is_installed(self) -> None:
+    def test_the_parser_is_h11_whatever_is_installed(self) -> None:
         config = server_config(None, grace_s=1, client_s=1, connections=1)  # type: ignore[arg-type]
         config.load()
         assert issubclass(config.http_protocol_class, TimedConnection)
         assert config.h11_max_incomplete_event_size == HEAD_LIMIT
 
     @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=repr)
-    def test_m3_incomplete_headers_time_out(self, sent: bytes, site: Site) -> None:
+    def test_incomplete_headers_time_out(self, sent: bytes, site: Site) -> None:
         said = rest(site.start(client_s=0.3).connect(sent))
         assert said.startswith(b"HTTP/1.1 408") if sent else said == b""
 
-    def test_m3_a_byte_now_and_then_gives_no_more_time(self, site: Site) -> None:
+    def test_a_byte_now_and_then_gives_no_more_time(self, site: Site) -> None:
         connection = site.start(client_s=0.5).connect(b"GET / HTTP/1.1\r\n")
         connection.settimeout(0.1)
         deadline = time.monotonic() + 30
@@ -228,7 +228,7 @@ class TestHeaders:
                 said = connection.recv(100)
         assert (said or b"").startswith(b"HTTP/1.1 408")
 
-    def test_m3_between_requests_a_connection_may_wait_longer(self, site: Site) -> None:
+    def test_between_requests_a_connection_may_wait_longer(self, site: Site) -> None:
         connection = site.start(client_s=0.3).connect(head("/v1/models", method="GET"))
         assert answered(connection)
         time.sleep(0.8)
@@ -238,14 +238,14 @@ class TestHeaders:
 
 class TestBodies:
     @pytest.mark.parametrize("path", [CHAT, "/v1/files"])
-    def test_m3_a_body_that_does_not_arrive_is_408(self, path: str, site: Site) -> None:
+    def test_a_body_that_does_not_arrive_is_408(self, path: str, site: Site) -> None:
         said = rest(site.start(client_s=0.3).connect(head(path, 100) + b"{"))
         assert said.startswith(b"HTTP/1.1 408")
         assert b"body_too_slow" in said
         assert b"connection: close" in said
         assert site.memory.used == 0
 
-    async def test_m3_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
+    async def test_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
         async def receive() -> dict[str, Any]:
             await asyncio.sleep(0.25)
             return {"type": "http.request", "body": piece, "more_body": next(count) < 7}
@@ -256,12 +256,12 @@ class TestBodies:
         with pytest.raises(HTTPError, match="256 KiB may take"):
             await RequestBody([], receive, 1 << 30, client_s=1.5).read()
 
-    def test_m3_the_rest_of_an_answered_body_times_out(self, site: Site) -> None:
+    def test_the_rest_of_an_answered_body_times_out(self, site: Site) -> None:
         served = site.start(client_s=0.3, api_key="k")
         said = rest(served.connect(head(CHAT, 100) + b"{"))
         assert said.startswith(b"HTTP/1.1 401")
 
-    def test_m3_all_bodies_together_are_bounded(self, site: Site) -> None:
+    def test_all_bodies_together_are_bounded(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         body = b"x" * 900
         first = served.connect(head(CHAT, 900) + body[:600])
@@ -276,11 +276,11 @@ class TestBodies:
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
 
-    def test_m3_a_single_body_always_has_room(self, site: Site) -> None:
+    def test_a_single_body_always_has_room(self, site: Site) -> None:
         served = site.start(bodies_limit=10)
         assert answered(served.connect(head(CHAT, 900) + b"x" * 900))
 
-    def test_m3_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
+    def test_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         holder = served.connect(head(CHAT, 900) + b"x" * 600)
         assert eventually(lambda: site.memory.used == 600)
@@ -288,14 +288,14 @@ class TestBodies:
         holder.close()
         assert eventually(lambda: site.memory.used == 0)
 
-    def test_m3_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
+    def test_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
         connection = site.start().connect(head("/v1/held", 900) + b"x" * 900)
         assert hears(connection, b"begun")
         assert site.memory.used == 0
         site.far_end.held.set()
         assert hears(connection, b"ended")
 
-    def test_m3_what_waits_for_its_turn_counts_with_its_documents(self, site: Site) -> None:
+    def test_what_waits_for_its_turn_counts_with_its_documents(self, site: Site) -> None:
         served = site.start(admission=AdmissionQueue(1))
         holder = served.connect(head("/v1/held", 2) + b"{}")
         assert hears(holder, b"begun")
@@ -307,14 +307,14 @@ class TestBodies:
             waiting.close()
             assert eventually(lambda: site.memory.used == 0)
 
-    def test_l14_two_lengths_end_the_connection(self, site: Site) -> None:
+    def test_two_lengths_end_the_connection(self, site: Site) -> None:
         chunked = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
         connection = site.start().connect(head(CHAT)[:-2] + chunked + head("/v1/next", method="GET"))
         said = rest(connection)
         assert (said[:12], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1)
         assert site.far_end.bodies == []
 
-    def test_l14_two_lengths_end_the_connection_on_a_page_of_our_own_as_well(self, site: Site) -> None:
+    def test_two_lengths_end_the_connection_on_a_page_of_our_own_as_well(self, site: Site) -> None:
         """Nothing reads that body."""
         two = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         health = head("/ragorder/health", method="GET")
@@ -323,14 +323,14 @@ class TestBodies:
 
 
 class TestAnswers:
-    def test_m3_a_client_that_does_not_read_frees_its_slot(self, site: Site) -> None:
+    def test_a_client_that_does_not_read_frees_its_slot(self, site: Site) -> None:
         served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
         assert site.far_end.left >= 1
         assert len(unread) == 2
 
-    def test_m3_a_slow_reader_keeps_its_slot(self, site: Site) -> None:
+    def test_a_slow_reader_keeps_its_slot(self, site: Site) -> None:
         connection = site.start(client_s=2).connect(head("/v1/endless", 2) + b"{}")
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
@@ -338,7 +338,7 @@ class TestAnswers:
             time.sleep(0.05)
         assert site.far_end.left == 0
 
-    def test_m3_requests_in_advance_are_not_kept_without_end(self, site: Site) -> None:
+    def test_requests_in_advance_are_not_kept_without_end(self, site: Site) -> None:
         connection = site.start().connect(head("/v1/never", method="GET"))
         with suppress(ConnectionError):
             connection.sendall(head("/v1/models", method="GET") * 5000)
@@ -347,7 +347,7 @@ class TestAnswers:
 
 
 class TestConnections:
-    def test_m3_the_longest_idle_connection_makes_room(self, site: Site) -> None:
+    def test_the_longest_idle_connection_makes_room(self, site: Site) -> None:
         served = site.start(connections=3)
         idle = [served.connect(b"GET ") for _ in range(3)]
         time.sleep(0.2)
@@ -357,7 +357,7 @@ class TestConnections:
         assert answered(idle[2])
 
     @pytest.mark.slow
-    def test_m3_a_connection_with_a_request_is_never_replaced(self, site: Site) -> None:
+    def test_a_connection_with_a_request_is_never_replaced(self, site: Site) -> None:
         served = site.start(connections=2)
         busy = [served.connect(head("/v1/held", 2) + b"{}") for _ in range(2)]
         assert all(hears(connection, b"begun") for connection in busy)
@@ -373,13 +373,13 @@ class TestConnections:
 
 
 class TestWorkers:
-    async def test_m1_short_work_is_done_at_once_and_other_work_in_threads(self) -> None:
+    async def test_short_work_is_done_at_once_and_other_work_in_threads(self) -> None:
         workers, here = Workers(), threading.get_ident()
         assert await workers.run(threading.get_ident, 100) == here
         assert await workers.run(threading.get_ident, 100_000) != here
         assert await Workers(always=True).run(threading.get_ident, 100) != here
 
-    async def test_m1_long_work_does_not_hold_up_other_work(self) -> None:
+    async def test_long_work_does_not_hold_up_other_work(self) -> None:
         workers, release = Workers(), threading.Event()
         long = asyncio.create_task(workers.run(release.wait, 1 << 24))
         ordinary = [asyncio.create_task(workers.run(threading.get_ident, 1 << 17)) for _ in range(5)]
@@ -388,7 +388,7 @@ class TestWorkers:
         release.set()
         assert await long
 
-    async def test_m1_a_disconnect_ends_the_wait_and_drops_work_not_begun(self) -> None:
+    async def test_a_disconnect_ends_the_wait_and_drops_work_not_begun(self) -> None:
         workers, begun, release, ended, did = Workers(), threading.Event(), threading.Event(), threading.Event(), []
 
         def work() -> bool:
@@ -408,18 +408,18 @@ class TestWorkers:
         await workers.run(lambda: None, 1 << 24)
         assert did == []
 
-    async def test_m1_an_error_is_raised_where_it_is_waited_for(self) -> None:
+    async def test_an_error_is_raised_where_it_is_waited_for(self) -> None:
         with pytest.raises(ZeroDivisionError):
             await Workers().run(lambda: 1 // 0, 1 << 20)
 
-    async def test_m1_threads_end_when_they_are_closed(self) -> None:
+    async def test_threads_end_when_they_are_closed(self) -> None:
         workers = Workers()
         thread = await workers.run(threading.current_thread, 1 << 20)
         workers.close()
         await asyncio.to_thread(thread.join, 10)
         assert not thread.is_alive()
 
-    def test_m1_several_threads_count_tokens_as_one_does(self, tokenizers: dict[str, Any]) -> None:
+    def test_several_threads_count_tokens_as_one_does(self, tokenizers: dict[str, Any]) -> None:
         def counted(number: int) -> Any:
             name = "abc"[number % 3]
             body = {
@@ -441,7 +441,7 @@ class TestWorkers:
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(counted, range(120))) == expected
 
-    def test_m1_documents_of_a_client_that_left_are_discarded(self, site: Site) -> None:
+    def test_documents_of_a_client_that_left_are_discarded(self, site: Site) -> None:
         begun, release = threading.Event(), threading.Event()
 
         class Slow(Orderer):
@@ -462,7 +462,7 @@ class TestWorkers:
         assert eventually(lambda: len(finished) == 1)
         assert not finished[0].served
 
-    def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
+    def test_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
             "from ragorder.adapters.proxy.parsing import BodyParser\n"
             "def spin(*_):\n    while True: sum(range(1000))\n"

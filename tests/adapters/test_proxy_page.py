@@ -215,7 +215,7 @@ class TestPage:
                 assert shown == [f"{100 * stats[name]:.1f}\u00a0%" for name in ("other_cached_share", "cached_share")]
                 assert stats["other_cached_share"] > stats["cached_share"]
 
-    def test_d2_says_what_is_predicted(self, browser: Any, engine: Upstream, upstream: str) -> None:
+    def test_says_what_is_predicted(self, browser: Any, engine: Upstream, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             for names in SETS * 4:
                 proxy.ask(*names)
@@ -225,7 +225,7 @@ class TestPage:
             assert page.tab.text_content("#origin-theirs") == "predicted, corrected"
             assert "give or take" in page.tab.text_content("#verdict")
 
-    def test_d2_without_reports_predicts_only(self, browser: Any, engine: Upstream, upstream: str) -> None:
+    def test_without_reports_predicts_only(self, browser: Any, engine: Upstream, upstream: str) -> None:
         engine.reports = False
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             for names in SETS * 4:
@@ -238,7 +238,7 @@ class TestPage:
             assert figures(page)["Counted by"] == "prediction: the engine reports nothing"
             assert page.problems == []
 
-    def test_d5_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
+    def test_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#verdict", "no request has ended yet")
             assert figures(page)["Counted by"] == "–"

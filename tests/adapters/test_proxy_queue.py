@@ -18,15 +18,13 @@ pytest.importorskip("prometheus_client")
 import httpx2
 from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry
+from support.requests import CHAT, TEXTS, plain
 
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, make_app
 from ragorder.adapters.proxy.pages import StatsPages
 from ragorder.cli.serve import serve as serve_command
-
-CHAT = "/v1/chat/completions"
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
 
 
 def tagged(query: str, names: str = "", **fields: Any) -> dict[str, Any]:
@@ -38,10 +36,6 @@ def written(query: str, names: str) -> dict[str, Any]:
     """Documents as an application writes them into a message."""
     content = "\n".join(f"<d>{TEXTS[name]}</d>" for name in names) + f"\nQuestion: {query}"
     return {"model": "m", "messages": [{"role": "user", "content": content}]}
-
-
-def plain(query: str) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": f"Question: {query}"}]}
 
 
 class FarEnd:
@@ -388,6 +382,7 @@ class TestTheOptions:
         assert admission is None
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestARealServer:
     async def test_answers_all_that_wait_for_it(self, vllm_server: Any) -> None:

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import httpx2
 from click.testing import CliRunner
+from support.requests import TEXTS, post, tagged
 from support.serving_app import serving
 
 from ragorder import Document, Orderer, PromptBuilder
@@ -23,10 +23,6 @@ from ragorder.cli import main
 from ragorder.topic import SECRET_VARIABLE, Topics
 
 SECRET = "a secret of these tests"  # noqa: S105
-# Made once: it takes longer than a request.
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdef"}
 HEADER = "x-session-id"
 
 
@@ -79,18 +75,6 @@ def front(serve: Callable[[Any], str], router: Router) -> Callable[..., str]:
         return serve(make_app(orderer, upstream=upstream, **{"topic_header": HEADER, **options}))
 
     return front
-
-
-def tagged(names: str, **fields: Any) -> dict[str, Any]:
-    documents = [{"id": name, "text": TEXTS[name]} for name in names]
-    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}, **fields}
-
-
-def post(url: str, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json", **headers}
-    with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
-        return client.post(url + path, content=content, headers=headers)
 
 
 class TestARoute:

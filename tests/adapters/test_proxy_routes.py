@@ -19,6 +19,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
+from support.requests import TEMPLATE, TEXTS, part, tag, user, written
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, make_app
@@ -27,26 +28,8 @@ from ragorder.adapters.proxy.marks import chunks_of
 from ragorder.adapters.proxy.upstream import error_event
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
 MARK = {"type": "ephemeral"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "data:,"}}
-
-
-def document(name: str) -> str:
-    return TEMPLATE.format(id=name, text=TEXTS[name])
-
-
-def written(names: Iterable[str]) -> str:
-    return "\n".join(map(document, names))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def part(text: str, kind: str = "text", **fields: Any) -> dict[str, Any]:
-    return {"type": kind, "text": text, **fields}
 
 
 def messages(*turns: Any, **fields: Any) -> dict[str, Any]:
@@ -55,10 +38,6 @@ def messages(*turns: Any, **fields: Any) -> dict[str, Any]:
 
 def responses(input: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "gpt", "input": input, "prompt_cache_key": "mine", **fields}
-
-
-def tagged(names: str) -> dict[str, Any]:
-    return {"documents": [{"id": name, "text": TEXTS[name]} for name in names], "query": "Which?"}
 
 
 def tool_result(content: Any) -> dict[str, Any]:
@@ -76,14 +55,14 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": 
 LAYOUTS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "a text": ("messages", lambda names: messages(user(f"See:\n{written(names)}\nWhich?"), system="Be brief.")),
     "a part": ("messages", lambda names: messages(user([IMAGE, part(written(names), x=1.5), part("Which?")]))),
-    "a part each": ("messages", lambda names: messages(user([*(part(document(name)) for name in names), part("?")]))),
+    "a part each": ("messages", lambda names: messages(user([*(part(written(name)) for name in names), part("?")]))),
     "system": ("messages", lambda names: messages(user("Which?"), system=f"See:\n{written(names)}")),
     "parts of system": ("messages", lambda names: messages(user("?"), system=[part("See:"), part(written(names))])),
     "a tool's result": ("messages", lambda names: messages(user("?"), USE, user([tool_result(written(names))]))),
     "parts of a tool's result": (
         "messages",
         lambda names: messages(
-            user("?"), USE, user([part("So:"), tool_result([part(document(name)) for name in names]), part("Well?")])
+            user("?"), USE, user([part("So:"), tool_result([part(written(name)) for name in names]), part("Well?")])
         ),
     ),
     "input": ("responses", lambda names: responses(f"{written(names)}\nWhich?", instructions="Be brief.")),
@@ -97,7 +76,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "a function's output": ("responses", lambda names: responses([user("?"), CALL, call_output(written(names))])),
     "parts of a function's output": (
         "responses",
-        lambda names: responses([user("?"), CALL, call_output([part(document(name), "input_text") for name in names])]),
+        lambda names: responses([user("?"), CALL, call_output([part(written(name), "input_text") for name in names])]),
     ),
 }
 
@@ -195,7 +174,7 @@ class TestTagged:
     def test_documents_and_question_become_one_more_message(self) -> None:
         bodies = Bodies()
         for names in ("abc", "cba"):
-            body = messages(user("Hello"), system="Be brief.", ragorder=tagged(names))
+            body = messages(user("Hello"), system="Be brief.", ragorder=tag(names))
             sent = bodies.ordered(json.dumps(body).encode(), "messages")
         assert json.loads(sent) == messages(user("Hello"), user(self.turn("abc")), system="Be brief.")
 
@@ -205,23 +184,23 @@ class TestTagged:
         ids=["text", "messages", "none"],
     )
     def test_they_follow_the_input_of_a_response(self, input: Any, sent: list[Any]) -> None:
-        body = responses(input, instructions="Be brief.", ragorder=tagged("abc"))
+        body = responses(input, instructions="Be brief.", ragorder=tag("abc"))
         expected = responses([*sent, user(self.turn("abc"))], instructions="Be brief.")
         assert json.loads(Bodies().ordered(json.dumps(body).encode(), "responses")) == expected
 
     def test_no_input_is_the_turn_alone(self) -> None:
-        body = {"ragorder": tagged("ab"), "prompt_cache_key": "k"}
+        body = {"ragorder": tag("ab"), "prompt_cache_key": "k"}
         sent = json.loads(Bodies().ordered(json.dumps(body).encode(), "responses"))
         assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
 
     def test_the_tenant_is_sent_as_salt(self) -> None:
-        body = messages(ragorder=tagged("ab") | {"scope": "acme"})
+        body = messages(ragorder=tag("ab") | {"scope": "acme"})
         assert json.loads(Bodies().ordered(json.dumps(body).encode(), "messages"))["cache_salt"] == "acme"
 
     @pytest.mark.parametrize(("route", "field"), [("messages", "messages"), ("responses", "input")])
     def test_a_malformed_prompt_is_refused_by_name(self, route: Any, field: str) -> None:
         with pytest.raises(HTTPError) as caught:
-            Bodies().ordered(json.dumps({field: 3, "ragorder": tagged("ab")}).encode(), route)
+            Bodies().ordered(json.dumps({field: 3, "ragorder": tag("ab")}).encode(), route)
         assert caught.value.content["error"]["param"] == field
 
     def test_citation_labels_are_of_the_text_and_not_of_the_place(self) -> None:
@@ -229,7 +208,7 @@ class TestTagged:
         bodies = Bodies(builder=builder)
         labels: dict[str, set[str]] = {}
         for names in ("abc", "cab"):
-            body = messages(ragorder=tagged(names))
+            body = messages(ragorder=tag(names))
             content = json.loads(bodies.ordered(json.dumps(body).encode(), "messages"))["messages"][0]["content"]
             for line in content.splitlines()[:3]:
                 label, _, text = line.partition("] ")
@@ -329,7 +308,7 @@ class TestMarks:
         bodies = Bodies(TEMPLATE, heeds_client_marks=heeds)
 
         def sent(names: str) -> Any:
-            body = messages(user([part(each) for each in map(document, names)]), system=[part("s", cache_control=MARK)])
+            body = messages(user([part(each) for each in map(written, names)]), system=[part("s", cache_control=MARK)])
             return json.loads(bodies.ordered(json.dumps(body).encode(), "messages"))
 
         assert (sent("abc") == sent("cba")) == ordered
@@ -363,7 +342,7 @@ class TestMarks:
     def test_tagged_documents_are_a_part_each(self) -> None:
         bodies = self.bodies()
         for names in ("abc", "cba"):
-            parts = self.parts(self.sent(bodies, messages(ragorder=tagged(names))))
+            parts = self.parts(self.sent(bodies, messages(ragorder=tag(names))))
         whole = PromptBuilder("").build("Which?", [Document(name, TEXTS[name]) for name in "abc"])
         assert "".join(each["text"] for each in parts) == whole.messages[-1]["content"]
         assert len(parts) == 4

@@ -24,6 +24,8 @@ pytest.importorskip("uvicorn")
 import httpx2
 from click.testing import CliRunner
 from support.http_server import PageServer
+from support.requests import CERTIFICATES
+from support.rings import grid
 from support.serve_process import ServeProcess, launching
 
 from ragorder import Document
@@ -33,7 +35,6 @@ from ragorder.cli.serve import serve as serve_command
 
 COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
 SIZES = ("--capacity-tokens", "4096", "--block-size", "16")
-CERTIFICATES = httpx2.create_ssl_context()
 
 
 class Served:
@@ -263,7 +264,7 @@ class TestHTTPS:
             httpx2.get(process.url.replace("https", "http"), verify=CERTIFICATES)
         assert process.stop() == ""
 
-    @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+    @pytest.mark.parametrize("loop", grid(["asyncio", "uvloop"], 1))
     def test_connections_without_a_handshake_are_in_the_limits(
         self, loop: str, certificate: tuple[Path, Path], upstream: str
     ) -> None:
@@ -288,6 +289,7 @@ class TestHTTPS:
                 assert silent[-1].recv(1) == b"", "it has as long as a header"
             assert process.stop() == ""
 
+    @pytest.mark.slow
     def test_a_connection_that_is_kept_does_not_use_up_the_grace(
         self, certificate: tuple[Path, Path], launch: Callable[..., ServeProcess]
     ) -> None:
@@ -296,6 +298,7 @@ class TestHTTPS:
             assert client.get(f"{process.url}/ragorder/health").status_code == 200
             assert process.stop() == ""
 
+    @pytest.mark.slow
     def test_one_file_may_have_both(self, certificate: tuple[Path, Path], launch: Callable[..., ServeProcess]) -> None:
         certificate[0].write_bytes(certificate[0].read_bytes() + certificate[1].read_bytes())
         assert launch("--ssl-certfile", str(certificate[0])).url.startswith("https://")

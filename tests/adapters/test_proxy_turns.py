@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -16,27 +16,10 @@ from ragorder import Orderer
 pytest.importorskip("starlette")
 
 from support.bodies import Bodies
+from support.inside import scopes_of
+from support.requests import TEMPLATE, assistant, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, parsing
-
-TEMPLATE = '<document id="{id}">\n{text}\n</document>'
-TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
-
-
-def document(name: str, text: str | None = None) -> str:
-    return TEMPLATE.format(id=name, text=TEXTS[name] if text is None else text)
-
-
-def written(names: Iterable[str]) -> str:
-    return "\n".join(map(document, names))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
 
 
 def chat(*turns: Any) -> tuple[str, dict[str, Any]]:
@@ -318,7 +301,7 @@ class TestEarlierTurns:
             assert sent[: len(before)] == before
             before = [*sent, assistant(str(number))]
             history.append(assistant(str(number)))
-            sizes.append((proxy.orderer.tree_size, len(proxy.orderer._scopes)))
+            sizes.append((proxy.orderer.tree_size, len(scopes_of(proxy.orderer))))
         assert max(sizes[500:])[0] <= max(sizes[:500])[0]
         assert max(scopes for _, scopes in sizes) <= 1024
         assert len(proxy.parser._turns._orders) <= 2000
@@ -340,7 +323,7 @@ class TestRepeatedDocuments:
         body = route(user(written("ab") + "\nWhich?"), assistant("a"), user(f"{written('cad')}\nWhy?"))
         *history, last = turns_of(proxy.sent(*body))
         assert history == turns_of(body[1])[:-1]
-        assert last["content"] == f"{document('c')}\n[a] is above.\n{document('d')}\nWhy?"
+        assert last["content"] == f"{written('c')}\n[a] is above.\n{written('d')}\nWhy?"
         assert proxy.named == "1"
 
     def test_are_sent_without_the_option(self) -> None:
@@ -369,18 +352,18 @@ class TestRepeatedDocuments:
         assert proxy.sent(*body) == body[1]
 
     def test_changed_text_under_an_id_is_sent(self) -> None:
-        other = document("a", "It has changed since.")
-        body = chat(user(written("ab")), assistant("a"), user(f"{other}\n{document('b')}"))
+        other = TEMPLATE.format(id="a", text="It has changed since.")
+        body = chat(user(written("ab")), assistant("a"), user(f"{other}\n{written('b')}"))
         last = turns_of(with_repeats().sent(*body))[-1]
         assert last["content"] == f"{other}\n[b] is above."
 
     def test_a_former_version_is_sent_again(self) -> None:
         """Its name would be that of the version that stands last."""
-        other = document("a", "It has changed since.")
-        body = chat(user(document("a")), assistant("a"), user(other), assistant("b"), user(document("a")))
+        other = TEMPLATE.format(id="a", text="It has changed since.")
+        body = chat(user(written("a")), assistant("a"), user(other), assistant("b"), user(written("a")))
         proxy = with_repeats()
         assert proxy.sent(*body) == body[1]
-        again = chat(*body[1]["messages"][1:], assistant("c"), user(document("a")))
+        again = chat(*body[1]["messages"][1:], assistant("c"), user(written("a")))
         assert turns_of(proxy.sent(*again))[-1] == user("[a] is above.")
 
     def test_an_answer_that_quotes_one_does_not_hold_it(self) -> None:
@@ -389,7 +372,7 @@ class TestRepeatedDocuments:
         assert proxy.sent(*body) == body[1]
 
     def test_in_the_system_message_they_stand_as_well(self) -> None:
-        body = {"messages": [{"role": "system", "content": written("ab")}, user(f"{document('b')}\nWhich?")]}
+        body = {"messages": [{"role": "system", "content": written("ab")}, user(f"{written('b')}\nWhich?")]}
         proxy = with_repeats()
         sent = proxy.sent("chat", body)
         assert sent["messages"] == [body["messages"][0], user("[b] is above.\nWhich?")]
@@ -397,7 +380,7 @@ class TestRepeatedDocuments:
 
     def test_a_single_one_is_named_where_nothing_is_ordered(self) -> None:
         proxy = with_repeats()
-        body = chat(user(document("a")), assistant("a"), user(f"{document('a')}\nWhy?"))
+        body = chat(user(written("a")), assistant("a"), user(f"{written('a')}\nWhy?"))
         assert turns_of(proxy.sent(*body))[-1] == user("[a] is above.\nWhy?")
         assert proxy.named == "0"
 
@@ -409,7 +392,7 @@ class TestRepeatedDocuments:
 
         body = responses(user("Which?"), call, output(written("ab")), call, output(written("bc")))
         sent = turns_of(with_repeats().sent(*body))
-        assert sent[-1] == output(f"[b] is above.\n{document('c')}")
+        assert sent[-1] == output(f"[b] is above.\n{written('c')}")
         assert sent[:-1] == turns_of(body[1])[:-1]
 
     def test_in_messages_of_tools(self) -> None:
@@ -422,8 +405,8 @@ class TestRepeatedDocuments:
         body = chat(user(written("ab") + "\nWhich?"), call, result(written("bc")), call, result(written("cd")))
         proxy = with_repeats()
         sent = turns_of(proxy.sent(*body))
-        assert sent[2] == result(f"[b] is above.\n{document('c')}")
-        assert sent[4] == result(f"[c] is above.\n{document('d')}")
+        assert sent[2] == result(f"[b] is above.\n{written('c')}")
+        assert sent[4] == result(f"[c] is above.\n{written('d')}")
         assert [sent[0], sent[1], sent[3]] == [turns_of(body[1])[place] for place in (0, 1, 3)]
         assert proxy.named == "0"
 
@@ -433,10 +416,10 @@ class TestRepeatedDocuments:
         def result(*texts: str) -> dict[str, Any]:
             return {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": t} for t in texts]}
 
-        first = user([result(document("a"), document("b"))])
-        body = messages(user("Which?"), use, first, use, user([result(document("b")), result(document("c"), "So.")]))
+        first = user([result(written("a"), written("b"))])
+        body = messages(user("Which?"), use, first, use, user([result(written("b")), result(written("c"), "So.")]))
         sent = turns_of(with_repeats().sent(*body))
-        assert sent[-1] == user([result("[b] is above."), result(document("c"), "So.")])
+        assert sent[-1] == user([result("[b] is above."), result(written("c"), "So.")])
         assert sent[:-1] == turns_of(body[1])[:-1]
 
     def test_twice_in_one_text_both_are_sent(self) -> None:
@@ -446,7 +429,7 @@ class TestRepeatedDocuments:
     def test_the_text_that_names_them_can_be_given(self) -> None:
         naming = RepeatedDocuments(DocumentTemplate(TEMPLATE), "(see {id})")
         proxy = Proxy(repeated=naming)
-        body = chat(user(written("ab")), assistant("a"), user(document("a")))
+        body = chat(user(written("ab")), assistant("a"), user(written("a")))
         assert turns_of(proxy.sent(*body))[-1] == user("(see a)")
 
     @pytest.mark.parametrize(
@@ -484,8 +467,8 @@ class TestRepeatedDocuments:
         sent = turns_of(with_repeats().sent(*chat(*kept)))
         texts = [message["content"] for message in sent]
         for name in asked[-1]:
-            assert any(document(name) in text for text in texts)
+            assert any(written(name) in text for text in texts)
         # No more than once, but within one text.
         for name in "abcd":
-            assert sum(document(name) in text for text in texts) <= 1
+            assert sum(written(name) in text for text in texts) <= 1
         assert all(text.endswith("?") for text in texts[::2])

@@ -18,8 +18,9 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from support.redis_server import SERVER, RedisServer
+from support.requests import CERTIFICATES, post
 from support.serve_process import ServeProcess, launching
-from support.streamed_answer import CERTIFICATES, StreamedAnswer, stream
+from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
 from ragorder.adapters.openai.tokenizer import load_tokenizer
@@ -62,11 +63,6 @@ def asked(texts: list[str], names: list[int], query: str, tokens: int = 1, **fie
     tag = {"documents": [{"id": str(name), "text": texts[name]} for name in names], "query": query}
     options = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return {"model": VLLMServer.model_name, "messages": [SYSTEM], "ragorder": tag, **options, **fields}
-
-
-def post(url: str, content: dict[str, Any]) -> httpx2.Response:
-    with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
-        return client.post(f"{url}/v1/chat/completions", json=content)
 
 
 def test_two_servers_cache_together_what_one_with_the_capacity_of_both_would(

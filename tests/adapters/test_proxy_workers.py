@@ -23,6 +23,8 @@ import httpx2
 from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
+from support.requests import get, post
+from support.rings import grid
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -30,8 +32,6 @@ from ragorder.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--workers requires Linux")
 
-CERTIFICATES = httpx2.create_ssl_context()
-CHAT = "/v1/chat/completions"
 COMMAND = (*SERVE, "--port", "0")
 ROUTE_COMMAND = (*SERVE[:-1], "route", "--port", "0")
 SIZES = ("--capacity-tokens", "16384", "--block-size", "16")
@@ -86,12 +86,10 @@ class Workers(ServeProcess):
 
     def post(self, body: Any) -> httpx2.Response:
         """On a connection of its own, so to any of the workers."""
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.post(self.url + CHAT, json=body)
+        return post(self.url, body)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
-            return client.get(self.url + path)
+        return get(self.url + path)
 
     def metric(self, name: str) -> float:
         """The sum over its labels."""
@@ -155,6 +153,7 @@ class TestWorkers:
         assert process.stop() == ""
         assert process.popen.returncode == 0
 
+    @pytest.mark.slow
     def test_one_that_is_killed_is_replaced_and_its_counts_stay(self, launch: Callable[..., Workers]) -> None:
         process = launch(*ROUTE)
         for _ in range(12):
@@ -172,6 +171,7 @@ class TestWorkers:
         assert "a worker has died by SIGKILL: another one takes its place" in said
         assert said.count("\n") == 1
 
+    @pytest.mark.slow
     def test_that_die_again_and_again_end_all_with_an_error(self, launch: Callable[..., Workers]) -> None:
         process = launch(*ROUTE)
 
@@ -189,6 +189,7 @@ class TestWorkers:
         assert process.popen.returncode == 1
         assert process.refuses()
 
+    @pytest.mark.slow
     def test_that_cannot_start_end_all_with_an_error(self, engine: Engine) -> None:
         """The URL of the log is read in the workers."""
         options = ("--upstream", engine.base_url, *SIZES, "--workers", "2", "--shared-orders", "nowhere")
@@ -198,7 +199,7 @@ class TestWorkers:
         assert said.count("--shared-orders: not a URL") == 1
         assert "Error: --workers: a worker ended before it served" in said
 
-    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize("signum", grid([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 1))
     def test_end_their_streams_before_they_stop(
         self, signum: signal.Signals, launch: Callable[..., Workers], engine: Engine
     ) -> None:
@@ -218,6 +219,7 @@ class TestWorkers:
         process.popen.kill()
         assert eventually(process.refuses)
 
+    @pytest.mark.slow
     def test_do_not_share_a_port_with_others(self, launch: Callable[..., Workers], engine: Engine) -> None:
         process = launch(*ROUTE)
         port = process.url.rpartition(":")[2]
@@ -225,6 +227,7 @@ class TestWorkers:
         assert result.exit_code == 1
         assert "Address already in use" in result.output
 
+    @pytest.mark.slow
     @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
     def test_know_each_others_orders_by_the_log(self, launch_serve: Callable[..., Workers], tmp_path: Path) -> None:
         pytest.importorskip("redis")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.merge
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("pyarrow")
 ray = pytest.importorskip("ray")

@@ -136,7 +136,7 @@ class Engine:
     completions = chat
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 async def test_rays_own_server_orders_its_own_requests() -> None:
     """Ray's classes, with the requests that its ingress hands on; the engine alone is none."""
     pytest.importorskip("vllm")

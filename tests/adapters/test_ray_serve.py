@@ -4,13 +4,11 @@ is killed."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ pytest.importorskip("aiohttp")
 
 import httpx2
 from support.ray_engines import FakeReplica, NeverEnding, ReplicaProcess, deploying, replicas_in
+from support.requests import CERTIFICATES, CHAT, get, post
+from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
 from ragorder.adapters.http_server.app_transport import AppTransport
@@ -28,13 +28,11 @@ from ragorder.adapters.ray import EmbeddedEngine, make_application
 from ragorder.adapters.ray.replica import Lifespan
 from ragorder.kernels.engine_settings import EngineSettings
 
-pytestmark = pytest.mark.merge
+pytestmark = pytest.mark.slow
 
-CHAT = "/v1/chat/completions"
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
 SETS = [[f"d{3 * number + place}" for place in range(3)] for number in range(20)]
 CAPACITY = 16_384
-CERTIFICATES = httpx2.create_ssl_context()
 # Two cores hold all of them.
 SMALL = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.05}}
 FRONT = {"ray_actor_options": {"num_cpus": 0.05}}
@@ -52,12 +50,10 @@ class Application:
     engines: FakeReplica
 
     def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
-            return client.post(self.url + path, json=body, headers=headers)
+        return post(self.url, body, path, **headers)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
-            return client.get(self.url + path)
+        return get(self.url + path)
 
     @property
     def replicas(self) -> dict[str, ReplicaProcess]:
@@ -97,44 +93,6 @@ def replica_of(answer: httpx2.Response) -> str:
     return answer.headers["x-ragorder-replica"]
 
 
-@dataclass
-class Streamed:
-    """A streamed answer as far as it came."""
-
-    status: int = 0
-    replica: str | None = None
-    text: str = ""
-    done: bool = False
-    error: Any = None
-    broke: bool = False
-    began: threading.Event = field(default_factory=threading.Event)
-
-
-def stream(application: Application, body: dict[str, Any], into: Streamed) -> Streamed:
-    try:
-        with (
-            httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client,
-            client.stream("POST", application.url + CHAT, json={**body, "stream": True}) as response,
-        ):
-            into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
-            if response.status_code != 200:
-                into.error = json.loads(response.read())["error"]
-                return into
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    into.done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    into.error = event.get("error", into.error)
-                    for choice in event.get("choices", ()):
-                        into.text += choice["delta"]["content"]
-                    if into.text:
-                        into.began.set()
-    except httpx2.TransportError:
-        into.broke = True
-    return into
-
-
 class TestTopics:
     def test_documents_stay_with_their_replica(self, start: Callable[..., Application]) -> None:
         """Whatever their order, in all processes of the ingress; and there they are found."""
@@ -167,9 +125,9 @@ class TestAnswers:
     @pytest.mark.slow
     def test_come_as_they_are_generated_and_errors_say_what_to_change(self, start: Callable[..., Application]) -> None:
         application = start()
-        answer = Streamed()
+        answer = StreamedAnswer()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(stream, application, tagged(SETS[0], pace=[0, None]), answer)
+            pool.submit(stream, application.url, tagged(SETS[0], pace=[0, None]), answer)
             # The rest waits for the gate.
             assert answer.began.wait(60) and answer.text == "a" and not answer.done
             application.engines.open_all()
@@ -184,13 +142,13 @@ class TestAnswers:
     def test_of_a_killed_replica_that_had_not_begun_come_from_another(self, start: Callable[..., Application]) -> None:
         """Half of the requests wait for their first token, half are in the middle of their answers."""
         application = start()
-        begun, waiting = [Streamed() for _ in SETS], [Streamed() for _ in SETS]
+        begun, waiting = [StreamedAnswer() for _ in SETS], [StreamedAnswer() for _ in SETS]
         with ThreadPoolExecutor(64) as pool:
             for names, each in zip(SETS, begun, strict=True):
-                pool.submit(stream, application, tagged(names, "begun", pace=[0, None]), each)
+                pool.submit(stream, application.url, tagged(names, "begun", pace=[0, None]), each)
             assert all(each.began.wait(60) for each in begun)
             for names, each in zip(SETS, waiting, strict=True):
-                pool.submit(stream, application, tagged(names, "waiting", pace=[None, 0]), each)
+                pool.submit(stream, application.url, tagged(names, "waiting", pace=[None, 0]), each)
             whole = [pool.submit(application.post, tagged(names, "whole", pace=[None, 0])) for names in SETS[:10]]
             assert eventually(lambda: application.begun == 50)
             first = application.replicas[begun[0].replica or ""]

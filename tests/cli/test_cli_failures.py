@@ -33,19 +33,19 @@ def shell(command: str, input: str = "") -> subprocess.CompletedProcess[str]:
 
 
 class TestStreams:
-    def test_l12_closed_standard_input_is_said(self) -> None:
+    def test_closed_standard_input_is_said(self) -> None:
         done = shell("order - <&-")
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert "standard input is closed: name a file" in done.stderr
 
-    def test_l12_closed_standard_output_is_said(self) -> None:
+    def test_closed_standard_output_is_said(self) -> None:
         done = shell("order - >&-", LINE)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert "standard output is closed: name a file" in done.stderr
 
-    def test_l12_closed_standard_output_does_not_matter_with_a_file(self, tmp_path: Path) -> None:
+    def test_closed_standard_output_does_not_matter_with_a_file(self, tmp_path: Path) -> None:
         done = shell(f"order - -o {tmp_path / 'orders.jsonl'} >&-", LINE)
         assert done.returncode == 0, done.stderr
         assert '"documents": ["a", "b"]' in (tmp_path / "orders.jsonl").read_text("utf-8")
@@ -54,7 +54,7 @@ class TestStreams:
     @pytest.mark.parametrize(
         "command", ["order - >/dev/full", "order - -o /dev/full", "bench --limit 2 -o - >/dev/full"]
     )
-    def test_l12_a_full_disk_is_one_line(self, command: str) -> None:
+    def test_a_full_disk_is_one_line(self, command: str) -> None:
         done = shell(command, LINE)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
@@ -62,7 +62,7 @@ class TestStreams:
 
 
 @pytest.mark.parametrize("module", ["ragorder.cli.main", "ragorder.cli.order"])
-def test_l12_an_interrupt_while_importing_is_one_line(python: Any, module: str) -> None:
+def test_an_interrupt_while_importing_is_one_line(python: Any, module: str) -> None:
     script = (
         "import sys\n"
         "class Interrupted:\n"
@@ -86,7 +86,7 @@ class TestUnknownNames:
             (("replay", "-", "--policy", "fere"), "'fere' cannot be replayed: did you mean 'free'?"),
         ],
     )
-    def test_l12_are_a_wrong_use_with_the_nearest_name(
+    def test_are_a_wrong_use_with_the_nearest_name(
         self, arguments: tuple[str, ...], meant: str, tmp_path: Path
     ) -> None:
         arguments = tuple(str(tmp_path) if each == "DIR" else each for each in arguments)
@@ -103,17 +103,17 @@ class TestCounts:
         ("text", "count"),
         [("10k", 10_000), ("25.6k", 25_600), ("1m", 10**6), ("16K", 16_384), ("2M", 2 << 20), ("100_000", 100_000)],
     )
-    def test_d10_units_are_those_of_vllm(self, text: str, count: int) -> None:
+    def test_units_are_those_of_vllm(self, text: str, count: int) -> None:
         assert parse_count(text) == count
         assert Settings(capacity_tokens=text).capacity_tokens == count  # type: ignore[arg-type]
         assert Capacity.parse(text) == Capacity(tokens=count)
 
     @pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "1.5K", "10kb", "-1k", "1e5", "٣"])
-    def test_d10_others_are_refused(self, text: str) -> None:
+    def test_others_are_refused(self, text: str) -> None:
         with pytest.raises(ValueError):
             parse_count(text)
 
-    def test_d10_a_count_that_is_none_is_refused_without_pydantics_words(self) -> None:
+    def test_a_count_that_is_none_is_refused_without_pydantics_words(self) -> None:
         said = invoke("order", "--capacity-tokens", "lots", input=LINE).output
         assert "'--capacity-tokens': 'lots' is no whole number: write 100000, 25.6k or 16K" in " ".join(said.split())
         for wrong in (("--keep-first", "1", "--keep-last", "1"), ("--capacity-tokens", "lots")):
@@ -121,14 +121,14 @@ class TestCounts:
 
 
 class TestWords:
-    def test_d10_the_columns_and_policies_of_bench_are_explained(self) -> None:
+    def test_the_columns_and_policies_of_bench_are_explained(self) -> None:
         said = " ".join(invoke("bench", "--limit", "20", "--policy", "earned", "--policy", "prefix").output.split())
         assert "moved: places between a document and its retrieval rank, on average" in said
         assert "predicted: requests of which the policy predicted the cached tokens to within one block" in said
         assert "ragorder (earned): the default" in said and "prefix: the longest cached prefix" in said
         assert "oracle" not in said, "of what is not in the table nothing is said"
 
-    def test_d10_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:
+    def test_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:
         said = " ".join(invoke("bench", "--help").output.split())
         for word in (
             "documents.jsonl",

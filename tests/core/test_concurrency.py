@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from support.inside import scopes_of
 from support.rings import length
 
 from ragorder import Document, Orderer, Ordering
@@ -110,9 +111,9 @@ class Load:
         for given, ordering in self.results:
             assert sorted(map(id, ordering.documents)) == sorted(map(id, given))
             assert [given[rank] for rank in ordering.permutation] == ordering.documents
-        pool = self.orderer._scopes.pool
+        pool = scopes_of(self.orderer).pool
         doomed = getattr(pool, "doomed", {})
-        for scope in self.orderer._scopes.values():
+        for scope in scopes_of(self.orderer).values():
             mirror, nodes = scope.mirror, list(scope.tree.walk())
             assert scope.tree.size == len(nodes) - 1
             for node in nodes:

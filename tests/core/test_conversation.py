@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import scopes_of
 from support.told_server import BLOCK, Told, ToldServer
 
 from ragorder import Document, History, Orderer, Ordering, PromptBuilder, Segment, Turn
@@ -392,7 +393,7 @@ class TestBounds:
         for number in range(1000):
             told = server.ask(told, server.pick()[:1], server.tokens(4))
             if number % 100 == 0:
-                scopes = server.orderer._scopes
+                scopes = scopes_of(server.orderer)
                 kept.append((server.orderer.tree_size, len(scopes.segments), len(scopes.pool.log)))
             # A window of the last ten turns, cut at a turn's beginning now and then, as applications do.
             if len(told.segments) > 40:

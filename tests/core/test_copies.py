@@ -44,8 +44,8 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize("way", WAYS)
-class TestL2Copies:
-    def test_l2_a_copy_starts_cold(self, way: str) -> None:
+class TestCopies:
+    def test_a_copy_starts_cold(self, way: str) -> None:
         orderer = Orderer(capacity_tokens=8_000, keep_groups=True, strict=True)
         orderer.order(DOCUMENTS).confirm()
         copied = WAYS[way](orderer)
@@ -53,17 +53,17 @@ class TestL2Copies:
         assert order(copied) == ("cba", 0) and copied.tree_size == 3
         assert orderer.preview(DOCUMENTS[::-1]) == DOCUMENTS, "the original knows what it knew"
 
-    def test_l2_with_its_callables(self, way: str) -> None:
+    def test_with_its_callables(self, way: str) -> None:
         copied = WAYS[way](Orderer(key=itemgetter("id"), tokens=itemgetter("length"), strict=True))
         given = [{"id": id, "length": 32} for id in "ab"]
         copied.order(given).confirm()
         assert copied.order(given[::-1]).cached_tokens == 64
 
-    def test_l2_and_without_those_that_were_not_given(self, way: str) -> None:
+    def test_and_without_those_that_were_not_given(self, way: str) -> None:
         with pytest.raises(TypeError, match="Orderer"):
             WAYS[way](Orderer()).order(["no document"])
 
-    def test_l2_without_events_and_it_says_so(self, way: str) -> None:
+    def test_without_events_and_it_says_so(self, way: str) -> None:
         orderer = Orderer(token_ids=one_token, blocks=EngineBlocks(16), strict=True)
         with pytest.warns(DegradedWarning, match="KV events"):
             copied = WAYS[way](orderer)
@@ -71,7 +71,7 @@ class TestL2Copies:
         assert order(copied)[0] == "cba" and not orderer.degraded
 
     @pytest.mark.parametrize("shadow", [False, True])
-    def test_l2_of_an_observed_orderer(self, way: str, shadow: bool) -> None:
+    def test_of_an_observed_orderer(self, way: str, shadow: bool) -> None:
         told: list[Any] = []
 
         class Watcher:
@@ -90,7 +90,7 @@ class TestL2Copies:
         assert len(told) == (0 if way == "pickle" else 1) and watched.tree_size == 0
 
     @pytest.mark.parametrize("tokenizer", [None, Tokenizer()], ids=["estimated", "tokenizer"])
-    def test_l2_of_a_prompt_builder(self, way: str, tokenizer: Any) -> None:
+    def test_of_a_prompt_builder(self, way: str, tokenizer: Any) -> None:
         builder = PromptBuilder("System", document_template="<{id}> {text}", tokenizer=tokenizer, state_ranking=True)
         copied = WAYS[way](builder)
         assert copied.build("why?", DOCUMENTS) == builder.build("why?", DOCUMENTS)
@@ -98,12 +98,12 @@ class TestL2Copies:
         orderer = WAYS[way](Orderer(tokens=builder.document_tokens, strict=True))
         assert order(orderer)[0] == "cba"
 
-    def test_l2_an_ordering_refuses_and_says_why(self, way: str) -> None:
+    def test_an_ordering_refuses_and_says_why(self, way: str) -> None:
         with pytest.raises(TypeError, match=r"request in flight.*ordering\.documents"):
             WAYS[way](Orderer().order(DOCUMENTS))
 
 
-def test_l2_in_a_process_pool() -> None:
+def test_in_a_process_pool() -> None:
     orderer = Orderer(strict=True)
     orderer.order(DOCUMENTS).confirm()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

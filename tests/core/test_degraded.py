@@ -34,11 +34,11 @@ def boom(document: Any) -> str:
     raise ValueError("SECRET")
 
 
-class TestD4NoDocuments:
+class TestNoDocuments:
     @pytest.mark.parametrize("call", CALLS)
     @pytest.mark.parametrize("kind", NO_DOCUMENTS)
     @pytest.mark.parametrize("wrap", [Orderer, lambda: ObservedOrderer(Orderer())], ids=["plain", "observed"])
-    def test_d4_is_a_type_error_that_names_what_to_change(self, call: str, kind: str, wrap: Callable[[], Any]) -> None:
+    def test_is_a_type_error_that_names_what_to_change(self, call: str, kind: str, wrap: Callable[[], Any]) -> None:
         with pytest.raises(TypeError, match=rf"got {kind} without .*Orderer\(key=…, tokens=…\)") as caught:
             CALLS[call](wrap(), NO_DOCUMENTS[kind])
         assert "SECRET" not in str(caught.value)
@@ -60,7 +60,7 @@ class TestD4NoDocuments:
             Orderer().order([foreign()])
         assert "Orderer(key=…, tokens=…)" in str(caught.value)
 
-    def test_d4_pairs_with_scores_are_refused_with_the_remedy(self) -> None:
+    def test_pairs_with_scores_are_refused_with_the_remedy(self) -> None:
         with pytest.raises(TypeError, match="leave the scores out"):
             Orderer().order(NO_DOCUMENTS["tuple"])
 
@@ -72,23 +72,23 @@ class TestD4NoDocuments:
             ({"key": str, "tokens": lambda _: 5, "keep_groups": True}, "group"),
         ],
     )
-    def test_d4_only_what_is_not_given_is_asked_for(self, options: dict[str, Any], named: str) -> None:
+    def test_only_what_is_not_given_is_asked_for(self, options: dict[str, Any], named: str) -> None:
         with pytest.raises(TypeError, match=rf"Orderer\({named}=…\)"):
             Orderer(**options).order(["a", "b"])
 
-    def test_d4_with_key_and_tokens_anything_is_a_document(self) -> None:
+    def test_with_key_and_tokens_anything_is_a_document(self) -> None:
         orderer = Orderer(key=str, tokens=lambda _: 5)
         assert orderer.order(["a", "b"]).documents == ["a", "b"] and not orderer.degraded
 
-    def test_d4_one_bad_document_among_good_ones_falls_back(self) -> None:
+    def test_one_bad_document_among_good_ones_falls_back(self) -> None:
         """It depends on the data, and the serving path does not raise for data."""
         with pytest.warns(DegradedWarning):
             ordering = Orderer().order([*DOCUMENTS, "SECRET"])
         assert ordering.fallback and ordering.documents == [*DOCUMENTS, "SECRET"]
 
 
-class TestD4Warned:
-    def test_d4_the_first_fallback_warns_once_and_stays_visible(self) -> None:
+class TestWarned:
+    def test_the_first_fallback_warns_once_and_stays_visible(self) -> None:
         orderer = Orderer(key=boom)
         with pytest.warns(DegradedWarning, match="ValueError") as caught:
             for _ in range(3):
@@ -98,13 +98,13 @@ class TestD4Warned:
         assert len(orderer.degraded) == 1 and orderer.degraded[0] in repr(orderer)
         assert "SECRET" not in repr(orderer) + str(caught[0].message)
 
-    def test_d4_it_is_shown_where_nothing_is_set_up(self) -> None:
+    def test_it_is_shown_where_nothing_is_set_up(self) -> None:
         script = "from ragorder import *; o = Orderer(key=lambda d: 1 / 0); o.order([Document('SECRET', 'SECRET')])"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert "DegradedWarning: ordering failed with ZeroDivisionError" in done.stderr
         assert "SECRET" not in done.stderr.replace(script, "")
 
-    def test_d4_it_does_not_raise_where_warnings_are_errors(self) -> None:
+    def test_it_does_not_raise_where_warnings_are_errors(self) -> None:
         orderer = Orderer(key=boom)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -112,7 +112,7 @@ class TestD4Warned:
             orderer.degrade("no server")
         assert orderer.degraded[1:] == ("no server",)
 
-    def test_d4_a_reason_is_reported_once(self) -> None:
+    def test_a_reason_is_reported_once(self) -> None:
         orderer = ObservedOrderer(Orderer())
         with pytest.warns(DegradedWarning) as caught:
             for reason in ("one", "two", "one"):
@@ -126,11 +126,11 @@ class TestRepr:
         ("options", "residency"),
         [({}, "LRU mirror with feedback"), ({"feedback": False}, "LRU mirror"), ({"residency": "none"}, "none")],
     )
-    def test_d10_it_shows_capacity_block_size_and_residency(self, options: dict[str, Any], residency: str) -> None:
+    def test_it_shows_capacity_block_size_and_residency(self, options: dict[str, Any], residency: str) -> None:
         shown = repr(Orderer(capacity_tokens=16_352, block_size=32, **options))
         assert shown == f"Orderer(capacity_tokens=16352, block_size=32, residency={residency})"
 
-    def test_d10_no_bound_is_said_so(self) -> None:
+    def test_no_bound_is_said_so(self) -> None:
         assert "capacity_tokens=unlimited" in repr(ObservedOrderer(Orderer(capacity_tokens=None)))
 
 

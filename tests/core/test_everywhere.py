@@ -388,6 +388,7 @@ def observed(orderer: Orderer) -> Iterator[tuple[ObservedOrderer, Metrics]]:
     yield ObservedOrderer(orderer, [metrics]), metrics
 
 
+@pytest.mark.slow
 def test_the_metrics_say_what_the_server_reported(
     vllm_server: Any,
     builder: PromptBuilder,

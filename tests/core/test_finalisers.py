@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.inside import scopes_of
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -80,11 +81,11 @@ def sample(rng: random.Random) -> list[Document]:
 
 
 @pytest.mark.usefixtures("by_hand")
-class TestH1TheOrderer:
-    def test_h1_a_finaliser_that_finishes_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestTheOrderer:
+    def test_a_finaliser_that_finishes_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
-        tree = orderer._scopes[None].tree
+        tree = scopes_of(orderer)[None].tree
         found = collect_within(monkeypatch, tree, "insert")
         dropped = orderer.order(DOCUMENTS[3:6])
         lease: Any = dropped._lease
@@ -96,7 +97,7 @@ class TestH1TheOrderer:
     @pytest.mark.parametrize(
         "call", ["order", "preview", "predict_cached_tokens", "holds_prefix", "order_batch", "tree_size"]
     )
-    def test_h1_the_next_call_finds_it_finished(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_next_call_finds_it_finished(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True, prefix_tokens=64)
         dropped = orderer.order(DOCUMENTS[:3])
         held = orderer._lock._lock
@@ -111,7 +112,7 @@ class TestH1TheOrderer:
             assert result != (48, 364)
         assert not orderer._lock._queue
 
-    def test_h1_an_outcome_does_not_wait_for_another_thread_and_is_not_lost(self) -> None:
+    def test_an_outcome_does_not_wait_for_another_thread_and_is_not_lost(self) -> None:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         entered, leave = threading.Event(), threading.Event()
@@ -123,12 +124,12 @@ class TestH1TheOrderer:
         holder.start()
         entered.wait()
         ends(ordering.discard)
-        assert orderer._scopes[None].tree.size == 3, "its turn has not come"
+        assert scopes_of(orderer)[None].tree.size == 3, "its turn has not come"
         leave.set()
         holder.join()
-        assert orderer._scopes[None].tree.size == 0, "the thread that held the lock has seen to it"
+        assert scopes_of(orderer)[None].tree.size == 0, "the thread that held the lock has seen to it"
 
-    def test_h1_the_effect_is_there_for_the_next_call_of_any_thread(self) -> None:
+    def test_the_effect_is_there_for_the_next_call_of_any_thread(self) -> None:
         orderer = Orderer(strict=True, capacity_tokens=100_000)
         errors: list[str] = []
 
@@ -149,7 +150,7 @@ class TestH1TheOrderer:
         assert not errors and not orderer._lock._queue and orderer.tree_size == 0
 
     @pytest.mark.parametrize("finalise", ["del", "weakref"])
-    def test_h1_dropped_requests_of_a_busy_orderer(self, finalise: str) -> None:
+    def test_dropped_requests_of_a_busy_orderer(self, finalise: str) -> None:
         """What the attack did, with the collector at every tenth allocation."""
         orderer = Orderer(capacity_tokens=100_000, strict=True)
 
@@ -174,8 +175,8 @@ class TestH1TheOrderer:
 
 
 @pytest.mark.usefixtures("by_hand")
-class TestH1Observers:
-    def test_h1_an_observer_is_not_called_while_the_collector_runs(self) -> None:
+class TestObservers:
+    def test_an_observer_is_not_called_while_the_collector_runs(self) -> None:
         orderer, told = Orderer(strict=True), list[RequestOutcome]()
         ordering = orderer.order(DOCUMENTS[:3])
         ordering.add_done_callback(told.append)
@@ -186,14 +187,14 @@ class TestH1Observers:
         orderer.order(DOCUMENTS[:3])
         assert told == [RequestOutcome(False)]
 
-    def test_h1_else_it_is_called_at_once(self) -> None:
+    def test_else_it_is_called_at_once(self) -> None:
         told: list[RequestOutcome] = []
         ordering = Orderer().order(DOCUMENTS[:3])
         ordering.add_done_callback(told.append)
         ordering.confirm(16)
         assert told == [RequestOutcome(True, 16)]
 
-    def test_h1_metrics_that_are_being_read_or_counted(self) -> None:
+    def test_metrics_that_are_being_read_or_counted(self) -> None:
         """A Prometheus metric takes a plain lock: a finaliser that counts within it would wait for its own thread."""
         prometheus = pytest.importorskip("prometheus_client")
         from ragorder.adapters.observing.prometheus import Metrics
@@ -214,7 +215,7 @@ class TestH1Observers:
         assert found == 1
         assert prometheus.generate_latest(metrics.registry)
 
-    def test_h1_an_observer_that_raises_later_spoils_no_other_request(self) -> None:
+    def test_an_observer_that_raises_later_spoils_no_other_request(self) -> None:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         ordering.add_done_callback(lambda outcome: 1 / 0)
@@ -246,7 +247,7 @@ class Chunks:
 
 
 @pytest.mark.usefixtures("by_hand")
-class TestH1Streams:
+class TestStreams:
     @staticmethod
     def client(orderer: Any) -> Any:
         from ragorder.adapters.openai import OrderedClient
@@ -255,7 +256,7 @@ class TestH1Streams:
         fake: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
         return OrderedClient(fake, model="m", orderer=orderer, builder=PromptBuilder("S"))
 
-    def test_h1_an_abandoned_stream_within_an_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_abandoned_stream_within_an_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         client = self.client(orderer)
@@ -264,11 +265,11 @@ class TestH1Streams:
         next(session.kept)
         ordering = session.kept.ordering
         del session
-        found = collect_within(monkeypatch, orderer._scopes[None].tree, "insert")
+        found = collect_within(monkeypatch, scopes_of(orderer)[None].tree, "insert")
         ends(lambda: orderer.order(DOCUMENTS[:3]))
         assert sum(found) and not ordering._lease.open
 
-    def test_h1_an_abandoned_stream_is_closed_where_no_lock_of_its_pool_is_held(self) -> None:
+    def test_an_abandoned_stream_is_closed_where_no_lock_of_its_pool_is_held(self) -> None:
         pytest.importorskip("openai")
         orderer = Orderer(strict=True)
         session = Request(self.client(orderer).stream("q", DOCUMENTS[3:6]))
@@ -285,7 +286,7 @@ class TestH1Streams:
         orderer.order(DOCUMENTS[:3])
         assert Chunks.closed == before + 1
 
-    def test_h1_an_abandoned_batch_does_not_wait_for_its_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_abandoned_batch_does_not_wait_for_its_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They may wait for the very order that the collector interrupted."""
         pytest.importorskip("openai")
         orderer = Orderer(strict=True)
@@ -294,7 +295,7 @@ class TestH1Streams:
         session = Request(self.client(orderer).generate_many(questions, concurrency=4))
         next(iter(session.kept))
         del session
-        found = collect_within(monkeypatch, orderer._scopes[None].tree, "insert")
+        found = collect_within(monkeypatch, scopes_of(orderer)[None].tree, "insert")
         ends(lambda: orderer.order(DOCUMENTS[:3]))
         assert sum(found)
 

@@ -14,14 +14,14 @@ TEXTS = ["", "word " * 20_000, "x" * 100_000, "\n" * 32_768, "a" * 32_768 + " b"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_m4_nothing_of_a_text_is_lost(text: str) -> None:
+def test_nothing_of_a_text_is_lost(text: str) -> None:
     cut = list(split_text(text))
     assert "".join(cut) == text
     assert max(map(len, cut)) <= 32_768
     assert len(cut) <= len(text) // 32_000 + 1
 
 
-def test_m4_a_long_document_has_about_as_many_tokens_in_pieces(tokenizer: Any) -> None:
+def test_a_long_document_has_about_as_many_tokens_in_pieces(tokenizer: Any) -> None:
     builder = PromptBuilder("", tokenizer=tokenizer)
     document = Document("long", LONG)
     cuts = len(LONG) // 32_768
@@ -30,7 +30,7 @@ def test_m4_a_long_document_has_about_as_many_tokens_in_pieces(tokenizer: Any) -
 
 
 @pytest.mark.parametrize("align_to", [None, 8])
-def test_m4_a_short_one_is_counted_as_it_is(align_to: int | None, tokenizer: Any) -> None:
+def test_a_short_one_is_counted_as_it_is(align_to: int | None, tokenizer: Any) -> None:
     builder = PromptBuilder("", tokenizer=tokenizer, align_to=align_to)
     for text in ("", "one", "one two " * 100, "<|im_end|>"):
         document = Document("a", text)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import scopes_of
 from support.rings import examples, length
 from support.tenants import BLOCK, Served, Tenants
 
@@ -122,7 +123,7 @@ class TestEvents:
         tenants.settle()
         for tenant in (1, 2, 3):
             tenants.serve(tenant, [0, 1, 2, 3], lengths)
-        scopes = tenants.orderer(0)._scopes
+        scopes = scopes_of(tenants.orderer(0))
         pool, tree = scopes.pool, scopes["t0"].tree
         assert isinstance(pool, FollowedPool) and tree.root.missing
         assert set(pool.doomed) == {*tree.walk()} - {tree.root}
@@ -143,7 +144,7 @@ def follow_and_compare(steps: Sequence[Any], lengths: list[int], blocks: int, ma
         assert tenants.orderer(0).tree_size <= max_nodes
     tenants.settle()
     documents = {each.key: each for each in (Document(str(n), "", tokens=lengths[n]) for n in range(8))}
-    scopes = tenants.orderer(0)._scopes
+    scopes = scopes_of(tenants.orderer(0))
     pool = scopes.pool
     assert isinstance(pool, FollowedPool)
     for name, scope in scopes.items():

@@ -43,7 +43,7 @@ def at_once(pattern: re.Pattern[str], text: str) -> str:
 
 @pytest.mark.parametrize("own", [None, OWN], ids=["common", "own"])
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=40), window=st.integers(1, 30))
-def test_m3_windows_change_nothing(own: list[str] | None, texts: list[str], window: int) -> None:
+def test_windows_change_nothing(own: list[str] | None, texts: list[str], window: int) -> None:
     longest_first = sorted(OWN, key=lambda token: (-len(token), token))
     pattern = module._COMMON_SPECIAL_TOKENS if own is None else re.compile("|".join(map(re.escape, longest_first)))
     text = "".join(texts)
@@ -52,7 +52,7 @@ def test_m3_windows_change_nothing(own: list[str] | None, texts: list[str], wind
         assert special_token_escaper(own)(text) == at_once(pattern, text)
 
 
-def test_m3_a_search_goes_no_further_than_a_window() -> None:
+def test_a_search_goes_no_further_than_a_window() -> None:
     ends: list[int] = []
 
     class Pattern:

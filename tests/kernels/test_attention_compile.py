@@ -62,7 +62,7 @@ def compiled(python: Any) -> dict[str, list[dict[str, Any]]]:
     return {choice: [lines.pop(0) for _ in range(given.count("--rows"))] for choice, given in CHOICES.items()}
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=list(CHOICES))
 def test_a_kernel_spills_nothing_and_fits(choice: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
     for line in compiled[choice]:
@@ -82,6 +82,7 @@ def test_under_the_interpreter_nothing_is_compiled(python: Any) -> None:
     assert "TRITON_INTERPRET is set" in done.stderr
 
 
+@pytest.mark.slow
 def test_help_says_what_there_is(python: Any) -> None:
     done = python(*COMMAND, "--help")
     assert done.returncode == 0

@@ -668,7 +668,7 @@ class TestADiskThatFails:
         assert put(store, OTHER) and holds(store, OTHER) and holds(store, KEY)
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_l15_room_that_does_not_help_is_made_once_a_pause(
+    def test_room_that_does_not_help_is_made_once_a_pause(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
         now = [0.0]
@@ -706,7 +706,7 @@ class TestADiskThatFails:
         store = open_store(folder)
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_l15_on_a_disk_that_others_fill_newer_chunks_take_the_place_of_older_ones(
+    def test_on_a_disk_that_others_fill_newer_chunks_take_the_place_of_older_ones(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A quota would look like this: the system says nothing of it but at the write."""
@@ -734,7 +734,7 @@ class TestADiskThatFails:
         assert store.used_bytes == bytes_on_disk(folder) == quota
         assert store.counters.refusals() == {}
 
-    def test_l15_what_is_protected_is_not_given_up_for_it(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_protected_is_not_given_up_for_it(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_store(folder)
         put(store, KEY)
         with self.broken(monkeypatch, "writev", errno.ENOSPC):
@@ -751,7 +751,7 @@ class TestADiskThatFails:
         # At the latest when the last file is closed.
         subprocess.run(["umount", "-l", folder], check=True)  # noqa: S607
 
-    def test_l15_a_real_disk_that_others_fill(self, small_disk: Path) -> None:
+    def test_a_real_disk_that_others_fill(self, small_disk: Path) -> None:
         store = open_store(small_disk, policy="lru")
         ballast = small_disk / "of somebody else"
         for taken in (180_000, 100_000, 0):
@@ -766,7 +766,7 @@ class TestADiskThatFails:
             assert store.counters.refusals() == {} and store.counters.pauses == 0
         store.close()
 
-    def test_l15_a_real_disk_without_any_room_for_it(self, small_disk: Path) -> None:
+    def test_a_real_disk_without_any_room_for_it(self, small_disk: Path) -> None:
         now = [0.0]
         store = open_store(small_disk, breaker=CircuitBreaker(3, 10.0, 10.0, clock=lambda: now[0]))
         with (small_disk / "of somebody else").open("wb", buffering=0) as ballast, suppress(OSError):

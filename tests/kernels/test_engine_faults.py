@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.inside import cache_of, disk_of, host_of, runner_of, tiers_of
 from support.rings import length
 from support.small_engine import BLOCK, Make, ask, block_bytes, difference, greedy, run, small_tiers, tokens
 
@@ -30,10 +31,10 @@ class Faults:
         self.count = 0
         self.batches: list[int] = []
         self._engine = engine
-        self._forward = engine._runner.forward
-        self._compute = engine._runner.compute
-        monkeypatch.setattr(engine._runner, "forward", self.forward)
-        monkeypatch.setattr(engine._runner, "compute", self.compute)
+        self._forward = runner_of(engine).forward
+        self._compute = runner_of(engine).compute
+        monkeypatch.setattr(runner_of(engine), "forward", self.forward)
+        monkeypatch.setattr(runner_of(engine), "compute", self.compute)
         self.kind: str | None = None
 
     def compute(self, chunks: Any) -> Any:
@@ -53,7 +54,7 @@ class Faults:
         logits = self._forward(*arguments)
         if self.kind == "after":
             # Nothing on the device is what it was.
-            self._engine._cache.pool.kv.fill_(float("nan"))
+            cache_of(self._engine).pool.kv.fill_(float("nan"))
             raise RuntimeError(WORD)
         return logits
 
@@ -153,7 +154,7 @@ class TestAFailedStep:
         engine.generate([often])
         engine.generate([once])
         # A replica that is still being made is lost as well.
-        engine._cache._tiers.drain()
+        tiers_of(cache_of(engine)).drain()
         faults(engine).next = ["after"]
         engine.generate([ask([], tokens(9, 5))])
         cached = []
@@ -223,14 +224,14 @@ class TestRetries:
         engine = make()
         requests = [ask([tokens(30, seed)], tokens(9, seed), max_tokens=4) for seed in range(8)]
         ids = [engine.add(request) for request in requests]
-        compute = engine._runner.compute
+        compute = runner_of(engine).compute
 
         def fails_with_the_fifth(chunks: Any) -> Any:
             if any(chunk.sequence.request_id == ids[4] for chunk in chunks):
                 raise RuntimeError(WORD)
             return compute(chunks)
 
-        monkeypatch.setattr(engine._runner, "compute", fails_with_the_fifth)
+        monkeypatch.setattr(runner_of(engine), "compute", fails_with_the_fifth)
         done = run(engine)
         assert [done[each].finish_reason for each in ids] == ["length"] * 4 + ["error"] + ["length"] * 3
         for request_id, request in zip(ids, requests, strict=True):
@@ -258,7 +259,7 @@ class TestAShortageOfMemory:
     def test_halves_the_step_until_it_suffices(self, make: Make, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make(max_batch_tokens=512)
         batches = []
-        compute = engine._runner.compute
+        compute = runner_of(engine).compute
 
         def needs_room(chunks: Any) -> Any:
             batches.append(sum(chunk.tokens for chunk in chunks))
@@ -266,7 +267,7 @@ class TestAShortageOfMemory:
                 raise torch.OutOfMemoryError(WORD)
             return compute(chunks)
 
-        monkeypatch.setattr(engine._runner, "compute", needs_room)
+        monkeypatch.setattr(runner_of(engine), "compute", needs_room)
         requests = [ask([tokens(60, seed)], tokens(9, seed), max_tokens=2) for seed in range(4)]
         for completion, request in zip(engine.generate(requests), requests, strict=True):
             assert list(completion.token_ids) == greedy(plain, request)
@@ -309,14 +310,14 @@ class TestALostDevice:
         engine = make(device_tokens=8 * BLOCK, disk_path=tmp_path / "kv", disk_bytes=1 << 24)
         for seed in range(3):
             engine.generate([ask([tokens(90, seed)], tokens(9, 3))])
-        engine._cache._tiers.drain()
-        engine._cache._disk.wait()
+        tiers_of(cache_of(engine)).drain()
+        disk_of(cache_of(engine)).wait()
 
         def gone(*_: Any) -> Any:
             raise RuntimeError(WORD)
 
         for name in ("compute", "recover"):
-            monkeypatch.setattr(engine._runner, name, gone)
+            monkeypatch.setattr(runner_of(engine), name, gone)
         return engine
 
     def test_ends_all_and_says_so(self, lost: TieredEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -338,7 +339,7 @@ class TestALostDevice:
         def gone() -> None:
             raise RuntimeError(WORD)
 
-        monkeypatch.setattr(lost._cache._tiers, "drain", gone)
+        monkeypatch.setattr(tiers_of(cache_of(lost)), "drain", gone)
         with pytest.raises(RuntimeError):
             lost.close()
         engine = make(device_tokens=8 * BLOCK, disk_path=tmp_path / "kv", disk_bytes=1 << 24)
@@ -365,7 +366,7 @@ class TestADeadline:
         assert list(done[ids[1]].token_ids) == greedy(plain, patient)
         assert engine.stats().finished == {"timeout": 1, "length": 1}
         engine.clear_cache()
-        assert engine._cache.pool.used_blocks == 0
+        assert cache_of(engine).pool.used_blocks == 0
 
     def test_is_kept_by_what_waits_too(self, make: Make, clock: Clock) -> None:
         engine = make(max_requests=1, deadline_s=5.0)
@@ -489,4 +490,4 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
     assert engine.stats().cached.host > 0
     assert (engine.stats().fused.total > 0) == (reuse == "fused")
     engine.clear_cache()
-    assert engine._cache.pool.used_blocks == engine._cache._host.pool.used_blocks == 0
+    assert cache_of(engine).pool.used_blocks == host_of(cache_of(engine)).pool.used_blocks == 0

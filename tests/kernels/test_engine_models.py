@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.families import DYNAMIC, FAMILIES, SIZES, VOCABULARY, WINDOW, family, make_model
+from support.inside import cache_of
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -120,15 +121,15 @@ def test_the_kv_of_a_wrong_document_is_noticed(name: str) -> None:
     with TieredEngine(model, settings=SETTINGS) as engine:
         right, wrong, question = tokens(80, 1), tokens(80, 2), tokens(9, 3)
         engine.generate([ask([right], question), ask([wrong], question)])
-        pool = engine._cache.pool
+        pool = cache_of(engine).pool
         path = {
             which: engine._validator.admit(-1, ask([document], question)).path
             for which, document in (("right", right), ("wrong", wrong))
         }
-        leases = {which: engine._cache.acquire(path[which]) for which in path}
+        leases = {which: cache_of(engine).acquire(path[which]) for which in path}
         blocks = {which: list(lease.block_table) for which, lease in leases.items()}
         for lease in leases.values():
-            engine._cache.release(lease)
+            cache_of(engine).release(lease)
         pool.kv[blocks["right"]] = pool.kv[blocks["wrong"]]
         request = ask([right], question)
         [completion] = engine.generate([request])

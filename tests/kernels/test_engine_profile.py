@@ -13,6 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.inside import cache_of
+
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
 from ragorder.kernels.models import prefill_times
 from ragorder.kernels.models.identity import identity
@@ -56,7 +58,7 @@ def make(model: Any) -> Iterator[Make]:
 
 
 def profile_of(engine: TieredEngine) -> PrefillProfile:
-    assert engine._cache._uses._profile is engine.profile
+    assert cache_of(engine)._uses._profile is engine.profile
     return engine.profile
 
 
@@ -88,7 +90,7 @@ def test_leaves_the_cache_empty_and_the_answers_alike(make: Make) -> None:
     plain, measured = make(profile=None), make()
     assert profile_of(plain) is LINEAR
     assert measured.stats() == plain.stats()
-    assert measured._cache.pool.used_blocks == 0
+    assert cache_of(measured).pool.used_blocks == 0
     for _ in range(2):
         (expected,), (got,) = (engine.generate([REQUEST]) for engine in (plain, measured))
         assert got.token_ids == expected.token_ids
@@ -156,7 +158,7 @@ class TestLoads:
 def test_its_costs_are_those_of_the_nodes(make: Make) -> None:
     engine = make()
     engine.generate([REQUEST])
-    profile, tier = profile_of(engine), engine._cache._device.tier
+    profile, tier = profile_of(engine), cache_of(engine)._device.tier
     costs = [tier.get(key).cost for key in tier.victims()]
     assert costs == [profile.cost(0, 100)] * 2
     assert profile.cost(0, 100) != LINEAR.cost(0, 100)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from support.families import ROTATED, WINDOWED, family
+from support.inside import cache_of, scheduler_of, tiers_of
 from support.rings import grid, length
 from support.small_engine import BLOCK, Make, block_bytes, difference, greedy, run, tokens
 
@@ -62,7 +63,7 @@ def off(completion: Completion, expected: Any) -> float:
 
 def used_blocks(engine: TieredEngine) -> int:
     engine.clear_cache()
-    return engine._cache.pool.used_blocks
+    return cache_of(engine).pool.used_blocks
 
 
 @pytest.fixture
@@ -260,7 +261,7 @@ class TestSelecting:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
         seen = []
-        scorer = engine._scheduler._fuser._scorer
+        scorer = scheduler_of(engine)._fuser._scorer
         attention = scorer.attention
         monkeypatch.setattr(
             scorer, "attention", lambda inputs, **options: seen.append(inputs) or attention(inputs, **options)
@@ -291,7 +292,7 @@ class TestSelecting:
         warm(engine, [A], [B])
         request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.3, "query", rounds=2))
         [undisturbed] = engine.generate([request])
-        scorer = engine._scheduler._fuser._scorer
+        scorer = scheduler_of(engine)._fuser._scorer
         forward, failures = scorer._forward, [RuntimeError(), torch.OutOfMemoryError()]
 
         class Fails:
@@ -613,8 +614,8 @@ class TestWhatIsNotNumbers:
     """KV that a fault has left, before any answer showed it."""
 
     def spoil(self, engine: TieredEngine, document: Sequence[int]) -> None:
-        cache = engine._cache
-        node = cache._tiers.nodes[content_of(SYSTEM, document)]
+        cache = cache_of(engine)
+        node = tiers_of(cache).nodes[content_of(SYSTEM, document)]
         assert node.device is not None
         for position in range(node.start, node.end):
             block = node.device.blocks[position // BLOCK - node.start // BLOCK]
@@ -663,7 +664,7 @@ class TestAccounting:
         for documents in ([A], [B], [B, A]):
             [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION)])
             assert (completion.fused.total, completion.recomputed) == (0, 0)
-        assert len(engine._cache.contents) == 0
+        assert len(cache_of(engine).contents) == 0
 
 
 FUSED = [name for name in ROTATED if name not in WINDOWED]
@@ -772,6 +773,6 @@ class TestExactDocuments:
         engine = fusing()
         warm(engine, [A, B])
         path = engine._validator.admit(0, replace(prompt_of(SYSTEM, [B, A], QUESTION), exact_documents=1)).path
-        assert engine._cache.find_copies(path).total == len(A)
+        assert cache_of(engine).find_copies(path).total == len(A)
         path = engine._validator.admit(0, prompt_of(SYSTEM, [B, A], QUESTION)).path
-        assert engine._cache.find_copies(path).total == len(A) + len(B)
+        assert cache_of(engine).find_copies(path).total == len(A) + len(B)

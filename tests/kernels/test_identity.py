@@ -60,8 +60,8 @@ def adapted(**changes: Any) -> Any:
     return model
 
 
-class TestH4OneValueMakesAnotherModel:
-    def test_h4_any_single_number_of_any_parameter_or_buffer(self, model: Any) -> None:
+class TestOneValueMakesAnotherModel:
+    def test_any_single_number_of_any_parameter_or_buffer(self, model: Any) -> None:
         """The largest value next to it, at the first place, the last one and those that no sample would hit."""
         before = identity(model, SHAPE)
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -80,7 +80,7 @@ class TestH4OneValueMakesAnotherModel:
                 seen.add(found)
         assert identity(model, SHAPE) == before
 
-    def test_h4_every_entry_of_the_configuration(self, model: Any) -> None:
+    def test_every_entry_of_the_configuration(self, model: Any) -> None:
         before = identity(model, SHAPE)
         seen = {before}
         for name, value in model.config.to_dict().items():
@@ -107,10 +107,10 @@ class TestH4OneValueMakesAnotherModel:
             {"tie_word_embeddings": True},
         ],
     )
-    def test_h4_models_that_were_configured_differently(self, model: Any, change: dict[str, Any]) -> None:
+    def test_models_that_were_configured_differently(self, model: Any, change: dict[str, Any]) -> None:
         assert identity(tiny(**change), SHAPE) != identity(model, SHAPE)
 
-    def test_h4_what_a_module_keeps_beside_its_parameters(self, model: Any) -> None:
+    def test_what_a_module_keeps_beside_its_parameters(self, model: Any) -> None:
         changed = copy.deepcopy(model)
         changed.model.layers[1].input_layernorm.variance_epsilon = 1e-5
         rotary = copy.deepcopy(model)
@@ -124,7 +124,7 @@ class TestH4OneValueMakesAnotherModel:
         found = [identity(each, SHAPE) for each in (model, changed, rotary, activation, tensor, another)]
         assert len(set(found)) == len(found)
 
-    def test_h4_an_adapter_counts_with_its_weights_its_scale_and_whether_it_is_on(self) -> None:
+    def test_an_adapter_counts_with_its_weights_its_scale_and_whether_it_is_on(self) -> None:
         one = adapted()
         weights = copy.deepcopy(one)
         weights.model.layers[0].self_attn.q_proj.up.weight.data[-1, -1] += 1
@@ -136,7 +136,7 @@ class TestH4OneValueMakesAnotherModel:
         assert len(set(found)) == len(found)
         assert identity(copy.deepcopy(one), SHAPE) == found[1]
 
-    def test_h4_a_hook_counts_with_what_it_was_made_with(self, model: Any) -> None:
+    def test_a_hook_counts_with_what_it_was_made_with(self, model: Any) -> None:
         def steered(vector: Any, make: Callable[[Any], Any]) -> str:
             changed = copy.deepcopy(model)
             changed.model.layers[0].register_forward_hook(make(vector))
@@ -160,7 +160,7 @@ class TestH4OneValueMakesAnotherModel:
             assert steered(torch.ones(64), make) == found[-1]
         assert len(set(found)) == len(found)
 
-    def test_h4_which_weights_are_shared(self) -> None:
+    def test_which_weights_are_shared(self) -> None:
         """Of three layers two share their weights: the named parameters of both models are the same tensors."""
         found = []
         for first, second in ((0, 2), (1, 2), (0, 1)):
@@ -169,7 +169,7 @@ class TestH4OneValueMakesAnotherModel:
             found.append(identity(shared, SHAPE))
         assert len(set(found)) == 3
 
-    def test_h4_tied_weights_count_once_and_are_found_again(self) -> None:
+    def test_tied_weights_count_once_and_are_found_again(self) -> None:
         tied = tiny(tie_word_embeddings=True)
         assert tied.lm_head.weight is tied.model.embed_tokens.weight
         before = identity(tied, SHAPE)
@@ -178,11 +178,11 @@ class TestH4OneValueMakesAnotherModel:
         assert identity(tied, SHAPE) != before
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_h4_the_dtype_counts(self, model: Any, dtype: Any) -> None:
+    def test_the_dtype_counts(self, model: Any, dtype: Any) -> None:
         changed = copy.deepcopy(model).to(dtype)
         assert identity(changed, SHAPE) != identity(model, SHAPE)
 
-    def test_h4_the_layout_of_kv_and_the_software_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_layout_of_kv_and_the_software_count(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [identity(model, SHAPE), identity(model, KVShape(2, 2, 16, 32, torch.float32))]
         for module in (torch, transformers):
             with monkeypatch.context() as patch:
@@ -190,7 +190,7 @@ class TestH4OneValueMakesAnotherModel:
                 found.append(identity(model, SHAPE))
         assert len(set(found)) == len(found)
 
-    def test_h4_strided_weights_are_read_whole(self, model: Any) -> None:
+    def test_strided_weights_are_read_whole(self, model: Any) -> None:
         strided = copy.deepcopy(model)
         projection = strided.model.layers[0].self_attn.o_proj
         projection.weight.data = projection.weight.data.t().contiguous().t()
@@ -200,7 +200,7 @@ class TestH4OneValueMakesAnotherModel:
         projection.weight.data[63, 62] += 1
         assert identity(strided, SHAPE) != before
 
-    def test_h4_a_tensor_in_many_pieces(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_tensor_in_many_pieces(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hashing, "_PIECE_BYTES", 1000)
         before = identity(model, SHAPE)
         assert identity(model, SHAPE) == before
@@ -212,7 +212,7 @@ class TestH4OneValueMakesAnotherModel:
             weights[place] = kept
             assert found != before
 
-    def test_h4_nested_values_are_not_run_together(self, model: Any) -> None:
+    def test_nested_values_are_not_run_together(self, model: Any) -> None:
         found = []
         for value in ({"a": {}, "b": 1}, {"a": {"b": 1}}, ["a", ["b"]], [["a"], "b"], [], [[]], "1", 1, 1.0, True):
             changed = copy.deepcopy(model)
@@ -220,7 +220,7 @@ class TestH4OneValueMakesAnotherModel:
             found.append(identity(changed, SHAPE))
         assert len(set(found)) == len(found)
 
-    def test_h4_weights_that_are_not_in_memory_are_refused(self, model: Any) -> None:
+    def test_weights_that_are_not_in_memory_are_refused(self, model: Any) -> None:
         changed = copy.deepcopy(model)
         changed.model.norm.to("meta")
         with pytest.raises(ValueError, match="disk_path"):
@@ -260,7 +260,7 @@ class TestTheSameModelIsTheSame:
         TieredEngine(copy.deepcopy(model), settings=EngineSettings(device_tokens=256, host_bytes=0)).close()
 
 
-class TestH4OnTheDisk:
+class TestOnTheDisk:
     """As `e_identity.py` attacks it: another model with the first one's folder."""
 
     def answer(self, model: Any, disk: Path | None, document: list[int]) -> tuple[tuple[int, ...], int, dict[str, int]]:
@@ -274,7 +274,7 @@ class TestH4OnTheDisk:
             refused = {} if disk_stats is None else dict(disk_stats.refused)
             return completion.token_ids, completion.cached.disk, refused
 
-    def test_h4_one_row_of_the_embedding_between_the_samples(self, model: Any, tmp_path: Path) -> None:
+    def test_one_row_of_the_embedding_between_the_samples(self, model: Any, tmp_path: Path) -> None:
         other = copy.deepcopy(model)
         row = 1500
         other.get_input_embeddings().weight.data[row] = torch.randn(64, generator=torch.Generator().manual_seed(1))
@@ -288,7 +288,7 @@ class TestH4OnTheDisk:
         # What was there is still there.
         assert self.answer(model, tmp_path / "kv", document)[:2] == (mine, 150)
 
-    def test_h4_a_folder_from_before_is_refused_by_its_format(self, model: Any, tmp_path: Path) -> None:
+    def test_a_folder_from_before_is_refused_by_its_format(self, model: Any, tmp_path: Path) -> None:
         folder = tmp_path / "kv"
         folder.mkdir()
         note = {"format": 1, "identity": "0" * 32}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import cache_of, tiers_of
 from support.small_engine import BLOCK, Make, block_bytes, difference, tokens
 
 torch = pytest.importorskip("torch")
@@ -54,7 +55,7 @@ def taken(document: Sequence[int], start: int, *behind: Sequence[int]) -> Taken:
 
 def used_blocks(engine: TieredEngine) -> int:
     engine.clear_cache()
-    return engine._cache.pool.used_blocks
+    return cache_of(engine).pool.used_blocks
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 512])
@@ -141,7 +142,7 @@ def test_those_asked_for_most_often_come_first(building: Make) -> None:
     for documents in ([A, B], [C, B], [B, C]):
         ask(engine, *documents)
     built: list[bytes] = []
-    cache = engine._cache
+    cache = cache_of(engine)
     adopt = cache.adopt
 
     def recorded(content: bytes, *others: Any) -> bool:
@@ -214,8 +215,8 @@ def test_a_failure_is_counted_and_not_repeated(
 def test_what_is_not_numbers_is_not_kept(building: Make) -> None:
     engine = building()
     ask(engine, A, B)
-    cache, path = engine._cache, engine._validator.admit(0, prompt_of(SYSTEM, [A, B], QUESTION)).path
-    node = cache._tiers.nodes[path[2].key]
+    cache, path = cache_of(engine), engine._validator.admit(0, prompt_of(SYSTEM, [A, B], QUESTION)).path
+    node = tiers_of(cache).nodes[path[2].key]
     assert node.device is not None
     cache.pool.kv[node.device.blocks[-1]] = float("nan")
     idle(engine)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import copies_of, device_of, disk_of, host_of, leases_of, tiers_of
 from support.rings import examples
 
 torch = pytest.importorskip("torch")
@@ -245,32 +246,32 @@ PATH = st.sampled_from(PATHS)
 def references(cache: KnowledgeCache) -> tuple[Counter[int], Counter[int]]:
     """The references to blocks of device and host: nodes, leases, and running copies."""
     device, host = Counter[int](), Counter[int]()
-    for node in cache._tiers.nodes.values():
+    for node in tiers_of(cache).nodes.values():
         if node.device is not None:
             device.update(node.device.blocks)
         if node.host is not None:
             host.update(node.host.blocks)
-    for lease in cache._leases.values():
+    for lease in leases_of(cache).values():
         device.update(lease.block_table)
-    for copy in cache._copies._running:
+    for copy in copies_of(cache)._running:
         for pool, blocks, holds in (
             (copy.source, copy.source_blocks, copy.holds_source),
             (copy.target, copy.target_blocks, True),
         ):
             if holds:
-                (device if pool is cache.pool else host if pool is cache._host.pool else Counter()).update(blocks)
+                (device if pool is cache.pool else host if pool is host_of(cache).pool else Counter()).update(blocks)
     return device, host
 
 
 def check_accounts(cache: KnowledgeCache) -> None:
     """Every block is accounted for, and every tier knows what it holds."""
-    for tier, counted in zip((cache._device, cache._host), references(cache), strict=True):
+    for tier, counted in zip((device_of(cache), host_of(cache)), references(cache), strict=True):
         pool = tier.pool
         assert [pool.references(block) for block in range(pool.blocks)] == [counted[b] for b in range(pool.blocks)]
         nodes = [
             (node, place.blocks)
-            for node in cache._tiers.nodes.values()
-            if (place := node.device if tier is cache._device else node.host) is not None
+            for node in tiers_of(cache).nodes.values()
+            if (place := node.device if tier is device_of(cache) else node.host) is not None
         ]
         of_nodes = {block for _, blocks in nodes for block in blocks}
         assert tier.tier.used == len(of_nodes)
@@ -279,19 +280,19 @@ def check_accounts(cache: KnowledgeCache) -> None:
             entry = tier.tier.get(node.key)
             assert entry is not None and entry.parent == node.parent
             assert len(blocks) == len(SHAPE.covering(node.start, node.tokens))
-            if tier is cache._device:
+            if tier is device_of(cache):
                 assert node.device is not None
                 assert entry is node.device.entry and entry.size == node.device.size
         # What only copies hold whose source is being left will be free.
         staying = set(of_nodes)
-        if tier is cache._device:
-            staying |= {block for lease in cache._leases.values() for block in lease.block_table}
-        for copy in cache._copies._running:
+        if tier is device_of(cache):
+            staying |= {block for lease in leases_of(cache).values() for block in lease.block_table}
+        for copy in copies_of(cache)._running:
             if copy.target is pool:
                 staying |= set(copy.target_blocks)
             if copy.source is pool and not copy.leaving and copy.holds_source:
                 staying |= set(copy.source_blocks)
-        assert pool.used_blocks - len(staying) == cache._copies.leaving(pool)
+        assert pool.used_blocks - len(staying) == copies_of(cache).leaving(pool)
     stats = cache.stats()
     assert stats.device.used_bytes == cache.pool.used_bytes and stats.device.bytes <= stats.device.used_bytes
     assert stats.host.bytes <= stats.host.used_bytes <= stats.host.capacity_bytes
@@ -561,7 +562,7 @@ class TestWhatLeavesTheDevice:
         for _ in range(4):
             at.serve(A, B, C)
             at.empty_device()
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         stats = at.cache.stats()
         assert (stats.device.evicted, stats.host.received, stats.host.evicted) == (12, 3, 0)
         assert (stats.host.nodes, stats.host.tokens) == (3, 16)
@@ -570,7 +571,7 @@ class TestWhatLeavesTheDevice:
         at = engine(device_blocks=8, host_blocks=20, replicate_nodes=1)
         at.serve(A)
         at.serve(A)
-        (copy,) = at.cache._copies._transfers.waiting
+        (copy,) = copies_of(at.cache)._transfers.waiting
         lease = at.cache.acquire([])
         at.cache.extend(lease, 6 * BLOCK)
         assert not copy.done
@@ -579,7 +580,7 @@ class TestWhatLeavesTheDevice:
         assert copy.done
         at.cache.release(lease)
         stats = at.cache.stats()
-        assert (stats.device.evicted, stats.host.nodes, at.cache._copies._transfers.blocks) == (1, 1, 2)
+        assert (stats.device.evicted, stats.host.nodes, copies_of(at.cache)._transfers.blocks) == (1, 1, 2)
         assert at.serve(A) == (0, 8, 0)
 
     def test_goes_on_to_the_disk(self, engine: Made) -> None:
@@ -596,7 +597,7 @@ class TestWhatLeavesTheDevice:
         at.serve(A, B, C)
         at.empty_device()
         assert at.serve(A, B, C) == (0, 0, 16)
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         assert len(chunk_files(tmp_path)) == 3
 
     def test_is_gone_if_there_is_nothing_else(self, engine: Made) -> None:
@@ -617,8 +618,8 @@ class TestWhatLeavesTheDevice:
         at = engine(device_blocks=5, disk=PLENTY)
         at.serve(A, B, C)
         at.empty_device()
-        at.cache._disk.wait()
-        jobs = at.cache._disk._readers.waiting
+        disk_of(at.cache).wait()
+        jobs = disk_of(at.cache)._readers.waiting
         lease = at.cache.acquire(Request([A, B, C]).path)
         assert len(jobs) == 3
         assert not lease.ready
@@ -633,11 +634,11 @@ class TestWhatLeavesTheDevice:
         for documents in ([parent], [parent, child]):
             at.serve(*documents)
             at.empty_device()
-            at.cache._disk.wait()
+            disk_of(at.cache).wait()
         request = Request([parent, child])
         lease = at.acquire(request)
         assert lease.tokens_by_tier == (0, 1, 7)
-        at.cache._copies.wait()
+        copies_of(at.cache).wait()
         at.cache.poll()
         assert [copy.load is None for copy in lease.pinned] == [False, True]
         lease.wait()
@@ -651,7 +652,7 @@ class TestWhatLeavesTheDevice:
         assert not chunk_files(tmp_path)
         lease = at.cache.acquire(Request([A, B]).path)
         # The executor does jobs in order: only the reads, as if a thread of their own had done them.
-        jobs = at.cache._disk._readers.waiting
+        jobs = disk_of(at.cache)._readers.waiting
         writes = [jobs.popleft() for _ in range(len(jobs) - 2)]
         lease.wait()
         assert lease.tokens_by_tier == (0, 0, 11)
@@ -665,7 +666,7 @@ class TestWhatLeavesTheDevice:
         at = engine(device_blocks=5, disk=PLENTY)
         at.serve(A, B, C)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         assert at.serve(A, B, C) == (0, 0, 16)
 
     def test_a_write_that_ends_just_now_holds_no_blocks(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,8 +684,8 @@ class TestWhatLeavesTheDevice:
         at.serve(A, B)
         lease = at.cache.acquire([])
         at.cache.extend(lease, 3 * BLOCK)
-        disk = at.cache._disk
-        assert disk is not None and [node.tokens for node in at.cache._tiers.nodes.values()] == [8]
+        disk = disk_of(at.cache)
+        assert disk is not None and [node.tokens for node in tiers_of(at.cache).nodes.values()] == [8]
         assert disk.copying(Request([A]).path[0].key) is not None
         look = disk.poll
 
@@ -766,7 +767,7 @@ class TestAFailingDisk:
         at = engine(device_blocks=5, disk=PLENTY)
         at.serve(A, B, C)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         return at
 
     def path_of(self, at: Engine, tmp_path: Path, documents: Sequence[Sequence[int]]) -> Path:
@@ -824,7 +825,7 @@ class TestAFailingDisk:
             patch.setattr(os, "writev", full)
             for documents in PATHS * 2:
                 at.serve(*documents)
-            at.cache._disk.wait()
+            disk_of(at.cache).wait()
         refused = at.cache.stats().disk.refused
         assert refused["write_ENOSPC"] == 3
         assert refused["paused"] > 0
@@ -847,7 +848,7 @@ class TestAFailingDisk:
         at = engine(device_blocks=5, disk=DiskSettings(tmp_path / "disk", PLENTY, backlog_bytes=room))
         at.serve(A, B, C)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         # C's 2 blocks and B's, and no room for A's.
         assert at.cache.stats().disk.refused == {"backlog": 1}
         assert len(chunk_files(tmp_path)) == 2
@@ -878,7 +879,7 @@ class TestRoom:
         at.acquire(running)
         at.schedule(running)
         at.step()
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         before = at.cache.stats()
         with pytest.raises(OutOfBlocksError):
             at.cache.acquire(Request([A, B, C]).path)
@@ -923,7 +924,7 @@ class TestRoom:
         parent, between, grandchild = A, [60, 61, 62, 63, 64, 65], [70, 71, 72, 73]
         at.serve(parent, between, grandchild)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         made, make = 0, BlockPool._make
 
         def second_fails(pool: BlockPool, blocks: int) -> Any:
@@ -939,8 +940,8 @@ class TestRoom:
             lease.wait()
         assert lease.tokens_by_tier == (0, 0, 8)
         at.cache.release(lease)
-        at.cache._tiers.drain()
-        assert [node.tokens for node in at.cache._tiers.nodes.values()] == [8, 4]
+        tiers_of(at.cache).drain()
+        assert [node.tokens for node in tiers_of(at.cache).nodes.values()] == [8, 4]
         at.cache.resize(device_blocks=5)
         assert at.serve(parent, between, grandchild).total == 14
         assert at.serve(parent) == (8, 0, 0)
@@ -953,7 +954,7 @@ class TestRoom:
         parent, between = [50] * 7, [60, 61, 62, 63, 64, 65]
         at.serve(parent, between)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         # Holds the parent's last block, so that the request copies it.
         other, request = Request([parent]), Request([parent, between, [70, 71, 72, 73]])
         at.acquire(other).wait()
@@ -968,7 +969,7 @@ class TestRoom:
             at.cache.prefetch(Request([parent, between]).path)
             at.schedule(request, 13)
             at.step()
-            at.cache._tiers.drain()
+            tiers_of(at.cache).drain()
         assert [copy.resident for copy in request.lease.pinned] == [True, False]
         at.schedule(request)
         at.step()
@@ -987,10 +988,10 @@ class TestRoom:
         at = engine(device_blocks=4, disk=PLENTY, policy="lru")
         at.serve(F, D)
         at.empty_device()
-        at.cache._disk.wait()
+        disk_of(at.cache).wait()
         request = Request([F, D, B], [1])
         at.acquire(Request([F])).wait()
-        at.cache.release(next(iter(at.cache._leases.values())))
+        at.cache.release(next(iter(leases_of(at.cache).values())))
 
         def fails(pool: BlockPool, blocks: int) -> Any:
             raise MemoryError
@@ -1001,11 +1002,11 @@ class TestRoom:
             at.cache.prefetch(Request([F, D]).path)
             at.schedule(request, 3)
             at.step()
-            at.cache._tiers.drain()
+            tiers_of(at.cache).drain()
         at.schedule(request)
         at.step()
         at.release(request)
-        assert [node.tokens for node in at.cache._tiers.nodes.values()] == [2, 3]
+        assert [node.tokens for node in tiers_of(at.cache).nodes.values()] == [2, 3]
         assert at.cache.pool.used_blocks == 2
         lease = at.cache.acquire([])
         at.cache.extend(lease, 3 * BLOCK)
@@ -1038,7 +1039,7 @@ class TestPrefetch:
             check_accounts(at.cache)
         for each in awaited:
             at.cache.settle(each)
-        assert not len(at.cache._tiers.awaited)
+        assert not len(tiers_of(at.cache).awaited)
 
     def test_prefetching_loads_for_any_request(self, engine: Made) -> None:
         at = engine(device_blocks=9, host_blocks=20)
@@ -1047,7 +1048,7 @@ class TestPrefetch:
         at.serve(F, F, F, F, F, F, F, F, F)
         at.cache.prefetch(Request([A, B, C]).path)
         assert at.cache.stats().loads > 0
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         loaded = at.cache.stats().device.received
         assert loaded > 0
         lease = at.acquire(request := Request([A, B, C]))
@@ -1068,15 +1069,15 @@ class TestPrefetch:
         at.schedule(running)
         at.step()
         at.cache.prefetch(Request([A, B]).path)
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         ahead = {
-            node.key for node in at.cache._tiers.nodes.values() if node.device is not None and node.device.prefetched
+            node.key for node in tiers_of(at.cache).nodes.values() if node.device is not None and node.device.prefetched
         }
         assert ahead
         for other in ([B, E], [E, A], [A, B]):
             at.cache.prefetch(Request(other).path)
-            at.cache._tiers.drain()
-            assert all(at.cache._tiers.nodes[key].device is not None for key in ahead)
+            tiers_of(at.cache).drain()
+            assert all(tiers_of(at.cache).nodes[key].device is not None for key in ahead)
         at.schedule(running)
         at.step()
 
@@ -1110,7 +1111,7 @@ class TestPolicies:
         at.serve(A, C)
         at.serve(A, C)
         a, c = (segment.key for segment in Request([A, C]).path)
-        tier = at.cache._device.tier
+        tier = device_of(at.cache).tier
         assert (tier.get(a).frequency, tier.get(a).misses, tier.get(a).cost) == (3, 1, self.PROFILE.cost(0, 9))
         # 13 tokens and a question of one, of which 8 were cached.
         assert (tier.get(c).frequency, tier.get(c).misses, tier.get(c).cost) == (2, 1, self.PROFILE.cost(8, 6))
@@ -1121,7 +1122,7 @@ class TestPolicies:
             at.serve(A)
         at.empty_device()
         (key,) = (segment.key for segment in Request([A]).path)
-        assert at.cache._host.tier.get(key).frequency == 3
+        assert host_of(at.cache).tier.get(key).frequency == 3
 
     def test_the_least_recently_used_goes_first(self, engine: Made) -> None:
         at = engine(device_blocks=7, policy="lru")
@@ -1141,9 +1142,9 @@ class TestPolicies:
 
 def replicas(at: Made) -> list[Any]:
     """Nodes that are kept in the host, because they are used most."""
-    tiers = at.cache._tiers
+    tiers = tiers_of(at.cache)
     tiers.drain()
-    return [node for node in tiers.nodes.values() if node.host and at.cache._host.tier.get(node.key).pins]
+    return [node for node in tiers.nodes.values() if node.host and host_of(at.cache).tier.get(node.key).pins]
 
 
 class TestWhatIsUsedMost:
@@ -1153,7 +1154,7 @@ class TestWhatIsUsedMost:
             at.serve(A, B, C)
             at.serve(A, B, D)
         at.serve(E, F)
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         assert at.cache.stats().device.evicted == 0
         assert (at.cache.stats().host.nodes, at.cache.stats().host.tokens) == (2, 11)
         at.cache.forget_device()
@@ -1221,14 +1222,14 @@ class TestADeviceThatFails:
         arrived, leaving = Request([A, B]).path, Request([E]).path
         at.serve(A, B)
         at.empty_device()
-        at.cache._tiers.drain()
-        if at.cache._disk is not None:
-            at.cache._disk.wait()
+        tiers_of(at.cache).drain()
+        if disk_of(at.cache) is not None:
+            disk_of(at.cache).wait()
         before = at.cache.find(arrived)
         assert before.total == sum(segment.tokens for segment in arrived)
         at.serve(E)
         at.empty_device()
-        assert len(at.cache._copies) and at.cache.find(leaving).total
+        assert len(copies_of(at.cache)) and at.cache.find(leaving).total
         at.cache.pool.kv.fill_(float("nan"))
         at.cache.forget_device()
         assert at.cache.find(leaving).total == 0
@@ -1279,10 +1280,10 @@ class TestPoolsThatChange:
         for _ in range(3):
             at.serve(A)
         at.cache.poll()
-        at.cache._tiers.drain()
-        assert at.cache._host.pool.used_blocks == 2
+        tiers_of(at.cache).drain()
+        assert host_of(at.cache).pool.used_blocks == 2
         at.cache.resize(host_blocks=1)
-        assert at.cache._host.pool.used_blocks == 0
+        assert host_of(at.cache).pool.used_blocks == 0
         assert at.serve(A) == (8, 0, 0)
         check_accounts(at.cache)
 
@@ -1302,11 +1303,11 @@ class TestPoolsThatChange:
         at.serve(E)
         at.serve(A)
         key = Request([A]).path[0].key
-        at.cache._device.tier.pin(key)
-        before = at.cache._tiers.nodes[key].device.blocks
+        device_of(at.cache).tier.pin(key)
+        before = tiers_of(at.cache).nodes[key].device.blocks
         at.cache.replace_device(2)
-        assert at.cache._tiers.nodes[key].device.blocks == [0, 1] != before
-        at.cache._device.tier.unpin(key)
+        assert tiers_of(at.cache).nodes[key].device.blocks == [0, 1] != before
+        device_of(at.cache).tier.unpin(key)
         at.cache.resize(device_blocks=12)
         assert at.serve(A) == (8, 0, 0)
         check_accounts(at.cache)
@@ -1465,7 +1466,7 @@ class TestAllAtOnce:
         assert found == (stats.device.hit_tokens, stats.host.hit_tokens, stats.disk.hit_tokens)
         assert all(found)
         assert stats.requests == 300 and stats.leases == 0
-        at.cache._tiers.drain()
+        tiers_of(at.cache).drain()
         check_accounts(at.cache)
 
     @pytest.mark.parametrize(
@@ -1548,7 +1549,7 @@ class Machine(RuleBasedStateMachine):
         try:
             lease = self.engine.acquire(request)
         except OutOfBlocksError:
-            assert self.cache._leases, "nobody holds anything, and there is no room"
+            assert leases_of(self.cache), "nobody holds anything, and there is no room"
             return
         assert lease.cached_tokens <= request.document_tokens
         self.requests.append(request)
@@ -1582,7 +1583,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.engine.schedule(request, least + int(share * (len(request.tokens) - least)))
         except OutOfBlocksError:
-            if len(self.cache._leases) == 1:
+            if len(leases_of(self.cache)) == 1:
                 # Without what others had of its path, which it has itself, there is room.
                 assert request.lease.started
                 self.engine.release(request)
@@ -1616,9 +1617,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(path=PATH)
     def prefetch(self, path: list[list[int]]) -> None:
-        pinned = {copy.node.key for lease in self.cache._leases.values() for copy in lease.pinned if copy.resident}
+        pinned = {copy.node.key for lease in leases_of(self.cache).values() for copy in lease.pinned if copy.resident}
         self.cache.prefetch(Request(path).path)
-        assert all(self.cache._tiers.nodes[key].device is not None for key in pinned)
+        assert all(tiers_of(self.cache).nodes[key].device is not None for key in pinned)
 
     @rule(copies=st.integers(0, 3), jobs=st.integers(0, 3), polls=st.booleans())
     def time_passes(self, copies: int, jobs: int, polls: bool) -> None:
@@ -1642,7 +1643,7 @@ class Machine(RuleBasedStateMachine):
     def purge(self, path: list[list[int]]) -> None:
         key = Request(path).path[-1].key
         self.cache.purge([key])
-        assert not self.cache._tiers.holds(key)
+        assert not tiers_of(self.cache).holds(key)
 
     @precondition(lambda self: not self.engine.scheduled)
     @rule()
@@ -1669,12 +1670,12 @@ class Machine(RuleBasedStateMachine):
         try:
             self.cache.resize(device_blocks=device)
         except OutOfBlocksError:
-            assert self.cache._leases, "nothing is in use, and the pool cannot be smaller"
+            assert leases_of(self.cache), "nothing is in use, and the pool cannot be smaller"
             device = before
         assert self.cache.pool.blocks == device
         if host is not None:
             self.cache.resize(host_blocks=host)
-            assert self.cache._host.pool.blocks == host
+            assert host_of(self.cache).pool.blocks == host
         for request in self.idle():
             if request.lease.ready:
                 self.engine.check(request, request.computed or request.lease.cached_tokens)
@@ -1690,7 +1691,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(path=PATH)
     def alone_a_request_can_have_all_blocks(self, path: list[list[int]]) -> None:
-        if self.cache._leases:
+        if leases_of(self.cache):
             return
         request = Request(path)
         most = self.cache.pool.blocks * BLOCK
@@ -1713,7 +1714,7 @@ class Machine(RuleBasedStateMachine):
             for request in self.idle():
                 self.engine.release(request)
             self.cache.clear()
-            assert not self.cache.pool.used_blocks and not self.cache._host.pool.used_blocks
+            assert not self.cache.pool.used_blocks and not host_of(self.cache).pool.used_blocks
             self.cache.close()
         shutil.rmtree(self.folder)
 

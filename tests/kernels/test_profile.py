@@ -522,6 +522,7 @@ class TestTheCommand:
         pytest.importorskip("vllm")
         assert "Error: " in refusal("--model", tmp_path, "-o", tmp_path / "p.json")
 
+    @pytest.mark.slow
     @pytest.mark.vllm
     def test_measures_a_real_server(self, vllm_server: Any, tmp_path: Path) -> None:
         path = tmp_path / "profile.json"

@@ -23,7 +23,7 @@ from ragorder.eval.data.corpora import Corpus, load_folder, load_pydocs
 from ragorder.kernels.engine import Completion, EngineSettings, Request, Sampling, TieredEngine
 
 # A machine without bfloat16 in its processor takes minutes, and a busy one longer.
-pytestmark = [pytest.mark.merge, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NQOPEN = Path(__file__).parents[2].parent / "shared" / "data" / "nqopen"
 BLOCK = 16

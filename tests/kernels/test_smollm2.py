@@ -173,7 +173,6 @@ class TestConversion:
 
 
 @pytest.mark.slow
-@pytest.mark.merge
 @pytest.mark.timeout(3600)
 def test_it_is_served_and_knows_what_its_documents_say(smollm2_folder: Path) -> None:
     openai = pytest.importorskip("openai")

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import pytest
 from support.families import FAMILIES, VOCABULARY, family, make_model
+from support.inside import cache_of, runner_of, scheduler_of, streamer_of
 from support.rings import grid
 from support.streamed import STEP, TOKENS, room_for, saved, streaming, whole
 
@@ -171,7 +172,7 @@ class TestAnswers:
         folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
         expected = answers(folder, (0, 50))
         with TieredEngine.load(folder, streaming(folder, 3)) as engine:
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             streamer._in_place = False
             for seed, completions, layers in zip((0, 50), expected, ((1, 4), (0, 6)), strict=True):
@@ -185,7 +186,7 @@ class TestStream:
     def test_reads_each_layer_once_a_step_and_ahead_of_its_use(self, tmp_path: Path) -> None:
         folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
         with TieredEngine.load(folder, streaming(folder, 3, verify=False)) as engine:
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             streamer.room = None
             engine.move_layers(Residency.spread(6, 0))
@@ -203,7 +204,7 @@ class TestStream:
         """Few slots in prefill, many in decoding (RAGDoll 4.3)."""
         folder = saved(model_of("llama", num_hidden_layers=12, hidden_size=32, head_dim=8), tmp_path / "model")
         with TieredEngine.load(folder, streaming(folder, 3, verify=False)) as engine:
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             size = streamer.store.slot_bytes
             streamer.room = lambda count: (2 if count > 8 else 7) * size
@@ -235,7 +236,7 @@ class TestStream:
         with TieredEngine.load(other, streaming(other, 2, **disk)) as engine:
             [found] = engine.generate([request])
             assert found.cached.total == 0
-            store = engine._streamer.store
+            store = streamer_of(engine).store
             stored = dict(store.parameters("model.layers"))
             assert identity(engine._model.model, engine._model.shape, stored) != name
 
@@ -300,7 +301,7 @@ class TestFaults:
         assert again[0].cached.device == 71
 
     def test_of_a_file_that_is_cut_short_name_it(self, engine: TieredEngine) -> None:
-        streamer = engine._streamer
+        streamer = streamer_of(engine)
         assert streamer is not None
         file = next(iter(streamer.store.checkpoint.entries.values())).file
         whole_file = file.read_bytes()
@@ -342,13 +343,13 @@ class TestPoolsAndRelief:
                     assert each.logits is not None and other.logits is not None
                     assert float((each.logits - other.logits).abs().max()) <= 1e-4
             assert refused
-            assert engine.device_tokens == engine._cache.pool.blocks * 16
+            assert engine.device_tokens == cache_of(engine).pool.blocks * 16
 
     @pytest.mark.parametrize("unfinished", [False, True], ids=["idle", "while requests run"])
     def test_a_placement_moves_layers_and_pools_and_changes_no_answer(self, folder: Path, unfinished: bool) -> None:
         expected = answers(folder, (0, 0))[0]
         with TieredEngine.load(folder, streaming(folder, 5, device_bytes=room_for(folder, 8))) as engine:
-            token, block = engine._cache.shape.block_bytes // 16, engine._cache.shape.block_bytes
+            token, block = cache_of(engine).shape.block_bytes // 16, cache_of(engine).shape.block_bytes
             for device, host, tokens_ in ((1, 2, 4096), (4, 0, 512), (0, 0, 512)):
                 ids = [engine.add(request) for request in requests()] if unfinished else []
                 if unfinished:
@@ -383,7 +384,7 @@ class TestPoolsAndRelief:
         expected = answers(folder, (0, 0))
         settings = streaming(folder, 5, max_batch_tokens=4 * STEP, host_bytes="1MiB", device_bytes=room_for(folder, 8))
         with TieredEngine.load(folder, settings) as engine:
-            streamer, scheduler = engine._streamer, engine._scheduler
+            streamer, scheduler = streamer_of(engine), scheduler_of(engine)
             assert streamer is not None
             ids = [engine.add(request) for request in requests()]
             engine.step()
@@ -413,7 +414,7 @@ class TestPoolsAndRelief:
     def test_layers_make_way_for_a_request_without_blocks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = answers(folder, (0,))
         with TieredEngine.load(folder, streaming(folder, 6)) as engine:
-            plan = engine._scheduler.plan
+            plan = scheduler_of(engine).plan
             planned = 0
 
             def without_blocks() -> Any:
@@ -423,8 +424,8 @@ class TestPoolsAndRelief:
                     raise OutOfBlocksError("none")
                 return plan()
 
-            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
-            before, streamer = engine.device_tokens, engine._streamer
+            monkeypatch.setattr(scheduler_of(engine), "plan", without_blocks)
+            before, streamer = engine.device_tokens, streamer_of(engine)
             assert streamer is not None
             kept = streamer.stats.device_layers
             found = engine.generate(requests())
@@ -442,7 +443,7 @@ class TestPoolsAndRelief:
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
             assert engine.stats().stream.slots == 3  # type: ignore[union-attr]
             assert engine.move_layers(Residency.spread(6, 6)).count(Place.DEVICE) == 6
-            plan = engine._scheduler.plan
+            plan = scheduler_of(engine).plan
             planned = 0
 
             def without_blocks() -> Any:
@@ -452,7 +453,7 @@ class TestPoolsAndRelief:
                     raise OutOfBlocksError("none")
                 return plan()
 
-            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
+            monkeypatch.setattr(scheduler_of(engine), "plan", without_blocks)
             check_same(engine.generate(requests()), expected[0])
             assert engine.device_tokens == TOKENS
             assert engine.stats().stream.disk_layers == 1  # type: ignore[union-attr]
@@ -461,7 +462,7 @@ class TestPoolsAndRelief:
         expected = answers(folder, range(0, 400, 100))
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             placed = streamer.residency
             assert placed.count(Place.DEVICE) == 2 and streamer.slots == 3
@@ -483,7 +484,7 @@ class TestPoolsAndRelief:
     def test_layers_stay_where_they_were_moved_to(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             assert streamer.residency.count(Place.DEVICE) == 2
             for wanted in (Residency.spread(6, 0), Residency.spread(6, 1)):
@@ -510,7 +511,7 @@ class TestPoolsAndRelief:
                     engine.resize(**wrong)
                 stats = engine.stats().cache
                 assert (engine.device_tokens, stats.host.capacity_bytes) == (TOKENS, host)
-                assert stats.device.capacity_bytes == engine._cache.shape.block_bytes * TOKENS // 16
+                assert stats.device.capacity_bytes == cache_of(engine).shape.block_bytes * TOKENS // 16
             check_same(engine.generate(requests()), expected[0])
             [long] = engine.generate([ask([], tokens(500, 9))])
             assert long.finish_reason == "length", long.error
@@ -520,7 +521,7 @@ class TestPoolsAndRelief:
     ) -> None:
         """Its ValueError about the pool of nothing that there was before concealed what was missing."""
         with TieredEngine.load(folder, whole(host_bytes=1 << 20)) as engine:
-            pool, make = engine._cache.pool, BlockPool._make
+            pool, make = cache_of(engine).pool, BlockPool._make
 
             def none(each: BlockPool, blocks: int) -> Any:
                 if blocks:
@@ -529,7 +530,7 @@ class TestPoolsAndRelief:
 
             with monkeypatch.context() as short, pytest.raises(MemoryError, match="taken"):
                 short.setattr(BlockPool, "_make", none)
-                engine._cache.replace_device(4)
+                cache_of(engine).replace_device(4)
             assert pool.blocks == 0
             with pytest.raises(MemoryError, match="no room"):
                 engine.resize(device_tokens=128, host_bytes=1 << 60)
@@ -558,7 +559,7 @@ class TestPoolsAndRelief:
                 attempts += 1
                 raise RuntimeError("CUDA error: unknown")
 
-            monkeypatch.setattr(engine._streamer, "regain", broken)
+            monkeypatch.setattr(streamer_of(engine), "regain", broken)
             check_same(engine.generate(requests()), expected[0])
             assert attempts
 
@@ -566,18 +567,18 @@ class TestPoolsAndRelief:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
-            compute = engine._runner.compute
+            compute = runner_of(engine).compute
 
             def short(chunks: Any) -> Any:
                 if any(len(chunk.sequence.tokens) > 60 for chunk in chunks):
                     raise torch.OutOfMemoryError("x")
                 return compute(chunks)
 
-            monkeypatch.setattr(engine._runner, "compute", short)
+            monkeypatch.setattr(runner_of(engine), "compute", short)
             asked = [ask([], tokens(count, count)) for count in (20, 70, 30)]
             reasons = [each.finish_reason for each in engine.generate(asked)]
             assert reasons == ["length", "error", "length"]
-            streamer = engine._streamer
+            streamer = streamer_of(engine)
             assert streamer is not None
             assert streamer.slots == 1 and len(streamer.streamed) == 6
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.families import VOCABULARY, make_model
+from support.inside import cache_of, host_of, leases_of, scheduler_of, streamer_of, tiers_of
 from support.rings import length
 from support.streamed import TOKENS, room_for, saved, streaming, whole
 
@@ -55,7 +56,7 @@ class Faults:
 
     def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
         preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, feeder.mmap, BlockPool._make
-        plan = engine._scheduler.plan
+        plan = scheduler_of(engine).plan
 
         def reading(*arguments: Any) -> int:
             if self.due("read of a layer", 0.006):
@@ -103,7 +104,7 @@ class Faults:
             patch(os, name, call)
         patch(feeder, "mmap", mapping)
         patch(BlockPool, "_make", making)
-        patch(engine._scheduler, "plan", planning)
+        patch(scheduler_of(engine), "plan", planning)
         patch(runner, "choose", choosing)
         for layer in decoder_layers(engine._model.model)[1]:
             layer.mlp.register_forward_pre_hook(computing)
@@ -111,11 +112,11 @@ class Faults:
 
 def kv_of(engine: TieredEngine) -> dict[bytes, list[Any]]:
     """The KV of each node in memory, its own tokens alone, on the device and in the host."""
-    cache, found = engine._cache, {}
-    cache._tiers.drain()
-    for node in cache._tiers.nodes.values():
+    cache, found = cache_of(engine), {}
+    tiers_of(cache).drain()
+    for node in tiers_of(cache).nodes.values():
         first = node.start % cache.shape.block_size
-        copies = [(cache.pool, node.device), (cache._host.pool, node.host)]
+        copies = [(cache.pool, node.device), (host_of(cache).pool, node.host)]
         rows = [pool.kv[copy.blocks].movedim(3, 1).flatten(0, 1) for pool, copy in copies if copy is not None]
         found[node.key] = [each[first : first + node.tokens] for each in rows]
     return found
@@ -171,7 +172,7 @@ def test_ten_thousand_failures(
     while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
     errors that name memory or the disk, and each comes once. Whatever documents have KV, it is the whole model's."""
     failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
-    streamer = engine._streamer
+    streamer = streamer_of(engine)
     assert streamer is not None
     engine.move_layers(Residency.spread(LAYERS, 0))
     streamer._in_place = in_place
@@ -224,7 +225,7 @@ def test_ten_thousand_failures(
         while engine.has_unfinished:
             step()
         assert asked.keys() == ended.keys()
-        assert not engine._cache._leases
+        assert not leases_of(cache_of(engine))
         for key, copies in kv_of(engine).items():
             for rows in copies:
                 torch.testing.assert_close(rows, requests.kv[key], rtol=1e-4, atol=1e-5)
@@ -248,4 +249,4 @@ def test_ten_thousand_failures(
     for completion, expected in zip(engine.generate(requests.kinds), requests.expected, strict=True):
         assert completion.token_ids == expected
     engine.clear_cache()
-    assert engine._cache.pool.used_blocks == engine._cache._host.pool.used_blocks == 0
+    assert cache_of(engine).pool.used_blocks == host_of(cache_of(engine)).pool.used_blocks == 0

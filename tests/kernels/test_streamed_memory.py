@@ -142,7 +142,7 @@ engine.close()
 """
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 class TestLessMemoryThanAsked:
     @pytest.fixture(scope="class")

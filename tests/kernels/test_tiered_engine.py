@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.inside import cache_of, runner_of, scheduler_of
 from support.small_engine import (
     BLOCK,
     VOCABULARY,
@@ -50,7 +51,7 @@ from ragorder.kernels.paging.transfers import ThreadTransfers
 def used_blocks(engine: TieredEngine) -> int:
     """Blocks that are taken although nothing is cached: 0, or something was not given back."""
     engine.clear_cache()
-    return engine._cache.pool.used_blocks
+    return cache_of(engine).pool.used_blocks
 
 
 def hold_loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -60,7 +61,7 @@ def hold_loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> threadi
 
     def held(transfers: Any, source: Any, source_blocks: Any, target: Any, target_blocks: Any) -> Any:
         transfer = start(transfers, source, source_blocks, target, target_blocks)
-        if target is not engine._cache.pool:
+        if target is not cache_of(engine).pool:
             return transfer
         return Held(transfer, gate)
 
@@ -755,16 +756,16 @@ class TestFailures:
         shared = tokens(40, 1)
         failing = [engine.add(ask([shared], tokens(9, seed), max_tokens=3)) for seed in range(2)]
         waiting = engine.add(ask([shared], tokens(9, 5), max_tokens=3))
-        forward = engine._runner.forward
+        forward = runner_of(engine).forward
 
         def broken(*arguments: Any) -> Any:
             forward(*arguments)
             raise ValueError("SECRET OF A PROMPT")
 
-        engine._runner.forward = broken
+        runner_of(engine).forward = broken
         with caplog.at_level(logging.DEBUG, "ragorder"):
             updates = engine.step()
-        engine._runner.forward = forward
+        runner_of(engine).forward = forward
         assert [update.request_id for update in updates] == failing
         for update in updates:
             assert update.completion is not None
@@ -793,7 +794,7 @@ class TestFailures:
             raise MemoryError("SECRET")
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine._cache, "extend", no_memory)
+            patched.setattr(cache_of(engine), "extend", no_memory)
             done = run(engine)
         assert {request_id: each.finish_reason for request_id, each in done.items()} == {running: "error", new: "error"}
         assert all("could not be planned (MemoryError" in (each.error or "") for each in done.values())
@@ -805,15 +806,15 @@ class TestFailures:
     def test_an_interrupt_leaves_an_engine_that_works(self, make: Make, plain: Any) -> None:
         engine = make()
         request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=3)
-        forward = engine._runner.forward
+        forward = runner_of(engine).forward
 
         def interrupted(*_: Any) -> Any:
             raise KeyboardInterrupt
 
-        engine._runner.forward = interrupted
+        runner_of(engine).forward = interrupted
         with pytest.raises(KeyboardInterrupt):
             engine.generate([request])
-        engine._runner.forward = forward
+        runner_of(engine).forward = forward
         assert not engine.has_unfinished
         [completion] = engine.generate([request])
         assert completion.cached.total == 0
@@ -822,16 +823,16 @@ class TestFailures:
     def test_logits_that_are_no_numbers_end_the_request_and_poison_nothing(self, make: Make, plain: Any) -> None:
         engine = make()
         bad, good = ask([tokens(40, 1)], tokens(9, 2)), ask([tokens(41, 3)], tokens(9, 4))
-        forward = engine._runner.forward
+        forward = runner_of(engine).forward
 
         def poisoned(*arguments: Any) -> Any:
             logits = forward(*arguments).clone()
             logits[0] = math.nan
             return logits
 
-        engine._runner.forward = poisoned
+        runner_of(engine).forward = poisoned
         failed, served = engine.generate([bad, good])
-        engine._runner.forward = forward
+        runner_of(engine).forward = forward
         assert failed.finish_reason == "error"
         assert "NaN or inf" in (failed.error or "")
         assert difference(served, plain, good) <= 1e-4
@@ -844,7 +845,7 @@ class TestFailures:
         engine = make(max_batch_tokens=64)
         known, first, second, other = (tokens(length, seed) for length, seed in ((40, 1), (30, 2), (100, 3), (10, 4)))
         engine.generate([ask([known], [1, 2])])
-        forward = engine._runner.forward
+        forward = runner_of(engine).forward
         answers = 0
 
         def poisoned(*arguments: Any) -> Any:
@@ -856,14 +857,14 @@ class TestFailures:
                     logits[0] = math.nan
             return logits
 
-        engine._runner.forward = poisoned
+        runner_of(engine).forward = poisoned
         bad, behind = ask([known, first, second], tokens(9, 5)), ask([known, first, other], tokens(9, 6))
         numbers = [engine.add(bad)]
         engine.step()
         numbers.append(engine.add(behind))
         done = run(engine)
         failed, served = (done[number] for number in numbers)
-        engine._runner.forward = forward
+        runner_of(engine).forward = forward
         assert "NaN or inf" in (failed.error or "")
         # In the step of the bad logits it was computed behind a document of theirs.
         assert served.cached.total == len(known) + len(first)
@@ -880,11 +881,11 @@ class TestFailures:
         engine.add(request)
         for _ in range(3):
             engine.step()
-        scheduler = engine._scheduler
+        scheduler = scheduler_of(engine)
         scheduler._preempt(scheduler.running[0])
         assert engine.stats().cache.device.nodes == 1
-        forward = engine._runner.forward
-        engine._runner.forward = lambda *arguments: torch.full_like(forward(*arguments), math.nan)
+        forward = runner_of(engine).forward
+        runner_of(engine).forward = lambda *arguments: torch.full_like(forward(*arguments), math.nan)
         [failed] = run(engine).values()
         assert failed.cached.total == 0 and "NaN or inf" in (failed.error or "")
         assert engine.stats().cache.device.nodes == 0
@@ -1055,7 +1056,7 @@ class TestLoading:
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
         for dtype, expected in ((None, torch.bfloat16), ("float32", torch.float32)):
             with TieredEngine.load(folder, EngineSettings(device_tokens=512, host_bytes=0, dtype=dtype)) as engine:
-                assert engine._cache.pool.kv.dtype is expected
+                assert cache_of(engine).pool.kv.dtype is expected
                 assert engine.generate([ask([tokens(40, 1)], tokens(9, 2))])[0].finish_reason == "length"
 
     def test_without_device_tokens_the_pool_holds_four_prompts_on_a_cpu(self, make: Make) -> None:

@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +20,10 @@ from support.rings import examples, grid, length
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.common.vectors import clustered
-from ragorder.pipelining import ContinuousIVF, Stage, staged_retrieval
+from support.ivf import FLAVOURS, IP, L2, METRICS, D, assert_same, build, tied, tied_index
+from support.ivf import clustered as vectors
+
+from ragorder.pipelining import ContinuousIVF, staged_retrieval
 from ragorder.pipelining.search import Budget, History, SearchHandle
 from ragorder.pipelining.search.continuous import fill
 from ragorder.pipelining.search.costs import ClusterCosts, PieceLimit
@@ -29,63 +31,18 @@ from ragorder.pipelining.search.request import PastSearch, SearchRequest
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-D, N = 16, 2000
-L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
-METRICS = {"L2": L2, "inner product": IP}
-FLAVOURS = [
-    "IVF24,Flat",
-    "IVF24,PQ4x4",
-    "IVF24,SQ8",
-    "IVF24,SQfp16",
-    "IVF24,RaBitQ",
-    "IVF24_HNSW8,Flat",
-    "PCA8,IVF24,Flat",
-]
+N = 2000
 SMALL_PIECES = 1e-12
 """An overhead of a piece, in seconds, at which every piece is one cluster."""
-
-
-def vectors(count: int, seed: int) -> Any:
-    return clustered(count, D, clusters=60, seed=seed)
-
-
-def tied(count: int, seed: int) -> Any:
-    """Vectors of few small integers, many of them twice: most distances occur again and again."""
-    found = np.random.default_rng(seed).integers(0, 3, (count, D)).astype(np.float32)
-    found[count // 2 :] = found[: count - count // 2]
-    return found
-
-
-def build(description: str, metric: int = L2, stored: Any = None) -> Any:
-    stored = vectors(N, 0) if stored is None else stored
-    index = faiss.index_factory(D, description, metric)
-    index.train(stored)
-    index.add(stored)
-    return index
 
 
 def pieces(overhead_s: float = SMALL_PIECES) -> Budget:
     return Budget(overhead_s)
 
 
-def assert_same(found: Stage, searched: tuple[Any, Any], row: int | None = None) -> None:
-    distances, ids = searched if row is None else (array[row : row + 1] for array in searched)
-    np.testing.assert_array_equal(found.distances, distances)
-    np.testing.assert_array_equal(found.ids, ids)
-
-
 def advance_all(search: ContinuousIVF) -> int:
     """How many pieces were left."""
     return sum(1 for _ in iter(search.advance, False))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +131,7 @@ class TestTheResultIsThatOfFaiss:
         seed: int,
     ) -> None:
         rng = np.random.default_rng(seed)
-        quantizer = faiss.IndexFlat(3, metric)
-        quantizer.add(rng.integers(0, levels, (nlist, 3)).astype(np.float32))
-        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
-        index.add_with_ids(rng.integers(0, levels, (stored, 3)).astype(np.float32), rng.permutation(stored))
+        index = tied_index(rng, metric, levels, stored, nlist)
         index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
         search = ContinuousIVF(index, cores=cores, order=order, budget=Budget(overhead_s), thread=False)
         histories = [History(kept=4), History(), None]

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.inside import file_of
 from support.rings import length
 
 faiss = pytest.importorskip("faiss")
@@ -97,7 +98,7 @@ class FailingIndex:
     """Fails reads and scans of a search by partition, and its second scans."""
 
     def __init__(self, search: PartitionedSearch, faults: Faults) -> None:
-        file, index, scanner = search._file, search._file.index, search._scanner
+        file, index, scanner = file_of(search), file_of(search).index, search._scanner
         read, scan, visit, nearest = file.read, index.scan, scanner.scan_visits, index.nearest_clusters
 
         def reading(partition: int) -> Any:
@@ -272,7 +273,7 @@ async def test_a_failure_at_every_call(site: str, path: Path, index: Any) -> Non
     expected = [[document(id) for id in index.search(vector(each.text)[None], 3)[1][0].tolist()] for each in asked]
     for failing in range(1, 200):
         with PartitionedSearch(path, 5, cores=1, nprobe=8) as search:
-            owner: Any = search._file if site == "read" else search._file.index
+            owner: Any = file_of(search) if site == "read" else file_of(search).index
             call, calls = getattr(owner, site), 0
 
             def once(*arguments: Any, call: Any = call, failing: int = failing, **options: Any) -> Any:

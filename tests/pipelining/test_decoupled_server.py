@@ -15,6 +15,7 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
+from support.inside import file_of
 from support.workflow_server import SlowEngine, document, long_answer, small_index, vector
 from support.workflows import Asked, PlainPrompts
 
@@ -642,7 +643,7 @@ class TestDegradation:
 
     async def test_a_search_that_failed_goes_on_where_it_was(self, path: Path, index: Any) -> None:
         with PartitionedSearch(path, 5, nprobe=10, cores=1, read_ahead=False) as search:
-            read, reads = search._file.read, []
+            read, reads = file_of(search).read, []
 
             def failing(partition: int) -> Any:
                 reads.append(partition)
@@ -650,7 +651,7 @@ class TestDegradation:
                     raise OSError("the disk")
                 return read(partition)
 
-            search._file.read = failing  # type: ignore[method-assign]
+            file_of(search).read = failing  # type: ignore[method-assign]
             async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine()) as server:
                 answer = await server.run(question())
                 assert server.retrieving.degradation.limit is None or server.retrieving.degradation.limit >= 1
@@ -692,7 +693,7 @@ class TestDegradation:
             def gone(partition: int) -> Any:
                 raise OSError("the disk")
 
-            search._file.read = gone  # type: ignore[method-assign]
+            file_of(search).read = gone  # type: ignore[method-assign]
             async with DecoupledServer(retrieval_of(search), PlainPrompts(), SlowEngine()) as server:
                 with pytest.raises(OSError, match="the disk"):
                     await server.run(question())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.common.vectors import clustered
+from support.ivf import IP, L2, D, build, clustered
+
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, History, IndexTiers
 
-D, N, NLIST = 16, 2000, 24
-L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
+N, NLIST = 2000, 24
 EVERYTHING = 1 << 30
 
 
@@ -67,14 +66,6 @@ class ExactScan:
         return distances, places
 
 
-def build(description: str = "IVF24,Flat", metric: int = L2) -> Any:
-    index = faiss.index_factory(D, description, metric)
-    stored = clustered(N, D, clusters=60, seed=0)
-    index.train(stored)
-    index.add(stored)
-    return index
-
-
 def tiers_of(fast: ExactScan, capacity_bytes: int = EVERYTHING, every: int = 1, **options: Any) -> IndexTiers:
     """Tiers whose fast one takes no time."""
     return IndexTiers(fast, capacity_bytes, every=every, clock=lambda: 0.0, **options)
@@ -84,17 +75,9 @@ def search_with(index: Any, tiers: IndexTiers, nprobe: int = 9, cores: int = 1) 
     return ContinuousIVF(index, nprobe=nprobe, cores=cores, budget=Budget(1e-12), tiers=tiers, thread=False)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def queries() -> Any:
-    return clustered(200, D, clusters=60, seed=1)
+    return clustered(200, 1)
 
 
 @pytest.mark.parametrize("metric", ["L2", "inner product"])
@@ -116,7 +99,7 @@ def test_results_of_both_tiers_are_merged(description: str, metric: str, queries
 @settings(max_examples=examples(100))
 @given(data=st.data(), cores=st.integers(1, 3), every=st.integers(1, 9), share=st.floats(0.02, 1.2))
 def test_whatever_is_held_and_whoever_joins(data: st.DataObject, cores: int, every: int, share: float) -> None:
-    index, queries = build(), clustered(30, D, clusters=60, seed=1)
+    index, queries = build(), clustered(30, 1)
     capacity = int(share * 4 * N * D)
     fast = ExactScan()
     search = search_with(index, tiers_of(fast, capacity, every), cores=cores)
@@ -255,7 +238,7 @@ class TestForeseen:
     def test_clusters_of_a_search_ahead_of_need_are_loaded(self) -> None:
         """All are held once its second piece ends, and the due search finds the same there."""
         index, fast = build(), ExactScan()
-        query = clustered(1, D, clusters=60, seed=3)
+        query = clustered(1, 3)
         tiers = tiers_of(fast, every=1000)
         with ContinuousIVF(index, nprobe=4, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
             ahead = search.submit(query, 3, due=False, prefetch=True)
@@ -274,7 +257,7 @@ class TestForeseen:
         sizes = [fast.bytes_of(index.invlists.list_size(cluster), D) for cluster in range(NLIST)]
         capacity = 3 * max(sizes)
         tiers = tiers_of(fast, capacity, every=1)
-        queries = clustered(40, D, clusters=60, seed=4)
+        queries = clustered(40, 4)
         with ContinuousIVF(index, nprobe=6, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
             for place, query in enumerate(queries):
                 handle = search.submit(query, 3, due=place % 2 == 0, prefetch=place % 2 == 1)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import file_of
 from support.rings import examples
 
 faiss = pytest.importorskip("faiss")
@@ -30,15 +31,6 @@ from ragorder.pipelining.workflow import NodeQuestion
 
 L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
 PARTITIONS, CLUSTERS = 5, 10
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +57,13 @@ def vectors(*numbers: int) -> Any:
 
 
 def note_reads(search: PartitionedSearch) -> list[int]:
-    read, reads = search._file.read, []
+    read, reads = file_of(search).read, []
 
     def noted(partition: int) -> Any:
         reads.append(partition)
         return read(partition)
 
-    search._file.read = noted  # type: ignore[method-assign]
+    file_of(search).read = noted  # type: ignore[method-assign]
     return reads
 
 
@@ -171,14 +163,14 @@ def walk(
     search: PartitionedSearch, queries: Any, k: int, random: Random, go: float, pause: float, fail: float
 ) -> tuple[dict[int, tuple[Any, Any]], set[int]]:
     """Results by query, and the queries that are gone."""
-    read = search._file.read
+    read = file_of(search).read
 
     def failing(partition: int) -> Any:
         if random.random() < fail:
             raise OSError("the disk")
         return read(partition)
 
-    search._file.read = failing  # type: ignore[method-assign]
+    file_of(search).read = failing  # type: ignore[method-assign]
     waiting: list[tuple[int, Any]] = [(query, None) for query in range(len(queries))]
     random.shuffle(waiting)
     found: dict[int, tuple[Any, Any]] = {}
@@ -225,14 +217,14 @@ class Gate:
     def __init__(self, search: PartitionedSearch) -> None:
         self.asked: list[int] = []
         self._open = threading.Semaphore(0)
-        read = search._file.read
+        read = file_of(search).read
 
         def gated(partition: int) -> Any:
             self.asked.append(partition)
             self._open.acquire()
             return read(partition)
 
-        search._file.read = gated  # type: ignore[method-assign]
+        file_of(search).read = gated  # type: ignore[method-assign]
 
     def let_through(self, count: int = 1) -> None:
         self._open.release(count)
@@ -355,7 +347,7 @@ class TestServer:
     async def test_a_disk_that_fails_sets_back_no_request(self, path: Path, index: Any) -> None:
         with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
             gate = Gate(search)
-            gated, failures = search._file.read, [3]
+            gated, failures = file_of(search).read, [3]
 
             def failing(partition: int) -> Any:
                 lists = gated(partition)
@@ -364,7 +356,7 @@ class TestServer:
                     raise OSError("the disk")
                 return lists
 
-            search._file.read = failing  # type: ignore[method-assign]
+            file_of(search).read = failing  # type: ignore[method-assign]
             retrieval = PartitionedRetrieval(search, embed, document, top_k=3)
             async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine()) as server:
                 first = asyncio.create_task(server.run(question(0)))

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,59 +15,31 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.inside import file_of
 from support.rings import examples, grid
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.common.vectors import clustered as clusters_of
-from ragorder.pipelining import PartitionedSearch, Stage
+from support.ivf import (
+    DATA,
+    IP,
+    L2,
+    METRICS,
+    MORE_FLAVOURS,
+    D,
+    assert_same,
+    build,
+    clustered,
+    last,
+    tied,
+    tied_index,
+    write,
+)
 
-D, N = 16, 1200
-L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
-METRICS = {"L2": L2, "inner product": IP}
-FLAVOURS = [
-    "IVF24,Flat",
-    "IVF24,PQ4x4",
-    "IVF24,SQ8",
-    "IVF24,SQfp16",
-    "IVF24,RaBitQ",
-    "IVF24,EDEN",
-    "IVF24,RQ2x4",
-    "IVF24_HNSW8,Flat",
-    "PCA8,IVF24,Flat",
-    "L2norm,IVF24,Flat",
-]
+from ragorder.pipelining import PartitionedSearch
 
-
-def clustered(count: int, seed: int) -> Any:
-    return clusters_of(count, D, clusters=60, seed=seed)
-
-
-def tied(count: int, seed: int) -> Any:
-    """Vectors of few small integers, many of them twice: most distances occur again and again."""
-    rng = np.random.default_rng(seed)
-    vectors = rng.integers(0, 3, (count, D)).astype(np.float32)
-    vectors[count // 2 :] = vectors[: count - count // 2]
-    return vectors
-
-
-DATA = {"distinct distances": clustered, "ties": tied}
-
-
-def build(description: str = "IVF24,Flat", metric: int = L2, vectors: Any = None, nprobe: int = 11) -> Any:
-    vectors = clustered(N, 0) if vectors is None else vectors
-    index = faiss.index_factory(D, description, metric)
-    index.train(vectors)
-    index.add(vectors)
-    faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
-    return index
-
-
-def write(index: Any, folder: Path) -> Path:
-    path = folder / "index.faiss"
-    faiss.write_index(index, str(path))
-    return path
+N = 1200
 
 
 def write_apart(index: Any, folder: Path) -> Path:
@@ -82,29 +54,9 @@ def write_apart(index: Any, folder: Path) -> Path:
     return write(index, folder)
 
 
-def last(stages: Iterator[Stage]) -> Stage:
-    *_, found = stages
-    return found
-
-
-def assert_same(found: Stage, searched: tuple[Any, Any]) -> None:
-    distances, ids = searched
-    np.testing.assert_array_equal(found.distances, distances)
-    np.testing.assert_array_equal(found.ids, ids)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def index() -> Any:
-    return build()
+    return build(vectors=clustered(N, 0), nprobe=11)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +74,10 @@ class TestTheLastStageIsTheSearch:
 
     @pytest.mark.parametrize("data", DATA)
     @pytest.mark.parametrize(
-        ("description", "metric"), grid([*itertools.product(FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)], 23)
+        ("description", "metric"), grid([*itertools.product(MORE_FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)], 23)
     )
     def test_in_every_kind_of_ivf(self, description: str, metric: int, data: str, tmp_path: Path) -> None:
-        index = build(description, metric, DATA[data](600, 0))
+        index = build(description, metric, DATA[data](600, 0), nprobe=11)
         queries = DATA[data](30, 1)
         with PartitionedSearch(write(index, tmp_path), 5, resident=2, nprobe=11, cores=1) as search:
             for k in (1, 7, 40):
@@ -152,7 +104,7 @@ class TestTheLastStageIsTheSearch:
             assert_same(last(search.search(queries, 5)), index.search(queries, 5))
 
     def test_in_a_batch_that_faiss_would_split_over_cores(self, tmp_path: Path) -> None:
-        index = build("IVF24,PQ4x4")
+        index = build("IVF24,PQ4x4", vectors=clustered(N, 0), nprobe=11)
         queries = clustered(70, 1)
         try:
             faiss.omp_set_num_threads(3)
@@ -183,10 +135,7 @@ class TestTheLastStageIsTheSearch:
         seed: int,
     ) -> None:
         rng = np.random.default_rng(seed)
-        quantizer = faiss.IndexFlat(3, metric)
-        quantizer.add(rng.integers(0, levels, (nlist, 3)).astype(np.float32))
-        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
-        index.add_with_ids(rng.integers(0, levels, (vectors, 3)).astype(np.float32), rng.permutation(vectors))
+        index = tied_index(rng, metric, levels, vectors, nlist)
         queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
         index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
         partitions = data.draw(st.integers(1, nlist), "partitions")
@@ -251,7 +200,7 @@ class TestPartitions:
         cluster = int(index.quantizer.search(query, 1)[1][0, 0])
         with PartitionedSearch(path, 8, resident=1) as search:
             last(search.search(clustered(50, 1), 3))
-            home = int(search._file.home[cluster])
+            home = int(file_of(search).home[cluster])
             search._nprobe = 1
             for _ in range(400):
                 last(search.search(query, 3))
@@ -293,8 +242,8 @@ class FailingReads:
 
     def __init__(self, search: PartitionedSearch, numbers: set[int], error: Callable[[], Exception]) -> None:
         self.count = 0
-        self._read, self._numbers, self._error = search._file.read, numbers, error
-        search._file.read = self  # type: ignore[method-assign, assignment]
+        self._read, self._numbers, self._error = file_of(search).read, numbers, error
+        file_of(search).read = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, partition: int) -> Any:
         self.count += 1
@@ -327,14 +276,14 @@ class TestFailures:
         self, path: Path, index: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with PartitionedSearch(path, 6, resident=2, cores=1) as search:
-            scan, calls = search._file.index.scan, itertools.count(1)
+            scan, calls = file_of(search).index.scan, itertools.count(1)
 
             def scarce(*arguments: Any, **options: Any) -> Any:
                 if next(calls) % 3 == 0:
                     raise MemoryError
                 return scan(*arguments, **options)
 
-            monkeypatch.setattr(search._file.index, "scan", scarce)
+            monkeypatch.setattr(file_of(search).index, "scan", scarce)
             for batch in (queries, tied(20, 1)):
                 passing, stage, failures = search.search(batch, 5), None, 0
                 while stage is None or not stage.final:
@@ -459,7 +408,7 @@ class TestBadInput:
                 PartitionedSearch(tmp_path / f"{name}", 2)
 
     def test_lists_that_can_be_read_as_a_whole_alone(self, tmp_path: Path) -> None:
-        path = write(build("IVF24,FlatPanorama4"), tmp_path)
+        path = write(build("IVF24,FlatPanorama4", nprobe=11), tmp_path)
         with pytest.raises(TypeError, match=r"the inverted lists in .* cannot be read in parts"):
             PartitionedSearch(path, 2)
 
@@ -524,6 +473,7 @@ print(resident_mb() - before, search.held_bytes / 2**20, max(sizes) / 2**20, sum
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("measure", ["VmHWM", "VmRSS"])
 def test_memory_holds_the_residents_and_two_partitions(measure: str, python: Any, tmp_path: Path) -> None:

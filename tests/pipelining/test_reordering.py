@@ -785,6 +785,7 @@ class TestTheBatchApi:
             await asking
         assert await asyncio.to_thread(eventually, lambda: (far_end.in_flight, orderer.unfinished) == (0, []))
 
+    @pytest.mark.slow
     @pytest.mark.vllm
     def test_on_a_real_server(self, vllm_server: Any, vllm_model: Any) -> None:
         from transformers import AutoTokenizer

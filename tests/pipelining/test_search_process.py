@@ -16,28 +16,23 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.common.vectors import clustered
+from support.ivf import D, build, clustered, write
+
 from ragorder.pipelining import QueueFullError, staged_retrieval
 from ragorder.pipelining.search import History, IndexTiers, SearchProcess, SearchProcessError
 
-D, N = 16, 2000
+N = 2000
 WAIT_S = 60
 
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    index = faiss.IndexIDMap2(faiss.index_factory(D, "IVF24,Flat"))
-    stored = clustered(N, D, clusters=60, seed=0)
-    index.train(stored)
-    index.add_with_ids(stored, np.arange(N)[::-1] + 10**12)
-    return index
+    return build("IDMap2,IVF24,Flat", ids=np.arange(N)[::-1] + 10**12)
 
 
 @pytest.fixture(scope="module")
 def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("index") / "vectors.index"
-    faiss.write_index(index, str(path))
-    return path
+    return write(index, tmp_path_factory.mktemp("index"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def search(path: Path) -> Iterator[SearchProcess]:
 
 @pytest.fixture(scope="module")
 def queries() -> Any:
-    return clustered(100, D, clusters=60, seed=1)
+    return clustered(100, 1)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +80,7 @@ def test_finds_the_same_for_many_queries_and_another_nprobe(search: SearchProces
 def test_it_says_whether_larger_distances_are_nearer(search: SearchProcess, tmp_path: Path) -> None:
     assert not search.similarity
     index = faiss.index_factory(D, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
-    stored = clustered(N, D, clusters=60, seed=0)
+    stored = clustered(N, 0)
     index.train(stored)
     index.add(stored)
     faiss.write_index(index, str(tmp_path / "products.index"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,74 +15,26 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.benchmarks.common import vectors
+from support.ivf import (
+    DATA,
+    EVERY_FLAVOUR,
+    IP,
+    L2,
+    METRICS,
+    D,
+    assert_same,
+    build,
+    clustered,
+    last,
+    set_nprobe,
+    tied,
+    tied_index,
+)
+
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF, staged_retrieval
 
-D, N = 16, 2000
-L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
-METRICS = {"L2": L2, "inner product": IP}
+N = 2000
 OTHER_METRICS = ("L1", "Linf", "BrayCurtis", "Canberra", "JensenShannon", "Jaccard")
-FLAVOURS = [
-    "IVF24,Flat",
-    "IVF24,FlatPanorama4",
-    "IVF24,PQ4x4",
-    "IVF24,SQ8",
-    "IVF24,SQ4",
-    "IVF24,SQfp16",
-    "IVF24,RaBitQ",
-    "IVF24,EDEN",
-    "IVF24,RQ2x4",
-    "IVF24_HNSW8,Flat",
-    "PCA8,IVF24,Flat",
-    "L2norm,IVF24,Flat",
-]
-
-
-def clustered(count: int, seed: int) -> Any:
-    return vectors.clustered(count, D, clusters=60, seed=seed)
-
-
-def tied(count: int, seed: int) -> Any:
-    """Vectors of few small integers, many of them twice: most distances occur again and again."""
-    rng = np.random.default_rng(seed)
-    vectors = rng.integers(0, 3, (count, D)).astype(np.float32)
-    vectors[count // 2 :] = vectors[: count - count // 2]
-    return vectors
-
-
-DATA = {"distinct distances": clustered, "ties": tied}
-
-
-def build(description: str, metric: int = L2, vectors: Any = None) -> Any:
-    vectors = clustered(N, 0) if vectors is None else vectors
-    index = faiss.index_factory(D, description, metric)
-    index.train(vectors)
-    index.add(vectors)
-    return index
-
-
-def set_nprobe(index: Any, nprobe: int) -> None:
-    faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
-
-
-def last(stages: Iterator[Stage]) -> Stage:
-    *_, found = stages
-    return found
-
-
-def assert_same(found: Stage, searched: tuple[Any, Any]) -> None:
-    distances, ids = searched
-    np.testing.assert_array_equal(found.distances, distances)
-    np.testing.assert_array_equal(found.ids, ids)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +75,7 @@ class TestTheLastStageIsTheSearch:
     @pytest.mark.parametrize("data", DATA)
     @pytest.mark.parametrize(
         ("description", "metric"),
-        [*itertools.product(FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)],
+        [*itertools.product(EVERY_FLAVOUR, METRICS.values()), ("IMI2x3,Flat", L2)],
     )
     def test_the_last_stage_is_exact_in_every_kind_of_ivf(self, description: str, metric: int, data: str) -> None:
         index = build(description, metric, DATA[data](600, 0))
@@ -184,10 +136,7 @@ class TestTheLastStageIsTheSearch:
         self, data: st.DataObject, metric: int, levels: int, vectors: int, nlist: int, k: int, seed: int
     ) -> None:
         rng = np.random.default_rng(seed)
-        quantizer = faiss.IndexFlat(3, metric)
-        quantizer.add(rng.integers(0, levels, (nlist, 3)).astype(np.float32))
-        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
-        index.add_with_ids(rng.integers(0, levels, (vectors, 3)).astype(np.float32), rng.permutation(vectors))
+        index = tied_index(rng, metric, levels, vectors, nlist)
         queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
         index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
         growth = data.draw(st.sampled_from(["equal", "geometric"]), "growth")

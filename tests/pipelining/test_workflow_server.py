@@ -77,14 +77,6 @@ def index() -> Any:
     return small_index()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
-
-
 @pytest.fixture
 def search(index: Any) -> Iterator[ContinuousIVF]:
     """One cluster a piece."""

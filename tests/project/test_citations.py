@@ -127,7 +127,7 @@ def test_sources_and_numbers_agree_in_llama_index(orderer: Orderer) -> None:
         assert source.metadata["label"] == number_label(text(each))
 
 
-def test_d9_in_plain_python(orderer: Orderer) -> None:
+def test_in_plain_python(orderer: Orderer) -> None:
     documents = {each: Document(each, text(each)) for each in RANKED}
     orderer.order([documents[each] for each in IN_THE_PROMPT])
     names = run(
@@ -141,7 +141,7 @@ def test_d9_in_plain_python(orderer: Orderer) -> None:
     assert [document.id for document in names["best_first"]] == RANKED
 
 
-def test_d9_in_langchain(orderer: Orderer) -> None:
+def test_in_langchain(orderer: Orderer) -> None:
     pytest.importorskip("langchain_core")
     from langchain_core.documents import Document
     from langchain_core.runnables import RunnableLambda
@@ -162,7 +162,7 @@ def test_d9_in_langchain(orderer: Orderer) -> None:
     assert [document.id for document in names["best_first"]] == RANKED
 
 
-def test_d9_in_llama_index(orderer: Orderer) -> None:
+def test_in_llama_index(orderer: Orderer) -> None:
     pytest.importorskip("llama_index.core")
     from llama_index.core.llms import MockLLM
     from llama_index.core.query_engine import RetrieverQueryEngine
@@ -195,7 +195,7 @@ def test_d9_in_llama_index(orderer: Orderer) -> None:
     assert [found.node_id for found in names["best_first"]] == RANKED
 
 
-def test_d9_in_haystack(orderer: Orderer) -> None:
+def test_in_haystack(orderer: Orderer) -> None:
     pytest.importorskip("haystack")
     from haystack import Document
     from haystack.components.builders import PromptBuilder
@@ -216,7 +216,7 @@ def test_d9_in_haystack(orderer: Orderer) -> None:
     assert [document.id for document in names["best_first"]] == RANKED
 
 
-def test_d9_in_dspy(orderer: Orderer) -> None:
+def test_in_dspy(orderer: Orderer) -> None:
     dspy = pytest.importorskip("dspy")
     from ragorder.adapters.dspy import CacheOrderRetriever
 
@@ -233,7 +233,7 @@ def test_d9_in_dspy(orderer: Orderer) -> None:
 
 
 @pytest.mark.parametrize(("headers", "expected"), [({"x-ragorder-permutation": "2,0,1"}, IN_THE_PROMPT), ({}, RANKED)])
-def test_d9_at_the_proxy(headers: dict[str, str], expected: list[str]) -> None:
+def test_at_the_proxy(headers: dict[str, str], expected: list[str]) -> None:
     create = SimpleNamespace(create=lambda **request: SimpleNamespace(headers=headers))
     completions = SimpleNamespace(with_raw_response=create)
     names = run(

@@ -16,7 +16,7 @@ from support.doc_tables import Source, declared, doc_tables, every_table, number
 
 ROOT = CLAIMS.parents[1]
 EVERY = claims()
-READ = sorted({(claim.data, claim.suite, claim.slow) for claim in EVERY})
+READ = sorted({(claim.data, claim.suite) for claim in EVERY})
 
 
 def text_of(name: str) -> str:
@@ -209,11 +209,8 @@ class TestTables:
             assert [rounds(*each) for each in zip(found, *zip(*said, strict=True), strict=True)] == [True] * 4, trace
 
 
-@pytest.mark.merge
-@pytest.mark.parametrize(
-    ("data", "suite"),
-    [pytest.param(data, suite, marks=pytest.mark.slow if slow else ()) for data, suite, slow in READ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "suite"), READ)
 def test_the_data_say_the_same(data: str, suite: str) -> None:
     pytest.importorskip("scipy")
     wrong = [problem for claim in EVERY if (claim.data, claim.suite) == (data, suite) for problem in problems(claim)]

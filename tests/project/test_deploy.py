@@ -258,7 +258,7 @@ def engine() -> Iterator[PageServer]:
         yield server
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 class TestServed:
     """The containers' commands in processes, on free ports and with an engine of this machine."""
 

@@ -21,7 +21,7 @@ COMPONENTS = ("kv-events", "keyless", "monitoring")
 PORT = ServerSettings.model_fields["port"].default
 SECRET = {"api-key", "engine-key", "topic-secret"}
 
-pytestmark = pytest.mark.usefixtures("kubectl")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kubectl")]
 
 
 @pytest.fixture(scope="module")

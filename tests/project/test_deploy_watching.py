@@ -126,6 +126,7 @@ class TestQuestions:
         promtool("check", "rules", path)
 
 
+@pytest.mark.slow
 class TestPrometheus:
     def test_the_configuration_is_valid(self) -> None:
         promtool("check", "config", PROMETHEUS / "prometheus.yml")

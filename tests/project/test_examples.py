@@ -44,6 +44,7 @@ def test_the_offline_batch_asks_for_its_model(python: Any) -> None:
     assert done.stderr.startswith("Name a model") and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_conversation(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
@@ -124,6 +125,7 @@ def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[s
     assert max(cached) > min(cached[1:])
 
 
+@pytest.mark.slow
 class TestChats:
     """On a simulated cache, without a network: each turn finds the whole history."""
 
@@ -178,6 +180,7 @@ class TestChats:
         assert any("cache_control" in part for part in sent)
 
 
+@pytest.mark.slow
 def test_a_workflow(python: Any, tmp_path: Path) -> None:
     for module in ("faiss", "torch", "transformers", "starlette"):
         pytest.importorskip(module)
@@ -202,6 +205,7 @@ def test_frameworks_that_share_workflows(python: Any) -> None:
     assert 0 < cached < length
 
 
+@pytest.mark.slow
 def test_batches_of_a_backlog(python: Any) -> None:
     for module in ("faiss", "torch", "transformers", "starlette"):
         pytest.importorskip(module)
@@ -214,6 +218,7 @@ def test_batches_of_a_backlog(python: Any) -> None:
     assert answered.startswith("answered 40 questions, ")
 
 
+@pytest.mark.slow
 def test_a_small_machine(python: Any) -> None:
     for module in ("faiss", "torch", "transformers", "starlette"):
         pytest.importorskip(module)

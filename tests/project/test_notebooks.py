@@ -79,7 +79,7 @@ class TestWhatIsKept:
         assert "'.[" in "".join(first["source"])
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 class TestTheQuickstart:
     def test_runs_and_shows_four_of_five_documents_reused(self, execute: Any) -> None:
         shown = execute("01_quickstart.ipynb")
@@ -88,7 +88,7 @@ class TestTheQuickstart:
 
 
 class TestWhatTheyAskFor:
-    """No engine for a simulation, no embeddings for BM25 (newcomer's defect 9)."""
+    """No engine for a simulation, no embeddings for BM25."""
 
     @pytest.mark.parametrize(
         ("name", "extras"),
@@ -100,12 +100,12 @@ class TestWhatTheyAskFor:
             ("05_workflow.ipynb", "torch,retrieval,proxy,eval"),
         ],
     )
-    def test_d9_each_installs_only_what_it_needs(self, name: str, extras: str) -> None:
+    def test_each_installs_only_what_it_needs(self, name: str, extras: str) -> None:
         first = "".join(json.loads((NOTEBOOKS / name).read_text("utf-8"))["cells"][0]["source"])
         assert re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]' notebook", first) == [extras]
         assert f"'.[{extras}]' notebook" in (NOTEBOOKS / "README.md").read_text("utf-8")
 
-    def test_d9_answers_are_compared_by_eval_quality(self) -> None:
+    def test_answers_are_compared_by_eval_quality(self) -> None:
         for path in NOTEBOOKS.glob("*.ipynb"):
             assert "`ragorder eval run` compares" not in path.read_text("utf-8")
 

@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
-@pytest.mark.merge
+@pytest.mark.slow
 class TestTheSite:
     def test_the_reference_has_all_that_the_package_exports(self, site: Path) -> None:
         page = (site / "reference" / "api.html").read_text("utf-8")

@@ -9,10 +9,9 @@ from typing import Any
 
 import httpx2
 
-__all__ = ["StreamedAnswer", "stream"]
+from support.requests import CERTIFICATES
 
-# Made once: it takes longer than a request.
-CERTIFICATES = httpx2.create_ssl_context()
+__all__ = ["StreamedAnswer", "stream"]
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import Any
 import faiss
 import numpy as np
 
-from ragorder.benchmarks.common.vectors import clustered
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.workflow import CompiledGraph, GraphError, NodeError, WorkflowServer, interpret
 from ragorder.pipelining.workflow.transformations import (
@@ -20,6 +19,7 @@ from ragorder.pipelining.workflow.transformations import (
     SpeculateRetrieval,
     Split,
 )
+from support.ivf import clustered
 from support.workflows import Asked, PlainPrompts, ScriptedEngine, digest
 
 D, N = 8, 400
@@ -27,7 +27,7 @@ SMALL_PIECES = 1e-12
 
 
 def small_index() -> Any:
-    stored = clustered(N, D, clusters=20, seed=0)
+    stored = clustered(N, 0, D, clusters=20)
     index = faiss.index_factory(D, "IVF10,Flat")
     index.train(stored)
     index.add(stored)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.inside import scopes_of
 from support.rings import examples, grid
 
 from ragorder import Document, Lengths, Orderer
@@ -116,7 +117,7 @@ class Live:
 
     @property
     def residency(self) -> EventsResidency:
-        mirror = self.orderer._scopes[None].mirror
+        mirror = scopes_of(self.orderer)[None].mirror
         assert isinstance(mirror, EventsResidency)
         return mirror
 
@@ -344,7 +345,7 @@ class TestExactness:
         """With events tokens are known, and lengths are of all orderers of an engine."""
         live = Live([20, 20], 100)
         live.serve([0, 1])
-        scope = live.orderer._scopes[None]
+        scope = scopes_of(live.orderer)[None]
         ends = [node.end for node in live.residency.tree.walk()]
         scope.residency.lengths.prefix_tokens = 99
         scope.residency.lengths.version += 1
@@ -432,7 +433,7 @@ class TestSilence:
                 elif step == "foreign":
                     live.engine.foreign(value)
             assert not results or results[0] == results[1]
-        if silent.orderer._scopes:
+        if scopes_of(silent.orderer):
             assert not silent.residency.pool.doomed
             assert not silent.residency.pool.pending
 
@@ -560,7 +561,7 @@ class TestOtherOrderers:
                 workers[0].engine.clear()
                 workers[0].engine.tell()
         for worker in workers:
-            if worker.orderer._scopes:
+            if scopes_of(worker.orderer):
                 worker.check()
 
     @settings(max_examples=examples(200))
@@ -605,7 +606,7 @@ class TestOtherOrderers:
         for worker in workers:
             worker.settle()
         for worker in workers:
-            if worker.orderer._scopes:
+            if scopes_of(worker.orderer):
                 worker.check(exact=False)
 
     @pytest.mark.parametrize("length", [3, 9, 20], ids=["shorter than a block", "of two blocks", "of five blocks"])
@@ -690,7 +691,7 @@ class TestOtherOrderers:
             )
             orderer.preview(documents)
             orderer.order(documents).discard()
-            residency = orderer._scopes[None].mirror
+            residency = scopes_of(orderer)[None].mirror
             assert isinstance(residency, EventsResidency)
             residency.refresh()
             held = 0
@@ -806,12 +807,12 @@ class TestTenants:
         for scope in "abcdef":
             orderer.order(make_documents([10, 10]), scope=scope)
         watchers = set(map(id, blocks._watchers.values()))
-        assert watchers == {id(orderer._scopes.pool)}
-        watched = {id(holder) for holder, _ in orderer._scopes.pool.watched.values()}
-        assert watched == {id(orderer._scopes[scope].mirror) for scope in "ef"}
+        assert watchers == {id(scopes_of(orderer).pool)}
+        watched = {id(holder) for holder, _ in scopes_of(orderer).pool.watched.values()}
+        assert watched == {id(scopes_of(orderer)[scope].mirror) for scope in "ef"}
 
 
-def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
+def test_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
     """Events correct the served order alone: the other one's mirror would keep evicted content."""
     told: list[Observation] = []
 

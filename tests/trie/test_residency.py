@@ -459,7 +459,7 @@ class Invariants(RuleBasedStateMachine):
 
     @rule(prefix_tokens=st.integers(0, 80), ratio=st.sampled_from([0.3, 0.9, 1.0, 1.1, 2.0]))
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """D2: lengths turn out to be others, while requests are in flight."""
+        """Lengths turn out to be others, while requests are in flight."""
 
         def nodes() -> list[tuple[int, int, int]]:
             return [(node.end, node.blocks, node.missing) for node in self.tree.walk()]
@@ -473,7 +473,7 @@ class Invariants(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(0, 60))
     def keep(self, blocks: int) -> None:
-        """D2: a report of the other order's requests says how much room is left."""
+        """A report of the other order's requests says how much room is left."""
         used_blocks = self.residency.pool.used_blocks
         self.residency.pool.shrink_to(blocks, self.residency)
         if not self.residency.pool.unlimited:
@@ -501,10 +501,10 @@ class InvariantsWithoutCapacity(Invariants):
 
 
 class TestResize:
-    """D2: lengths turn out to be others than was told."""
+    """Lengths turn out to be others than was told."""
 
     @pytest.mark.parametrize(("prefix_tokens", "ratio"), [(100, 1.0), (7, 1.0), (PREFIX, 2.0), (200, 0.5)])
-    def test_d2_what_was_held_is_where_it_really_is(self, prefix_tokens: int, ratio: float) -> None:
+    def test_what_was_held_is_where_it_really_is(self, prefix_tokens: int, ratio: float) -> None:
         residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(10_000, BLOCK))
         serve(residency, "abc")
         serve(residency, "ade")
@@ -515,7 +515,7 @@ class TestResize:
             residency.cancel(lease)
         check_invariants(residency, [])
 
-    def test_d2_a_request_in_flight_expects_what_it_would_have(self) -> None:
+    def test_a_request_in_flight_expects_what_it_would_have(self) -> None:
         residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(10_000, BLOCK))
         serve(residency, "abc")
         lease = start(residency, "abd")
@@ -524,7 +524,7 @@ class TestResize:
         residency.release(lease, total_tokens=100 + 90 + 50)
         check_invariants(residency, [])
 
-    def test_d2_a_cache_that_is_smaller_than_thought_gives_up_what_is_oldest(self) -> None:
+    def test_a_cache_that_is_smaller_than_thought_gives_up_what_is_oldest(self) -> None:
         residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(30 * BLOCK, BLOCK))
         for documents in ("abc", "def", "ghi"):
             serve(residency, documents)
@@ -533,7 +533,7 @@ class TestResize:
         assert start(residency, "ghi", 60).cached_tokens == (PREFIX + 180) // BLOCK * BLOCK
         assert start(residency, "abc", 60).cached_tokens < (PREFIX + 180) // BLOCK * BLOCK
 
-    def test_d2_keep_gives_up_what_is_oldest_and_counts_the_room_as_taken(self) -> None:
+    def test_keep_gives_up_what_is_oldest_and_counts_the_room_as_taken(self) -> None:
         residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(100 * BLOCK, BLOCK))
         serve(residency, "abc")
         serve(residency, "def")
@@ -543,7 +543,7 @@ class TestResize:
         assert start(residency, "def").cached_tokens == (PREFIX + 90) // BLOCK * BLOCK
         assert start(residency, "abc").cached_tokens < (PREFIX + 90) // BLOCK * BLOCK
 
-    def test_d2_a_prefix_that_turns_out_shorter_is_no_loss(self) -> None:
+    def test_a_prefix_that_turns_out_shorter_is_no_loss(self) -> None:
         """Every request uses it: a report of less says that it is shorter, not that all that is older is gone."""
         tree = KnowledgeTree(BLOCK, 20 * BLOCK)
         residency = FeedbackResidency(LRUResidency(tree, Pool(100 * BLOCK, BLOCK)))

@@ -1,0 +1,54 @@
+"""The parts of orderer, engine, cache and search that are no interface: the one place where tests reach for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def scopes_of(orderer: Any) -> Any:
+    return orderer._scopes
+
+
+def cache_of(engine: Any) -> Any:
+    return engine._cache
+
+
+def runner_of(engine: Any) -> Any:
+    return engine._runner
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine._scheduler
+
+
+def streamer_of(engine: Any) -> Any:
+    return engine._streamer
+
+
+def tiers_of(cache: Any) -> Any:
+    return cache._tiers
+
+
+def device_of(cache: Any) -> Any:
+    return cache._device
+
+
+def host_of(cache: Any) -> Any:
+    return cache._host
+
+
+def disk_of(cache: Any) -> Any:
+    return cache._disk
+
+
+def leases_of(cache: Any) -> Any:
+    return cache._leases
+
+
+def copies_of(cache: Any) -> Any:
+    return cache._copies
+
+
+def file_of(search: Any) -> Any:
+    """The index file of a search by partition."""
+    return search._file
