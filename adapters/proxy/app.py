@@ -16,15 +16,14 @@ from starlette.types import ASGIApp
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
-from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter
-from ragorder.adapters.proxy.pages import replica_routes
+from ragorder.adapters.proxy.pages import Readiness, Served, answers, replica_routes
 from ragorder.adapters.proxy.parsing import BodyParser, RepeatedDocuments
-from ragorder.adapters.proxy.readiness import Readiness, Served, answers
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
 from ragorder.adapters.proxy.schema import openapi
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError

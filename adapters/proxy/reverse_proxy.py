@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of, is_decodable
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
-from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
-from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.request_body import MemoryBudget, MemoryShare, RequestBody
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter

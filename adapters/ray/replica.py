@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragorder.adapters.http_server.app_transport import AppTransport
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, is_json
-from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 from ragorder.adapters.ray.lifespan import Lifespan
 
 __all__ = ["EngineReplica", "ReplicaRequest"]

@@ -34,7 +34,7 @@ from ragorder.topic import SECRET_VARIABLE, Topics, checked_header
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from ragorder.adapters.http_server.certificate import Certificate
+    from ragorder.adapters.http_server.server import Certificate
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.proxy import AdmissionQueue
     from ragorder.cli.documents import Documents
@@ -415,7 +415,7 @@ def _check_keys(context: click.Context) -> None:
 
 def _certificate_of(settings: ServerSettings) -> Certificate | None:
     """Return the certificate, or None for HTTP. Raises click.UsageError if it cannot be used."""
-    from ragorder.adapters.http_server.certificate import Certificate
+    from ragorder.adapters.http_server.server import Certificate
 
     if settings.ssl_certfile is None:
         if settings.ssl_keyfile is not None:
