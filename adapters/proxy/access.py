@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
-from ragorder.adapters.proxy.marks import Left
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.marks import Left
+from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.common.lru_cache import LRUCache
 
 __all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "PassReason", "RenamedIds", "UnorderedRequests"]

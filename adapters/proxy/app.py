@@ -19,15 +19,15 @@ from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, RepeatedDocuments
+from ragorder.adapters.proxy.bodies.schema import openapi
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter
 from ragorder.adapters.proxy.pages import Readiness, Served, answers, replica_routes
-from ragorder.adapters.proxy.parsing import BodyParser, RepeatedDocuments
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
-from ragorder.adapters.proxy.schema import openapi
-from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream, error_content
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.orderer import OrdererLike

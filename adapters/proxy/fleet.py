@@ -13,9 +13,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.headers import Headers
+from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.pages import answers
-from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths

@@ -17,11 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, without
 from ragorder.adapters.http_server.request_body import MemoryShare, RequestBody
-from ragorder.adapters.proxy.body import decode
+from ragorder.adapters.proxy.bodies.body import decode
+from ragorder.adapters.proxy.bodies.parsed import Route
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries, requested_backoff_s
 from ragorder.adapters.proxy.ordering import SentRequest
-from ragorder.adapters.proxy.parsed import Route
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
 from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import EventLines, StreamReader, reader_for

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.proxy.body import encode
-from ragorder.adapters.proxy.parsed import ParsedBody
-from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
+from ragorder.adapters.proxy.bodies.body import encode
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
+from ragorder.adapters.proxy.bodies.schema import NAMED, PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage

@@ -19,8 +19,8 @@ from ragorder.adapters.http_server.headers import Headers, end_to_end, header, i
 from ragorder.adapters.http_server.request_body import MemoryBudget, MemoryShare, RequestBody
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
 

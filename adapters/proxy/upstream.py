@@ -20,7 +20,7 @@ import httpx2
 from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
-from ragorder.adapters.proxy.parsed import Route
+from ragorder.adapters.proxy.bodies.parsed import Route
 
 __all__ = ["Timeouts", "Upstream", "UpstreamError", "error_content", "error_event"]
 

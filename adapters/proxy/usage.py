@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.headers import Headers, header
-from ragorder.adapters.proxy.body import decode
+from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
 

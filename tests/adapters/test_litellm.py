@@ -26,7 +26,7 @@ from support.waiting import eventually
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
 from ragorder.adapters.litellm import callback as module
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import digest_of
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}

@@ -436,7 +436,7 @@ class TestTaggedChat:
     def test_only_in_retrieval_order_after_an_internal_error(
         self, start: Start, far_end: FarEnd, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.parsing.scope_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.scope_of", lambda *_: 1 / 0)
         proxy = start(orderer=Orderer(block_size=16))
         for names in ("ab", "ba"):
             assert proxy.post(tagged(names)).status_code == 200
@@ -1728,7 +1728,7 @@ class TestFailures:
         def fail(*_: Any) -> None:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr("ragorder.adapters.proxy.parsing.read_tagged", fail)
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.read_tagged", fail)
         response = proxy.post(tagged("ab"))
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text + caplog.text

@@ -24,7 +24,7 @@ from support.bodies import Bodies
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValuesError, count_values
-from ragorder.adapters.proxy.parsing import Route
+from ragorder.adapters.proxy.bodies.parsing import Route
 from ragorder.common.lru_cache import LRUCache
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -75,7 +75,7 @@ class TestManyMessages:
         assert cpu_s(lambda: bodies.ordered(many)) < 24 * cpu_s(lambda: bodies.ordered(few))
 
     def test_h2_what_stands_in_front_is_made_for_one_passage(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.adapters.proxy import body
+        from ragorder.adapters.proxy.bodies import body
 
         made = []
 
@@ -399,7 +399,7 @@ class TestWhatIsKept:
         assert "word word" not in held_by(builder._cache)
 
     def test_m4_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.adapters.proxy import parsing
+        from ragorder.adapters.proxy.bodies import parsing
 
         monkeypatch.setattr(parsing, "_PREFIXES", 10)
         bodies = make()

@@ -20,8 +20,8 @@ import httpx2
 from support.bodies import Bodies
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
-from ragorder.adapters.proxy.body import BOUNDARY
-from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.bodies.body import BOUNDARY
+from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'

@@ -463,7 +463,7 @@ class TestWorkers:
 
     def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
-            "from ragorder.adapters.proxy.parsing import BodyParser\n"
+            "from ragorder.adapters.proxy.bodies.parsing import BodyParser\n"
             "def spin(*_):\n    while True: sum(range(1000))\n"
             "BodyParser.parse = spin\n"
             "from ragorder.cli import main; main()"

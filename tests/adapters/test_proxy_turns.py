@@ -17,7 +17,8 @@ pytest.importorskip("starlette")
 
 from support.bodies import Bodies
 
-from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, parsing
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app
+from ragorder.adapters.proxy.bodies import parsing
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}

@@ -7,9 +7,9 @@ from typing import Any
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.proxy import DocumentTemplate
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
-from ragorder.adapters.proxy.token_counter import TokenCounter
 
 __all__ = ["Bodies"]
 

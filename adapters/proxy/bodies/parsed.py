@@ -8,9 +8,9 @@ from hashlib import blake2b
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.proxy.body import Body, PromptPrefix, Route
-from ragorder.adapters.proxy.marks import Left, MarkForm
-from ragorder.adapters.proxy.schema import FIELD
+from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, Route
+from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
+from ragorder.adapters.proxy.bodies.schema import FIELD
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment

@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from ragorder.adapters.proxy.body import (
+from ragorder.adapters.proxy.bodies.body import (
     Body,
     PromptPrefix,
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document, estimate_tokens

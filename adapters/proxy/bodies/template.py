@@ -9,7 +9,7 @@ from itertools import pairwise
 from string import Formatter
 from typing import NamedTuple
 
-from ragorder.adapters.proxy.body import BOUNDARY
+from ragorder.adapters.proxy.bodies.body import BOUNDARY
 from ragorder.errors import RagorderError
 
 __all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]

@@ -23,7 +23,7 @@ from ragorder.adapters.http_server.untrusted_json import (
     hide_surrogates,
 )
 from ragorder.adapters.proxy.access import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.body import (
+from ragorder.adapters.proxy.bodies.body import (
     BOUNDARY,
     Body,
     CompletionBody,
@@ -33,13 +33,19 @@ from ragorder.adapters.proxy.body import (
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
-from ragorder.adapters.proxy.marks import Left, MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.bodies.conversation import ChatBody, MessagesBody, ResponsesBody
+from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
+from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
+from ragorder.adapters.proxy.bodies.template import (
+    DocumentRun,
+    DocumentTemplate,
+    TemplateError,
+    are_places,
+    numbered_by_place,
+)
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import ranks_value
-from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
-from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
-from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, TemplateError, are_places, numbered_by_place
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document, Estimate
