@@ -115,7 +115,10 @@ def _refused(what: str, header: str, code: str) -> HTTPError:
 
 
 PassReason = (
-    Literal["no_documents", "one_document", "other_route", "too_many_values", "compressed", "unreadable"] | Left
+    Literal[
+        "no_documents", "one_document", "not_numbered", "other_route", "too_many_values", "compressed", "unreadable"
+    ]
+    | Left
 )
 
 # Requests, or texts, needed for a verdict.

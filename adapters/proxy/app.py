@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -26,7 +25,7 @@ from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter
-from ragorder.adapters.proxy.pages import Readiness, Served, answers, replica_routes
+from ragorder.adapters.proxy.pages import Readiness, Served, replica_routes
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream, error_content
 from ragorder.adapters.proxy.workers import Workers
@@ -100,7 +99,7 @@ def make_app(
     `repeated`.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")"""
-    if number_by_place and template is not None and not template.shows_id:
+    if number_by_place and template is not None and not (template.shows_id or template.shows_number):
         raise TemplateError("numbering by position needs {id} in the template")
     if number_by_place and repeated is not None:
         raise TemplateError("a position number names no document of another message: leave out one option")
@@ -172,7 +171,7 @@ def make_app(
         servers = [server]
         topics = TopicRouter(TopicHeader(orderer, topic_header))
         proxy = ServerProxy(server, parser, topics if route else ordering(orderer), **limits)
-        own += [Route(_READY, Readiness(partial(answers, server)).answer)]
+        own += [Route(_READY, Readiness(server.answers).answer)]
         close = server.aclose
     own += [Route("/ragorder/served", Served(servers, about).answer)]
 

@@ -31,7 +31,7 @@ from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["History", "Readiness", "Served", "StatsPages", "answers", "replica_routes"]
+__all__ = ["History", "Readiness", "Served", "StatsPages", "replica_routes"]
 
 _EVERY_S = 2.0
 _MOST_POINTS = 900
@@ -181,28 +181,11 @@ def replica_routes(fleet: Fleet) -> list[Route]:
 
 _TIMEOUT_S = 2.0
 _CACHED_S = 1.0
-# vLLM, SGLang and others have the first one; all have the second.
-_PATHS = (b"/health", b"/v1/models")
-_NO_SUCH_PATH = (404, 405)
 # A cloud lists hundreds of models.
 _MODELS_S = 60.0
 _MOST_BYTES = 1 << 20
 _MOST_MODELS = 3
 _LONGEST_NAME = 120
-
-
-async def answers(server: Upstream) -> bool:
-    status = 0
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            for path in _PATHS:
-                async with server.send("GET", path, [], None) as response:
-                    status = response.status_code
-                if status not in _NO_SUCH_PATH:
-                    break
-    except (HTTPError, TimeoutError):
-        return False
-    return status < 500
 
 
 class Readiness:

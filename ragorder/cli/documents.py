@@ -24,8 +24,9 @@ def template_option() -> Decorator:
     return option(
         "--template",
         type=Text(),
-        help="The form of one document in a message that is not tagged, with {text} and optionally {id} and {title}, "
-        "such as '<document id=\"{id}\">\\n{text}\\n</document>': the first message with two or more in a row is read.",
+        help="The form of one document in a message that is not tagged, with {text} and optionally {id}, {title}, {n} "
+        "(a number that stays at its place) and {*} (anything within a line), such as "
+        "'<document id=\"{id}\">\\n{text}\\n</document>': the first message with two or more in a row is read.",
     )
 
 
@@ -89,8 +90,8 @@ def documents_of(
         found = None if template is None else DocumentTemplate(template)
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
-    if number_by_place and found is not None and not found.shows_id:
-        raise click.UsageError("--number-by-place: --template has no {id} to replace")
+    if number_by_place and found is not None and not (found.shows_id or found.shows_number):
+        raise click.UsageError("--number-by-place: --template has no {id} to replace, and no {n}")
     repeated = None
     if dedup is not None:
         if found is None:

@@ -33,6 +33,7 @@ _GIB = 1 << 30
 _PASSED = {
     "no_documents": "without documents: does --template match the prompts?",
     "one_document": "with one document, which has no other order",
+    "not_numbered": "whose documents' numbers are not 0, 1, 2, … or 1, 2, 3, … by position",
     "other_route": "to routes whose bodies are not parsed",
     "too_many_values": "with more JSON values than are read",
     "compressed": "compressed in a way that is not decoded: send gzip",

@@ -42,7 +42,7 @@ import httpx2
 import uvicorn
 from click.testing import CliRunner, Result
 
-from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, make_app
+from ragorder.adapters.proxy import DocumentTemplate, Timeouts, make_app
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
@@ -704,129 +704,6 @@ class TestLengths:
         response = start(tokenizer=tokenizers["no-system"]).post(tagged("ab"))
         assert response.status_code == 200
         assert orderer.calls[0]["lengths"].prefix == PromptBuilder(SYSTEM["content"]).prefix_tokens
-
-
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
-
-
-class TestTemplates:
-    @pytest.mark.parametrize(
-        ("template", "said"),
-        [
-            ("", "{text}"),
-            ("no field", "{text}"),
-            ("<d>{id}</d>", "{text}"),
-            ("<d>{text}{text}</d>", "{text}"),
-            ("<d>{text} {text}</d>", "{text} once"),
-            ("<d>{text} {query}</d>", "no other field"),
-            ("<d>{}</d>", "no other field"),
-            ("<d>{text!r}</d>", "no other field"),
-            ("<d>{text:>10}</d>", "no other field"),
-            ("<d>{text", "brace"),
-            ("<d>}{text}</d>", "brace"),
-            ("{text}", "before"),
-            ("<d>{text}", "after"),
-            ("<d>{text}\n\n", "after"),
-            ("\n{text}</d>", "before"),
-            ("[{id}]\n{text}\n\n", "after"),
-            ("<d>{id}{text}</d>", "between two fields"),
-            ("---{text}---", "must not contain each other"),
-            ("### {id}\n{text}\n### end", "must not contain each other"),
-            ("ab{text}a", "must not contain each other"),
-            ("<d>{id}<d>{text}</d>", "not recognised"),
-            ("<d>{id}</d>{text}</d>", "not recognised"),
-        ],
-    )
-    def test_one_by_which_nothing_can_be_found_is_refused(self, template: str, said: str) -> None:
-        with pytest.raises(TemplateError, match=re.escape(said)):
-            DocumentTemplate(template)
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            TEMPLATE,
-            "<d>{text}</d>",
-            "[doc {id}] {title}: {text} [end]",
-            "<d>{text}\nSource: {title}</d>",
-            "{{{id}: {text}}}",
-            "  <d>{text}</d>\n\n",
-            "### {id}\n{text}\n#-- end",
-        ],
-    )
-    def test_documents_that_were_written_by_one_are_found_again(self, template: str) -> None:
-        documents = [template.strip().format(id=n, title=f"T{n}", text=f"text\n\n{n}") for n in "123"]
-        for gap in ("", "\n", "\n\n \t"):
-            run = DocumentTemplate(template).find(f"Before.\n{gap.join(documents)}After.")
-            assert run is not None
-            assert (run.head, list(run.documents), run.tail) == ("Before.\n", documents, "After.")
-
-    def test_the_longest_run_counts_and_the_first_of_equals(self) -> None:
-        def found(text: str) -> list[str]:
-            run = DocumentTemplate("<{text}>").find(text)
-            return list(run.documents) if run else []
-
-        assert found("<a> <b> x <c> <d> <e> x <f>") == ["<c>", "<d>", "<e>"]
-        assert found("<a> <b> x <c> <d>") == ["<a>", "<b>"]
-        assert found("<a> x <b> x <c>") == []
-        assert found("<a>") == found("") == []
-
-    @pytest.mark.parametrize(
-        ("text", "documents"),
-        [
-            # A document's text, or what is around, has marks in it: where a document ends is not clear.
-            ("<<a> <b> <c>", ["<b>", "<c>"]),
-            ("like < so: <a> <b> <c>", ["<b>", "<c>"]),
-            ("<a> <b> <c>> x", ["<a>", "<b>"]),
-            ("<a> <b>> <c> <d>", ["<c>", "<d>"]),
-            ("<a> <b < b> <c> <d>", ["<c>", "<d>"]),
-            ("<a> <b> <c> and < then", ["<a>", "<b>", "<c>"]),
-            ("and > then <a> <b>", ["<a>", "<b>"]),
-            ("<a> <b", None),
-            ("<a>> <b>>", None),
-        ],
-    )
-    def test_what_is_not_clear_stays_where_it_is(self, text: str, documents: list[str] | None) -> None:
-        run = DocumentTemplate("<{text}>").find(text)
-        assert (run and list(run.documents)) == documents
-
-    def test_a_header_is_part_of_a_document(self) -> None:
-        template = DocumentTemplate('<d id="{id}">{text}</d>')
-        assert template.find('<d id="1">one</d><d id=2>two</d>') is None
-        run = template.find('<d id="1">one</d><d id="1">two</d>')
-        assert run is not None
-        assert run.arranged([1, 0]) == '<d id="1">two</d><d id="1">one</d>'
-
-    @given(st.lists(WORDS, min_size=2, max_size=6), WORDS, WORDS, st.text("\n\t ", max_size=3), st.randoms())
-    def test_documents_move_whole_and_nothing_else_does(
-        self, texts: list[str], before: str, after: str, gap: str, rng: random.Random
-    ) -> None:
-        documents = [f"<d>{text}</d>" for text in texts]
-        run = DocumentTemplate("<d>{text}</d>").find(before + gap.join(documents) + after)
-        assert run is not None
-        assert (run.head, list(run.documents), run.tail) == (before, documents, after)
-        permutation = rng.sample(range(len(texts)), len(texts))
-        assert run.arranged(permutation) == before + gap.join(documents[place] for place in permutation) + after
-
-    @given(st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>"]), max_size=40))
-    def test_any_text_is_cut_up_without_loss(self, pieces: list[str]) -> None:
-        text = "".join(pieces)
-        run = DocumentTemplate("<d>{id}:{text}</d>").find(text)
-        if run is not None:
-            assert "".join(run.pieces) == text
-            assert len(run.documents) >= 2
-            assert all(
-                re.fullmatch("<d>(?:(?!<d>|</d>).)*?:(?:(?!<d>|</d>).)*</d>", each, re.S) for each in run.documents
-            )
-            assert all(gap == "" or gap.isspace() for gap in run.pieces[2:-1:2])
-            assert run.arranged(range(len(run.documents))) == text
-
-    @pytest.mark.parametrize(
-        "piece",
-        ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> ", "<", "</d"],
-    )
-    def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
-        # In quadratic time this would take days.
-        DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
 
 
 class TestDocumentsInMessages:

@@ -474,8 +474,8 @@ class TestIdsThatAreRanks:
     def test_d7_nothing_of_a_text_is_taken_for_its_id(
         self, template: str, fields: dict[str, str], before: str, after: str
     ) -> None:
-        parts = DocumentTemplate(template).split_at_id(template.format(**fields))
-        assert parts == (before, fields["id"], after)
+        parts = DocumentTemplate(template).split(template.format(**fields))
+        assert parts == ((before, after), fields["id"])
         assert parts.with_id("12") == f"{before}12{after}"
 
 

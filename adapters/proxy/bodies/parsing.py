@@ -94,7 +94,7 @@ class RepeatedDocuments:
             if not spans:
                 continue
             texts = [passage.text[start:end] for start, end in spans]
-            known = [(self._template.split_at_id(text).id, digest_of(text)) for text in texts]
+            known = [(self._template.split(text).id, digest_of(text)) for text in texts]
             ranks = []
             if passage.role in _TURNS:
                 ranks = [rank for rank, (id, digest) in enumerate(known) if standing.get(id) == digest]
@@ -107,7 +107,7 @@ class RepeatedDocuments:
     def _named(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
         pieces, end = [], 0
         for start, stop in spans:
-            id = self._template.split_at_id(text[start:stop]).id
+            id = self._template.split(text[start:stop]).id
             pieces += [text[end:start], self._reference.format(id=id)]
             end = stop
         return "".join([*pieces, text[end:]])
@@ -308,13 +308,16 @@ class BodyParser:
         passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
-        parts = [template.split_at_id(text) for text in run.documents]
-        numbered = numbered_by_place(parts)
+        parts = [template.split(text) for text in run.documents]
+        numbered = numbered_by_place(parts, from_0=template.shows_number)
+        if template.shows_number and (numbered is None or not _can_be_mapped(parts)):
+            return "not_numbered"
         if template.shows_id:
             split = parts if numbered is None else numbered
             self._ids.look(salt, ((each.id, each.rest) for each in split), are_places=numbered is not None)
-        if not self._by_place or not _can_be_mapped(parts):
+        if not template.shows_number and not (self._by_place and _can_be_mapped(parts)):
             numbered = None
+        first = 1 if numbered is None else int(numbered[0].id)
 
         ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
         marks = _body_marks(body, passage, by, ends, has_head=has_head(run.pieces))
@@ -325,7 +328,7 @@ class BodyParser:
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if numbered is not None:
-                texts = [numbered[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)]
+                texts = [numbered[rank].with_id(str(place)) for place, rank in enumerate(permutation, first)]
             else:
                 texts = [run.documents[rank] for rank in permutation]
             pieces = run.pieces_with(texts)
