@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 __all__ = ["Stats", "fetch_stats"]
+
+_ENOUGH = 20
 
 _DERIVED = (
     "saved_tokens",
@@ -43,7 +45,8 @@ class Stats:
     request; `order_us`: percentiles of the ordering time. Among the `ordered` requests, ragorder's order moves
     documents in `reordered`, in `reordered_cold` although nothing should be cached, and begins with a document other
     than the best one in `best_moved`. `passed`: unchanged requests by reason, in no other figure; `cost`: of requests
-    to clouds.
+    to clouds; `recognized`: the share of the prefill that a preset of --template would save, by preset, from 20
+    requests on.
     """
 
     shadow: bool
@@ -68,6 +71,7 @@ class Stats:
     evicted_blocks: int
     passed: dict[str, int] = field(default_factory=dict)
     cost: CostStats | None = None
+    recognized: dict[str, float] = field(default_factory=dict)
 
     @property
     def other_cached_tokens(self) -> int | None:
@@ -142,6 +146,7 @@ class Stats:
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
         passed: defaultdict[str, int] = defaultdict(int)
+        recognized: defaultdict[tuple[str, str], float] = defaultdict(float)
         for family in families:
             for sample in family.samples:
                 labels = sample.labels
@@ -149,6 +154,10 @@ class Stats:
                     buckets[float(labels["le"])] += sample.value
                 elif sample.name == "ragorder_passed_requests_total":
                     passed[labels["reason"]] += round(sample.value)
+                elif sample.name == "ragorder_recognized_requests_total":
+                    recognized[labels["preset"], "requests"] += sample.value
+                elif sample.name == "ragorder_recognized_tokens_total":
+                    recognized[labels["preset"], labels["of"]] += sample.value
                 else:
                     label = labels.get("order") or labels.get("outcome") or labels.get("cached") or ""
                     values[sample.name, label] += sample.value
@@ -199,7 +208,19 @@ class Stats:
             evicted_blocks=total("evicted_blocks_total"),
             passed=dict(passed),
             cost=CostStats.of(families, served, other),
+            recognized=_recognized_savings(recognized),
         )
+
+
+def _recognized_savings(counts: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    savings = {}
+    for preset in sorted({preset for preset, _ in counts}):
+        requests, prompt, ours, theirs = (
+            counts.get((preset, name), 0.0) for name in ("requests", "prompt", "ragorder", "retrieval")
+        )
+        if requests >= _ENOUGH and prompt > theirs:
+            savings[preset] = round((ours - theirs) / (prompt - theirs), 4)
+    return savings
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:

@@ -158,12 +158,20 @@ _KEPT = (
 
 class UnorderedRequests:
     """Counter of requests whose documents were not ordered. Warns if the first 20 requests had no documents, and once
-    if a client sets breakpoints."""
+    if a client sets breakpoints. `hint` returns what to add to the first warning."""
 
-    def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
+    def __init__(
+        self,
+        on_passed: Callable[[str], None] | None,
+        warn: Callable[[str], None],
+        *,
+        template: bool,
+        hint: Callable[[], str] | None = None,
+    ) -> None:
         self._on_passed = on_passed
         self._warn = warn
         self._template = template
+        self._hint = hint or str
         self._without: int | None = 0
         self._told_of_marks = False
 
@@ -188,7 +196,7 @@ class UnorderedRequests:
         self._without = without = without + 1
         if without == _ENOUGH:
             self._without = None
-            self._warn(_NEVER_FOUND if self._template else _NEVER_TAGGED)
+            self._warn((_NEVER_FOUND if self._template else _NEVER_TAGGED) + self._hint())
 
 
 class RenamedIds:

@@ -19,6 +19,7 @@ from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.bodies.parsing import BodyParser, RepeatedDocuments
+from ragorder.adapters.proxy.bodies.presets import PromptRecognizer
 from ragorder.adapters.proxy.bodies.schema import openapi
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
@@ -49,7 +50,8 @@ def make_app(
     upstream: str | Fleet,
     builder: PromptBuilder | None = None,
     tokenizer: Any = None,
-    template: DocumentTemplate | None = None,
+    template: DocumentTemplate | Sequence[DocumentTemplate] | None = None,
+    on_recognized: Callable[[str, int, int, int], None] | None = None,
     api_key: str | None = None,
     upstream_api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -76,7 +78,8 @@ def make_app(
 
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
-    - `template` finds documents in messages that are not tagged.
+    - `template` finds documents in messages that are not tagged; of several templates the first that does.
+    - `on_recognized`: see `PromptRecognizer`; without it no presets are recognized.
     - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
     - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
@@ -99,7 +102,8 @@ def make_app(
     `repeated`.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")"""
-    if number_by_place and template is not None and not (template.shows_id or template.shows_number):
+    templates = [template] if isinstance(template, DocumentTemplate) else template or []
+    if number_by_place and not all(each.shows_id or each.shows_number for each in templates):
         raise TemplateError("numbering by position needs {id} in the template")
     if number_by_place and repeated is not None:
         raise TemplateError("a position number names no document of another message: leave out one option")
@@ -137,8 +141,9 @@ def make_app(
     parser = BodyParser(
         builder,
         tokens,
-        template,
+        templates,
         warn=orderer.degrade,
+        recognizer=None if on_recognized is None or route else PromptRecognizer(orderer.settings, on_recognized),
         send_facts=send_facts,
         number_by_place=number_by_place,
         repeated=repeated,
@@ -155,7 +160,7 @@ def make_app(
         "admission": admission,
     }
     about = {
-        "template": None if template is None else template.form,
+        "template": ", ".join(each.form for each in templates) or None,
         "lengths": "counted" if tokens.exact else "estimated",
     }
     own = [Route(_HEALTH, health), Route("/ragorder/openapi.json", show_openapi)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from string import Formatter
 
 import msgspec
@@ -36,6 +38,7 @@ from ragorder.adapters.proxy.bodies.body import (
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
+from ragorder.adapters.proxy.bodies.presets import PromptRecognizer
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import (
     DocumentRun,
@@ -168,9 +171,10 @@ class BodyParser:
         self,
         builder: PromptBuilder,
         tokens: TokenCounter,
-        template: DocumentTemplate | None,
+        template: DocumentTemplate | Sequence[DocumentTemplate] | None,
         *,
         warn: Callable[[str], None],
+        recognizer: PromptRecognizer | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
@@ -181,12 +185,18 @@ class BodyParser:
     ) -> None:
         self._builder = builder
         self._tokens = tokens
-        self._template = template
+        self._templates = _as_list(template)
+        self._recognizer = recognizer
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
         self._marking = Marking(marks, clouds, heeds_client=heeds_client_marks)
-        self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
+        self._unordered = UnorderedRequests(
+            on_passed,
+            warn,
+            template=bool(self._templates),
+            hint=None if recognizer is None else recognizer.hint,
+        )
         self._ids = RenamedIds(warn, by_place=number_by_place)
         self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
         self._turns = _SentTurns()
@@ -233,9 +243,25 @@ class BodyParser:
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
             return self._read_tagged(body, by)
-        if self._template is None:
-            return "no_documents"
-        return self._find(body, content, self._template, by)
+        found: ParsedBody | PassReason = "no_documents"
+        for template in self._templates:
+            reason = found
+            found = self._find(body, content, template, by)
+            if found == "no_documents":
+                found = reason
+            elif found not in ("one_document", "not_numbered"):
+                return found
+        self._recognize(body, content, by)
+        return found
+
+    def _recognize(self, body: Body, content: bytes, by: MarkedBy) -> None:
+        """Say what a preset would save. The request is forwarded without it."""
+        if self._recognizer is None or by.left is not None:
+            return
+        texts = [each.text for each in body.passages() if each.role != "assistant"]
+        # The recognizer has nothing to do with the answer to this request.
+        with suppress(Exception):
+            self._recognizer.look(texts, lambda template: self._find(body, content, template, by))
 
     def _read_tagged(self, body: Body, by: MarkedBy) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))
@@ -401,6 +427,12 @@ class BodyParser:
         return tokens
 
 
+def _as_list(template: DocumentTemplate | Sequence[DocumentTemplate] | None) -> Sequence[DocumentTemplate]:
+    if template is None:
+        return []
+    return [template] if isinstance(template, DocumentTemplate) else template
+
+
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
     """Return fields and number of values. Raises HTTPError for a tag in a body that is not read, and decoding
     errors."""
@@ -453,12 +485,14 @@ def _can_be_mapped(documents: Sequence[object]) -> bool:
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
-    has_one = False
+    reason: PassReason = "no_documents"
     for passage in body.passages():
         if passage.role == "assistant":
             continue
         run = template.find(passage.text)
         if run is not None:
             return passage, run
-        has_one = has_one or template.has_one(passage.text)
-    return "one_document" if has_one else "no_documents"
+        count = len(list(islice(template.spans(passage.text), 2)))
+        if count:
+            reason = "not_numbered" if count > 1 and template.shows_number else "one_document"
+    return reason

@@ -154,7 +154,9 @@ class _Mark:
                 at = number.end() + len(literal)
                 continue
             found = text.find(literal, at, end)
-            if found < 0 or (field == "*" and any(text.find(each, at, found) >= 0 for each in _LINE_BREAKS)):
+            # A title has no mark in it: it would reach into the next document.
+            limits = _LINE_BREAKS if field == "*" else self.literals[:1]
+            if found < 0 or any(each and text.find(each, at, found) >= 0 for each in limits):
                 return None
             at = found + len(literal)
         return at, numbers
@@ -231,7 +233,7 @@ class DocumentTemplate:
                 run = [(start, end)]
             if len(run) > len(longest):
                 longest = run
-        if len(longest) < 2:
+        if len(longest) < 2 or (self.shows_number and self._has_mark(text, longest[-1][1])):
             return None
         edges = [0, *(edge for span in longest for edge in span), len(text)]
         return DocumentRun([text[start:end] for start, end in pairwise(edges)])
@@ -381,6 +383,11 @@ class DocumentTemplate:
         at = text.rfind(self._closing.literals[0], inside, stop)
         closed = self._closing.read(text, at, stop) if at >= 0 else None
         return closed is not None and closed[0] == stop
+
+    def _has_mark(self, text: str, start: int) -> bool:
+        """Return whether marks follow a numbered list: the last document may have one of them in its text."""
+        marks = (self._opening, self._closing) if self._between is None else ()
+        return any(mark.find(text, start, len(text)) >= 0 for mark in marks)
 
     def _are_adjacent(self, text: str, start: int, end: int) -> bool:
         return _is_blank(text, start, end) if self._between is None else text[start:end] == self._between
