@@ -80,11 +80,11 @@ class Metrics:
             "best_moved_requests", "Requests that ragorder's order begins with a document other than the best one."
         )
         self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", ["reason"])
-        self._recognized = counter(
-            "recognized_requests", "Requests without --template whose documents a preset finds, by preset.", ["preset"]
+        self._recognised = counter(
+            "recognised_requests", "Requests without --template whose documents a preset finds, by preset.", ["preset"]
         )
-        self._recognized_tokens = counter(
-            "recognized_tokens",
+        self._recognised_tokens = counter(
+            "recognised_tokens",
             "Tokens of these requests up to their last document, and those that the preset's order and retrieval order "
             "would find in the cache.",
             ["preset", "of"],
@@ -126,11 +126,11 @@ class Metrics:
         """Count a request forwarded without ordering, for a `reason` in docs/proxy.md."""
         self._passed.labels(reason).inc()
 
-    def recognized(self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int) -> None:
+    def recognised(self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int) -> None:
         """Count a request in which a preset of the proxy's templates finds documents."""
-        self._recognized.labels(preset).inc()
+        self._recognised.labels(preset).inc()
         for name, tokens in (("prompt", prompt_tokens), ("ragorder", ordered_tokens), ("retrieval", retrieval_tokens)):
-            self._recognized_tokens.labels(preset, name).inc(tokens)
+            self._recognised_tokens.labels(preset, name).inc(tokens)
 
     def token_times(self, tbt_s: float) -> None:
         self._tbt_s.observe(tbt_s)

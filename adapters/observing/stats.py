@@ -45,7 +45,7 @@ class Stats:
     request; `order_us`: percentiles of the ordering time. Among the `ordered` requests, ragorder's order moves
     documents in `reordered`, in `reordered_cold` although nothing should be cached, and begins with a document other
     than the best one in `best_moved`. `passed`: unchanged requests by reason, in no other figure; `cost`: of requests
-    to clouds; `recognized`: the share of the prefill that a preset of --template would save, by preset, from 20
+    to clouds; `recognised`: the share of the prefill that a preset of --template would save, by preset, from 20
     requests on.
     """
 
@@ -71,7 +71,7 @@ class Stats:
     evicted_blocks: int
     passed: dict[str, int] = field(default_factory=dict)
     cost: CostStats | None = None
-    recognized: dict[str, float] = field(default_factory=dict)
+    recognised: dict[str, float] = field(default_factory=dict)
 
     @property
     def other_cached_tokens(self) -> int | None:
@@ -146,7 +146,7 @@ class Stats:
         buckets: defaultdict[float, float] = defaultdict(float)
         families = list(families)
         passed: defaultdict[str, int] = defaultdict(int)
-        recognized: defaultdict[tuple[str, str], float] = defaultdict(float)
+        recognised: defaultdict[tuple[str, str], float] = defaultdict(float)
         for family in families:
             for sample in family.samples:
                 labels = sample.labels
@@ -154,10 +154,10 @@ class Stats:
                     buckets[float(labels["le"])] += sample.value
                 elif sample.name == "ragorder_passed_requests_total":
                     passed[labels["reason"]] += round(sample.value)
-                elif sample.name == "ragorder_recognized_requests_total":
-                    recognized[labels["preset"], "requests"] += sample.value
-                elif sample.name == "ragorder_recognized_tokens_total":
-                    recognized[labels["preset"], labels["of"]] += sample.value
+                elif sample.name == "ragorder_recognised_requests_total":
+                    recognised[labels["preset"], "requests"] += sample.value
+                elif sample.name == "ragorder_recognised_tokens_total":
+                    recognised[labels["preset"], labels["of"]] += sample.value
                 else:
                     label = labels.get("order") or labels.get("outcome") or labels.get("cached") or ""
                     values[sample.name, label] += sample.value
@@ -208,11 +208,11 @@ class Stats:
             evicted_blocks=total("evicted_blocks_total"),
             passed=dict(passed),
             cost=CostStats.of(families, served, other),
-            recognized=_recognized_savings(recognized),
+            recognised=_recognised_savings(recognised),
         )
 
 
-def _recognized_savings(counts: Mapping[tuple[str, str], float]) -> dict[str, float]:
+def _recognised_savings(counts: Mapping[tuple[str, str], float]) -> dict[str, float]:
     savings = {}
     for preset in sorted({preset for preset, _ in counts}):
         requests, prompt, ours, theirs = (

@@ -19,7 +19,7 @@ from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.bodies.parsing import BodyParser, RepeatedDocuments
-from ragorder.adapters.proxy.bodies.presets import PromptRecognizer
+from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import openapi
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
@@ -51,7 +51,7 @@ def make_app(
     builder: PromptBuilder | None = None,
     tokenizer: Any = None,
     template: DocumentTemplate | Sequence[DocumentTemplate] | None = None,
-    on_recognized: Callable[[str, int, int, int], None] | None = None,
+    on_recognised: Callable[[str, int, int, int], None] | None = None,
     api_key: str | None = None,
     upstream_api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -79,7 +79,7 @@ def make_app(
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
     - `template` finds documents in messages that are not tagged; of several templates the first that does.
-    - `on_recognized`: see `PromptRecognizer`; without it no presets are recognized.
+    - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised.
     - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
     - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
@@ -143,7 +143,7 @@ def make_app(
         tokens,
         templates,
         warn=orderer.degrade,
-        recognizer=None if on_recognized is None or route else PromptRecognizer(orderer.settings, on_recognized),
+        recogniser=None if on_recognised is None or route else PromptRecogniser(orderer.settings, on_recognised),
         send_facts=send_facts,
         number_by_place=number_by_place,
         repeated=repeated,

@@ -73,8 +73,8 @@ class Documents:
     """How the proxy finds documents in requests, and how it renders them."""
 
     templates: Sequence[DocumentTemplate] = ()
-    recognizes: bool = True
-    """Whether prompts of known applications are recognized, to say what ordering them would save."""
+    recognises: bool = True
+    """Whether prompts of known applications are recognised, to say what ordering them would save."""
     number_by_place: bool = False
     repeated: RepeatedDocuments | None = None
     forms: Mapping[str, str | None] = field(default_factory=dict)

@@ -348,7 +348,7 @@ class ProxyServer:
                 builder=documents.builder(backend.tokenizer),
                 tokenizer=backend.tokenizer,
                 template=documents.templates,
-                on_recognized=metrics.recognized if documents.recognizes else None,
+                on_recognised=metrics.recognised if documents.recognises else None,
                 number_by_place=documents.number_by_place,
                 repeated=documents.repeated,
                 on_passed=metrics.passed,

@@ -186,9 +186,9 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
     table.add_row("prompt tokens", f"{read.prompt_tokens:,}", "")
     for reason, requests in sorted(read.passed.items()):
         table.add_row("passed unordered", f"{requests:,}", _PASSED.get(reason, reason))
-    for preset, share in read.recognized.items():
+    for preset, saved in read.recognised.items():
         would = f"prompts look like those of {preset}: --template {preset} would save this share of their prefill"
-        table.add_row("recognized", f"{100 * share:.1f} %", would)
+        table.add_row("recognised", f"{100 * saved:.1f} %", would)
     if not read.served:
         known = "no request yet"
     elif read.reports == read.served:

@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 from ragorder import Settings
 from ragorder.adapters.observing import Metrics, Stats
 from ragorder.adapters.proxy import TemplateError
-from ragorder.adapters.proxy.bodies.presets import PromptRecognizer, find_templates, presets
+from ragorder.adapters.proxy.bodies.presets import PromptRecogniser, find_templates, presets
 
 NAMES = list(presets())
 Write = Callable[[Sequence[str]], str]
@@ -130,7 +130,7 @@ class TestPresets:
         assert set(WRITERS) == set(NAMES)
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_its_sample_is_recognized_by_it_alone(self, name: str) -> None:
+    def test_its_sample_is_recognised_by_it_alone(self, name: str) -> None:
         sample = presets()[name].sample
         found = [other for other in NAMES if find_templates(other)[0].find(sample) is not None]
         assert found == [name]
@@ -245,30 +245,30 @@ class TestRecognition:
         rng = random.Random(1)
         texts = [f"{letter} is about {letter}. " * 20 for letter in "abcdefgh"]
         prompts = [anythingllm(rng.sample(texts, 4)) for _ in range(60)]
-        watched = Bodies(None, recognizer=PromptRecognizer(Settings(block_size=16), metrics.recognized))
+        watched = Bodies(None, recogniser=PromptRecogniser(Settings(block_size=16), metrics.recognised))
         for prompt in prompts:
             body = post(prompt)
             assert watched.ordered(body) is body
         from ragorder.adapters.observing import ObservedOrderer
 
         metrics.watch(ObservedOrderer(watched.orderer))
-        ((name, share),) = Stats.of(metrics.registry.collect()).recognized.items()
+        ((name, share),) = Stats.of(metrics.registry.collect()).recognised.items()
         assert name == "anythingllm"
         assert 0.1 < share < 1
 
     def test_a_few_requests_say_nothing(self, metrics: Metrics) -> None:
         from ragorder.adapters.observing import ObservedOrderer
 
-        watched = Bodies(None, recognizer=PromptRecognizer(Settings(block_size=16), metrics.recognized))
+        watched = Bodies(None, recogniser=PromptRecogniser(Settings(block_size=16), metrics.recognised))
         metrics.watch(ObservedOrderer(watched.orderer))
         for _ in range(19):
             watched.ordered(post(anythingllm(["a" * 200, "b" * 200])))
-        assert Stats.of(metrics.registry.collect()).recognized == {}
+        assert Stats.of(metrics.registry.collect()).recognised == {}
 
     def test_the_warning_names_the_preset(self) -> None:
         warned: list[str] = []
-        recognizer = PromptRecognizer(Settings(), lambda *_: None)
-        watched = Bodies(None, recognizer=recognizer, warn=warned.append)
+        recogniser = PromptRecogniser(Settings(), lambda *_: None)
+        watched = Bodies(None, recogniser=recogniser, warn=warned.append)
         for _ in range(20):
             watched.ordered(post(onyx(["a" * 200, "b" * 200])))
         (said,) = warned

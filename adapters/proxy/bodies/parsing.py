@@ -38,7 +38,7 @@ from ragorder.adapters.proxy.bodies.body import (
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
-from ragorder.adapters.proxy.bodies.presets import PromptRecognizer
+from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import (
     DocumentRun,
@@ -174,7 +174,7 @@ class BodyParser:
         template: DocumentTemplate | Sequence[DocumentTemplate] | None,
         *,
         warn: Callable[[str], None],
-        recognizer: PromptRecognizer | None = None,
+        recogniser: PromptRecogniser | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
@@ -186,7 +186,7 @@ class BodyParser:
         self._builder = builder
         self._tokens = tokens
         self._templates = _as_list(template)
-        self._recognizer = recognizer
+        self._recogniser = recogniser
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
@@ -195,7 +195,7 @@ class BodyParser:
             on_passed,
             warn,
             template=bool(self._templates),
-            hint=None if recognizer is None else recognizer.hint,
+            hint=None if recogniser is None else recogniser.hint,
         )
         self._ids = RenamedIds(warn, by_place=number_by_place)
         self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
@@ -251,17 +251,17 @@ class BodyParser:
                 found = reason
             elif found not in ("one_document", "not_numbered"):
                 return found
-        self._recognize(body, content, by)
+        self._recognise(body, content, by)
         return found
 
-    def _recognize(self, body: Body, content: bytes, by: MarkedBy) -> None:
+    def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
         """Say what a preset would save. The request is forwarded without it."""
-        if self._recognizer is None or by.left is not None:
+        if self._recogniser is None or by.left is not None:
             return
         texts = [each.text for each in body.passages() if each.role != "assistant"]
-        # The recognizer has nothing to do with the answer to this request.
+        # The recogniser has nothing to do with the answer to this request.
         with suppress(Exception):
-            self._recognizer.look(texts, lambda template: self._find(body, content, template, by))
+            self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
 
     def _read_tagged(self, body: Body, by: MarkedBy) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))

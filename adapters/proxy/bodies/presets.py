@@ -19,7 +19,7 @@ from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import RequestOutcome
 from ragorder.settings import Settings
 
-__all__ = ["AUTO", "NONE", "Preset", "PromptRecognizer", "find_templates", "presets"]
+__all__ = ["AUTO", "NONE", "Preset", "PromptRecogniser", "find_templates", "presets"]
 
 AUTO, NONE = "auto", "none"
 
@@ -76,22 +76,22 @@ def _read_file(path: Path) -> DocumentTemplate:
         raise TemplateError(f"{path}: {error}") from None
 
 
-class PromptRecognizer:
-    """Recognizer of presets' documents in requests whose documents are not found otherwise. Their order is computed on
+class PromptRecogniser:
+    """Recogniser of presets' documents in requests whose documents are not found otherwise. Their order is computed on
     a mirror of its own, only to say what the preset would save.
 
-    `on_recognized` gets the preset's name, and the tokens of the prompt up to its last document, and those of them that
+    `on_recognised` gets the preset's name, and the tokens of the prompt up to its last document, and those of them that
     would be cached in ragorder's order and in retrieval order. Thread-safe."""
 
-    def __init__(self, settings: Settings, on_recognized: Callable[[str, int, int, int], None]) -> None:
+    def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
         self._settings = settings
-        self._on_recognized = on_recognized
+        self._on_recognised = on_recognised
         self._templates = {name: preset.template(name) for name, preset in presets().items()}
         self._orderers: dict[str, ObservedOrderer] = {}
         self._requests: Counter[str] = Counter()
 
     def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> None:
-        """Recognize one of the presets in the texts of a request, which `read` parses by it."""
+        """Recognise one of the presets in the texts of a request, which `read` parses by it."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
@@ -120,7 +120,7 @@ class PromptRecognizer:
 
     def _tell(self, name: str, seen: Observation) -> None:
         if seen.ordered_tokens is not None and seen.retrieval_tokens is not None:
-            self._on_recognized(name, seen.documents_end, seen.ordered_tokens, seen.retrieval_tokens)
+            self._on_recognised(name, seen.documents_end, seen.ordered_tokens, seen.retrieval_tokens)
 
 
 class _Told:
