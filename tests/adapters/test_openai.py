@@ -663,7 +663,7 @@ class TestStreamOptions:
     @pytest.mark.parametrize(
         "refusal",
         [
-            error(400, "Unrecognised request argument supplied: stream_options"),
+            error(400, "Unrecognized request argument supplied: stream_options"),
             error(400, "invalid", param="stream_options.include_usage"),
             error(400, "unknown field `include_usage`"),
             Response([PYDANTIC], "", 422),
