@@ -181,7 +181,7 @@ def _id_of_event(line: bytes | None) -> str | None:
 
 
 _REPLICA = b"x-ragorder-replica"
-_OF_TOKENS = ("chat", "completions", "messages", "responses")
+_OF_TOKENS = ("chat", "cohere", "completions", "messages", "responses")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 

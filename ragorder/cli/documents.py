@@ -31,7 +31,8 @@ def template_option() -> Decorator:
         "'<document id=\"{id}\">\\n{text}\\n</document>'; the name of an application (docs/proxy.md lists them); a "
         "file with a form; or auto: applications whose prompts are unmistakable. The first message with two or more "
         "documents in a row is read.",
-        unset="no document is found; what a named application's form would save is shown, unless it is none",
+        unset="documents in the API's own form alone (none: not even these); what an application's name would save is "
+        "shown",
     )
 
 

@@ -348,6 +348,7 @@ class ProxyServer:
                 builder=documents.builder(backend.tokenizer),
                 tokenizer=backend.tokenizer,
                 template=documents.templates,
+                finds_native=documents.recognises,
                 on_recognised=metrics.recognised if documents.recognises else None,
                 number_by_place=documents.number_by_place,
                 repeated=documents.repeated,

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 Fields = dict[str, Raw]
 
-Route = Literal["chat", "completions", "messages", "responses", "other"]
+Route = Literal["chat", "cohere", "completions", "messages", "responses", "other"]
 
 BOUNDARY = "\ud800"
 """Separator of a message's parts in their joined text: a code point that no decoded UTF-8 text contains."""

@@ -60,7 +60,7 @@ class MarkForm:
 _CACHE_CONTROL = MarkForm(
     "cache_control",
     encode(cache_control()["cache_control"]),
-    kinds=frozenset({"document", "image", "text", "tool_result"}),
+    kinds=frozenset({"document", "image", "search_result", "text", "tool_result"}),
     roles=frozenset({"system", "developer", "user", "assistant"}),
     lookback_parts=20,
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, Route
 from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
@@ -15,7 +17,7 @@ from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment
 
-__all__ = ["BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of"]
+__all__ = ["AnswerTranslator", "BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,16 @@ class BodyMarks:
     form: MarkForm
     turns: int = 0
     has_front: bool = False
+
+
+class AnswerTranslator(Protocol):
+    """Changes an answer on its way to the client. Raises HTTPError for one that it cannot read."""
+
+    def begin(self, headers: Headers) -> Headers: ...
+
+    def feed(self, chunk: bytes) -> bytes: ...
+
+    def end(self) -> bytes: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,7 +53,8 @@ class ParsedBody:
     - `orderer`: the orderer of a cloud's model
     - `question`: the text after the documents, as segments that later requests of the conversation repeat
     - `left`: why the documents keep their order, without a prediction
-    - `values`: upper bound of the body's number of JSON values"""
+    - `values`: upper bound of the body's number of JSON values
+    - `translator` returns what translates citations in the answer, from the sent order to the client's"""
 
     body: Body
     documents: list[Document]
@@ -59,6 +72,7 @@ class ParsedBody:
     question: Sequence[Segment] = ()
     left: Left | None = None
     values: int = 0
+    translator: Callable[[Sequence[int]], AnswerTranslator | None] | None = None
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:

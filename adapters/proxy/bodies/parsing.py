@@ -35,8 +35,9 @@ from ragorder.adapters.proxy.bodies.body import (
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.bodies.conversation import ChatBody, MessagesBody, ResponsesBody
+from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.bodies.native import NativeDocuments, native_documents
 from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
@@ -149,7 +150,7 @@ def _key(scope: bytes, text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), key=scope, digest_size=16).digest()
 
 
-_BODIES = {body.route: body for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody)}
+_BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096
 _TAG = b'"%s"' % FIELD.encode()
 
@@ -165,7 +166,8 @@ class BodyParser:
     """Parser of bodies, see `make_app`.
 
     `warn` gets each complaint once; bodies of the routes in `marks` take cache_control; `heeds_client_marks`: the
-    server's cache resumes only at a client's own breakpoints."""
+    server's cache resumes only at a client's own breakpoints; `finds_native`: documents in fields and blocks of the API
+    are ordered, and citations in answers are translated."""
 
     def __init__(
         self,
@@ -174,6 +176,7 @@ class BodyParser:
         template: DocumentTemplate | Sequence[DocumentTemplate] | None,
         *,
         warn: Callable[[str], None],
+        finds_native: bool = False,
         recogniser: PromptRecogniser | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
@@ -186,6 +189,7 @@ class BodyParser:
         self._builder = builder
         self._tokens = tokens
         self._templates = _as_list(template)
+        self._finds_native = finds_native
         self._recogniser = recogniser
         self._send_facts = send_facts
         self._by_place = number_by_place
@@ -243,6 +247,9 @@ class BodyParser:
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
             return self._read_tagged(body, by)
+        # Their ends in the prompt are not known.
+        if self._finds_native and not self._send_facts and (native := _native(body)) is not None:
+            return self._order_native(body, content, native, by)
         found: ParsedBody | PassReason = "no_documents"
         for template in self._templates:
             reason = found
@@ -391,6 +398,46 @@ class BodyParser:
             return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
         return parsed
 
+    def _order_native(
+        self, body: Body, content: bytes, native: NativeDocuments, by: MarkedBy
+    ) -> ParsedBody | PassReason:
+        passage = native.passage
+        ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
+        marks = None if passage is None else _body_marks(body, passage, by, ends)
+        if (left := _left(by, marks)) is not None:
+            return left
+        if len(native.items) > MAX_DOCUMENTS:
+            return "unreadable"
+        try:
+            salt = body.string("cache_salt")
+        except HTTPError:
+            # The server will refuse it.
+            return "unreadable"
+        is_changed = marks is not None or body.wants_cache_key()
+
+        def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
+            if passage is not None and parsed.error is None:
+                self._turns.remember(parsed.scope, passage.text, native.text(permutation), permutation)
+            if list(permutation) == list(range(len(permutation))) and not is_changed:
+                return content
+            form = None if marks is None else marks.form
+            native.put(native.marked(permutation, marked, form), permutation)
+            if form is not None and isinstance(body, ChatBody):
+                if 0 in marked:
+                    body.mark_front(passage, form)
+                body.mark_ends(ends, form)
+                body.fields |= form.besides
+            return msgspec.json.encode(body.fields)
+
+        documents = [Document("", digest_of(bytes(item)).hex(), native.tokens(item)) for item in native.items]
+        question = self._segments(native.suffix)
+        suffix_tokens = sum(each.tokens for each in question)
+        parsed = self._parsed(body, documents, suffix_tokens, render, salt, native.prefix)
+        parsed = replace(parsed, marks=marks, orderer=by.orderer, question=question, translator=native.translator)
+        if passage is not None and parsed.error is None and body.is_history(passage):
+            return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
+        return parsed
+
     def _parsed(
         self,
         body: Body,
@@ -431,6 +478,14 @@ def _as_list(template: DocumentTemplate | Sequence[DocumentTemplate] | None) -> 
     if template is None:
         return []
     return [template] if isinstance(template, DocumentTemplate) else template
+
+
+def _native(body: Body) -> NativeDocuments | None:
+    try:
+        return native_documents(body)
+    except HTTPError:
+        # The server will refuse the malformed field.
+        return None
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
