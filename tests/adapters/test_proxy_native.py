@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx2
+from support.bodies import Bodies
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import make_app
+from ragorder.adapters.proxy.bodies.parsed import Route
 
 TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
 ASK = {"role": "user", "content": "Which?"}
@@ -283,3 +285,61 @@ class TestOtherBlocks:
         body["messages"][0]["content"][2]["cache_control"] = {"type": "ephemeral"}
         post(body, MESSAGES)
         assert server.bodies[-1] == body
+
+
+TEMPLATE = "<d>{text}</d>"
+
+
+def page(name: str, picture: bool = True, **fields: Any) -> list[dict[str, Any]]:
+    shown = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}] if picture else []
+    return [{"type": "text", "text": f"<d>{TEXTS[name]}</d>", **fields}, *shown]
+
+
+def prompt(*documents: list[dict[str, Any]], role: str = "user") -> dict[str, Any]:
+    parts = [{"type": "text", "text": "Read."}, *(part for each in documents for part in each)]
+    return {"messages": [{"role": role, "content": [*parts, {"type": "text", "text": "Which?"}]}]}
+
+
+def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict[str, Any]:
+    """The last of several bodies, as it is sent."""
+    orders = Bodies(TEMPLATE, **options)
+    found: dict[str, Any] = [json.loads(orders.ordered(json.dumps(body).encode(), route)) for body in bodies][-1]
+    return found
+
+
+class TestContentParts:
+    def test_a_picture_moves_with_its_document(self) -> None:
+        first, second = (prompt(*map(page, names)) for names in ("abc", "cab"))
+        assert sent(first, second) == first
+
+    def test_attributes_move_with_their_document(self) -> None:
+        first, second = (
+            prompt(*(page(name, picture=False, source=f"kb-{name}") for name in names)) for names in ("abc", "cab")
+        )
+        assert sent(first, second) == first
+
+    def test_a_picture_that_may_be_the_questions_stays(self) -> None:
+        def body(names: str) -> dict[str, Any]:
+            *others, last = names
+            return prompt(*(page(name, picture=False) for name in others), page(last))
+
+        last = [*page("c", picture=False), page("b")[1]]
+        assert sent(body("abc"), body("cab")) == prompt(page("a", False), page("b", False), last)
+
+    def test_with_different_numbers_of_pictures_the_last_document_stays(self) -> None:
+        first = prompt(page("a"), page("b", False), page("c"), page("d"))
+        second = prompt(page("c"), page("a"), page("b", False), page("d"))
+        assert sent(first, second) == first
+
+    def test_breakpoints_of_the_client_stay_at_their_places(self) -> None:
+        mark = {"cache_control": {"type": "ephemeral"}}
+        first, second = (prompt(page(x, False), page(y, False, **mark), page(z, False)) for x, y, z in ("abc", "cab"))
+        assert sent(first, second, heeds_client_marks=False) == first
+
+
+class TestBreakpoints:
+    def test_one_follows_the_blocks_that_an_earlier_request_began_with(self) -> None:
+        last = sent(blocks("abc"), blocks("bcad"), route="messages", finds_native=True, marks=["messages"])
+        parts = last["messages"][0]["content"]
+        assert [part.get("title") for part in parts] == ["a", "b", "c", "d", None]
+        assert [n for n, part in enumerate(parts) if "cache_control" in part] == [2]

@@ -24,10 +24,11 @@ from ragorder.adapters.proxy.bodies.body import (
 )
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody
 from ragorder.adapters.proxy.bodies.marks import MarkForm
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import estimate_tokens
 
-__all__ = ["CitationTranslator", "NativeDocuments", "native_documents"]
+__all__ = ["CitationTranslator", "NativeDocuments", "documents_in_parts", "native_documents"]
 
 _NULL = Raw(b"null")
 _FIELD = "documents"
@@ -35,6 +36,8 @@ _INSTRUCTIONS = ("system", "developer")
 # The name of a citation's place among all blocks of a type.
 _PLACES = {"document": "document_index", "search_result": "search_result_index"}
 _MOST_ANSWER = 1 << 24
+# A client's breakpoints stay at their places.
+_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 # Characters of a file for a token: most of them are no text.
 _FILE_CHARACTERS = 40
 
@@ -48,9 +51,11 @@ class NativeDocuments:
 
     - `put` writes them to the body, in an order
     - `passage` is their place in the conversation, if they are in a message
-    - `cited` is the name of their places in citations and the place of the first one"""
+    - `cited` is the name of their places in citations and the place of the first one
+    - `lengths` are estimated, in tokens"""
 
     items: Sequence[Raw]
+    lengths: Sequence[int]
     prefix: PromptPrefix
     suffix: PromptSuffix
     put: Put
@@ -67,14 +72,7 @@ class NativeDocuments:
         return ordered
 
     def text(self, permutation: Sequence[int]) -> str:
-        return BOUNDARY.join(bytes(self.items[rank]).decode("utf-8", "replace") for rank in permutation)
-
-    def tokens(self, item: Raw) -> int:
-        length = estimate_tokens(bytes(item).decode("utf-8", "replace"))
-        block = decode(item, _Block)
-        source = None if block is None else decode(block.source, _Source)
-        is_file = source is not None and decode(source.type, str) == "base64"
-        return length * 4 // _FILE_CHARACTERS if is_file else length
+        return BOUNDARY.join(_text_of(self.items[rank]) for rank in permutation)
 
     def translator(self, permutation: Sequence[int]) -> CitationTranslator | None:
         """Return a translator of the answer's citations, or None if they need none."""
@@ -94,6 +92,11 @@ class _Block(Struct):
     type: Raw = _NULL
     content: Raw = _NULL
     source: Raw = _NULL
+
+
+@readable_by_threads
+class _Text(Struct):
+    text: Raw = _NULL
 
 
 @readable_by_threads
@@ -146,12 +149,15 @@ def _in_blocks(body: MessagesBody) -> NativeDocuments | None:
         for kind, group in groupby(parts, _kind_of):
             blocks = list(group)
             if kind in _PLACES and len(blocks) > 1 and decode(message.role, str) == "user":
-                text = BOUNDARY.join(bytes(each).decode("utf-8", "replace") for each in blocks)
+                text = BOUNDARY.join(map(_text_of, blocks))
                 passage = Passage(text, messages, place, parts=parts, number=number)
                 cited = (_PLACES[kind], before[kind])
                 prefix = PromptPrefix(messages[:place], "user", parts[:number])
                 suffix = PromptSuffix("", parts[number + len(blocks) :], messages[place + 1 :])
-                return NativeDocuments(blocks, prefix, suffix, _putter(body, passage, blocks, cited), passage, cited)
+                lengths = [_length_of(each) for each in blocks]
+                return NativeDocuments(
+                    blocks, lengths, prefix, suffix, _putter(body, passage, blocks, cited), passage, cited
+                )
             number += len(blocks)
             for each in blocks:
                 for inner in _kinds_in(each, kind):
@@ -176,6 +182,90 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
         body.put_messages(changed)
 
     return put
+
+
+def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocuments | None:
+    """Return documents that are content parts of their own, each with the pictures that follow it, or None. Texts that
+    differ in nothing else need not be moved as parts."""
+    messages = body.prefix().messages
+    for place, raw in enumerate(messages):
+        message = decode(raw, _Role) or _Role()
+        parts = decode(message.content, list[Raw]) or []
+        if len(parts) < 2 or decode(message.role, str) == "assistant":
+            continue
+        texts = [_text_in(part) for part in parts]
+        are_documents = [text is not None and template.is_one(text) for text in texts]
+        number = 0
+        while number < len(parts):
+            units: list[list[Raw]] = []
+            first = number
+            while number < len(parts) and are_documents[number]:
+                end = next((n for n in range(number + 1, len(parts)) if texts[n] is not None), len(parts))
+                units.append(parts[number:end])
+                number = end
+            units = _clear_units(units)
+            if len(units) > 1:
+                return _in_parts(body, messages, place, parts, first, units)
+            number += not units
+    return None
+
+
+def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
+    """Return the documents whose pictures are clear; those after the last one may belong to the question."""
+    if any(_MARKS.intersection(decode(part, Fields) or ()) for unit in units for part in unit):
+        return []
+    pictures = {len(unit) for unit in units}
+    if pictures == {1}:
+        attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for (part,) in units]
+        return units if any(each != attributes[0] for each in attributes) else []
+    if len(pictures) > 1:
+        return [*units[:-1], units[-1][:1]] if {len(unit) for unit in units[:-1]} == {1} else units[:-1]
+    return units
+
+
+def _in_parts(
+    body: ChatBody,
+    messages: Sequence[Raw],
+    place: int,
+    parts: Sequence[Raw],
+    first: int,
+    units: Sequence[Sequence[Raw]],
+) -> NativeDocuments:
+    count = sum(map(len, units))
+
+    def put(ordered: Sequence[Raw], permutation: Sequence[int]) -> None:
+        moved = [part for unit in ordered for part in msgspec.json.decode(unit, type=list[Raw])]
+        own = msgspec.json.decode(messages[place], type=Fields)
+        body.put_messages({place: encode(own | {"content": [*parts[:first], *moved, *parts[first + count :]]})})
+
+    items = [encode(unit) for unit in units]
+    text = BOUNDARY.join(map(_text_of, items))
+    role = decode((decode(messages[place], _Role) or _Role()).role, str) or ""
+    return NativeDocuments(
+        items,
+        [estimate_tokens(_text_in(unit[0]) or "") for unit in units],
+        PromptPrefix(messages[:place], role, parts[:first]),
+        PromptSuffix("", parts[first + count :], messages[place + 1 :]),
+        put,
+        Passage(text, messages, place, role, parts, first),
+    )
+
+
+def _text_in(part: Raw) -> str | None:
+    read = decode(part, _Text)
+    return None if read is None else decode(read.text, str)
+
+
+def _text_of(item: Raw) -> str:
+    return bytes(item).decode("utf-8", "replace")
+
+
+def _length_of(block: Raw) -> int:
+    length = estimate_tokens(_text_of(block))
+    read = decode(block, _Block)
+    source = None if read is None else decode(read.source, _Source)
+    is_file = source is not None and decode(source.type, str) == "base64"
+    return length * 4 // _FILE_CHARACTERS if is_file else length
 
 
 def _kind_of(part: Raw) -> str:

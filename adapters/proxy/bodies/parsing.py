@@ -10,6 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from string import Formatter
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -37,7 +38,7 @@ from ragorder.adapters.proxy.bodies.body import (
 )
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
-from ragorder.adapters.proxy.bodies.native import NativeDocuments, native_documents
+from ragorder.adapters.proxy.bodies.native import NativeDocuments, documents_in_parts, native_documents
 from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
@@ -152,6 +153,7 @@ def _key(scope: bytes, text: str) -> bytes:
 
 _BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096
+BodyT = TypeVar("BodyT", bound=Body)
 _TAG = b'"%s"' % FIELD.encode()
 
 
@@ -248,10 +250,12 @@ class BodyParser:
         if FIELD in fields:
             return self._read_tagged(body, by)
         # Their ends in the prompt are not known.
-        if self._finds_native and not self._send_facts and (native := _native(body)) is not None:
+        if self._finds_native and not self._send_facts and (native := _native(body, native_documents)) is not None:
             return self._order_native(body, content, native, by)
         found: ParsedBody | PassReason = "no_documents"
         for template in self._templates:
+            if (native := self._in_parts(body, template, by)) is not None:
+                return self._order_native(body, content, native, by)
             reason = found
             found = self._find(body, content, template, by)
             if found == "no_documents":
@@ -260,6 +264,13 @@ class BodyParser:
                 return found
         self._recognise(body, content, by)
         return found
+
+    def _in_parts(self, body: Body, template: DocumentTemplate, by: MarkedBy) -> NativeDocuments | None:
+        """Return documents that move with their content parts. Breakpoints, and numbers in the texts, do not."""
+        is_plain = by == MarkedBy() and self._repeated is None and not self._by_place and not self._send_facts
+        if not is_plain or template.shows_number or not isinstance(body, ChatBody):
+            return None
+        return _native(body, partial(documents_in_parts, template=template))
 
     def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
         """Say what a preset would save. The request is forwarded without it."""
@@ -429,7 +440,10 @@ class BodyParser:
                 body.fields |= form.besides
             return msgspec.json.encode(body.fields)
 
-        documents = [Document("", digest_of(bytes(item)).hex(), native.tokens(item)) for item in native.items]
+        documents = [
+            Document("", digest_of(bytes(item)).hex(), length)
+            for item, length in zip(native.items, native.lengths, strict=True)
+        ]
         question = self._segments(native.suffix)
         suffix_tokens = sum(each.tokens for each in question)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, native.prefix)
@@ -480,9 +494,9 @@ def _as_list(template: DocumentTemplate | Sequence[DocumentTemplate] | None) -> 
     return [template] if isinstance(template, DocumentTemplate) else template
 
 
-def _native(body: Body) -> NativeDocuments | None:
+def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> NativeDocuments | None:
     try:
-        return native_documents(body)
+        return find(body)
     except HTTPError:
         # The server will refuse the malformed field.
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import Formatter
 from typing import NamedTuple
 
@@ -240,6 +240,11 @@ class DocumentTemplate:
 
     def has_one(self, text: str) -> bool:
         return next(self.spans(text), None) is not None
+
+    def is_one(self, text: str) -> bool:
+        """Return whether a text is one document, and white space."""
+        spans = list(islice(self.spans(text), 2))
+        return len(spans) == 1 and _is_blank(text, 0, spans[0][0]) and _is_blank(text, spans[0][1], len(text))
 
     def spans(self, text: str) -> Iterator[_Span]:
         region = self._region(text)
