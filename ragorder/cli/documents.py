@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragorder.cli.options import Decorator, given, option, together
-from ragorder.cli.proxy import warn
 from ragorder.cli.values import Text
 from ragorder.prompt import PromptBuilder
 
@@ -100,9 +99,10 @@ def documents_of(
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
     if template is not None and (preset := presets().get(template)) is not None and preset.citations == "places":
-        warn(
-            f"--template {template}: numbers of documents stay at their places, so [2] in an answer is the second "
-            "document of the sent order: read x-ragorder-permutation, or show no citations"
+        click.echo(
+            f"Warning: --template {template}: numbers of documents stay at their places, so [2] in an answer is the "
+            "second document of the sent order: read x-ragorder-permutation, or show no citations",
+            err=True,
         )
     if number_by_place and not all(each.shows_id or each.shows_number for each in found):
         raise click.UsageError("--number-by-place: --template has no {id} to replace, and no {n}")

@@ -1920,8 +1920,8 @@ class TestServeOptions:
         served = serving(*options, "--template", f"@{file}")
         content = served.builder.build("why", [Document("1", "one")]).messages[-1]["content"]
         assert content == "[1]\t\\none\nQ: why"
-        assert served.options["template"].find(r"<d>\n1</d><d>\n2</d>") is not None
-        assert serving("--template", r"<d>\n{text}</d>").options["template"].find("<d>\n1</d><d>\n2</d>") is not None
+        assert served.options["template"][0].find(r"<d>\n1</d><d>\n2</d>") is not None
+        assert serving("--template", r"<d>\n{text}</d>").options["template"][0].find("<d>\n1</d><d>\n2</d>") is not None
 
     def test_d7_numbers_by_place(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
@@ -1994,7 +1994,7 @@ class TestServeOptions:
         served = serving()
         documents = [Document("1", "one")]
         assert served.builder.build("q", documents).messages == PromptBuilder("").build("q", documents).messages
-        assert served.options["template"] is None
+        assert served.options["template"] == []
 
     def test_a_tokenizer(self, serving: Callable[..., Served], model_folder: Path) -> None:
         served = serving("--tokenizer", str(model_folder))
