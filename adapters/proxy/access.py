@@ -6,18 +6,16 @@ import hmac
 from base64 import b64decode
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
-from ragorder.adapters.proxy.bodies.marks import Left
-from ragorder.adapters.proxy.bodies.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import PassReason, digest_of
 from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "PassReason", "RenamedIds", "UnorderedRequests"]
+__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "RenamedIds", "UnorderedRequests"]
 
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
 # Without this header a page of another origin cannot read an error. Its key or origin has been checked, or the error
@@ -113,13 +111,6 @@ def _refused(what: str, header: str, code: str) -> HTTPError:
     message = f"{what} ({header}) that is not allowed: allow it (--allow-host), or require a key (--api-key)."
     return HTTPError(403, message, code=code)
 
-
-PassReason = (
-    Literal[
-        "no_documents", "one_document", "not_numbered", "other_route", "too_many_values", "compressed", "unreadable"
-    ]
-    | Left
-)
 
 # Requests, or texts, needed for a verdict.
 _ENOUGH = 20

@@ -52,6 +52,7 @@ def make_app(
     tokenizer: Any = None,
     template: DocumentTemplate | Sequence[DocumentTemplate] | None = None,
     finds_native: bool = True,
+    stable_tools: bool = False,
     on_recognised: Callable[[str, int, int, int], None] | None = None,
     api_key: str | None = None,
     upstream_api_key: str | None = None,
@@ -81,6 +82,7 @@ def make_app(
     - `tokenizer` (transformers): the served model's, and the builder's.
     - `template` finds documents in messages that are not tagged; of several templates the first that does.
     - `finds_native`: also orders documents in fields and blocks of the APIs, and translates citations in answers.
+    - `stable_tools`: sends tools in the order of their names, in requests without documents too.
     - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised.
     - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
@@ -146,6 +148,7 @@ def make_app(
         templates,
         warn=orderer.degrade,
         finds_native=finds_native,
+        stable_tools=stable_tools,
         recogniser=None if on_recognised is None or route else PromptRecogniser(orderer.settings, on_recognised),
         send_facts=send_facts,
         number_by_place=number_by_place,

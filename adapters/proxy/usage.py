@@ -41,7 +41,7 @@ _COUNTS = (
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _COUNTS_OF_DETAILS = ("cached_tokens", "cache_write_tokens")
 # Cohere's counts, which are floats.
-_OF_COHERE = ("input_tokens", "output_tokens")
+_OF_COHERE, _COUNTS_OF_COHERE = "tokens", ("input_tokens", "output_tokens")
 _LONGEST_COUNT = 12
 _NOTHING = Raw(b"null")
 
@@ -64,8 +64,8 @@ def _of_raw(name: str, *fields: str) -> type[Struct]:
     return readable_by_threads(msgspec.defstruct(name, [(field, Raw, _NOTHING) for field in fields]))
 
 
-_Usage = _of_raw("_Usage", *_COUNTS, *_DETAILS, "tokens", "cached_tokens")
-_CohereTokens = _of_raw("_CohereTokens", *_OF_COHERE)
+_Usage = _of_raw("_Usage", *_COUNTS, *_DETAILS, _OF_COHERE, "cached_tokens")
+_CohereTokens = _of_raw("_CohereTokens", *_COUNTS_OF_COHERE)
 _UsageDetails = _of_raw("_UsageDetails", *_COUNTS_OF_DETAILS)
 
 
@@ -203,10 +203,10 @@ def _counts(holder: _Holder | None) -> dict[str, Any]:
     usage = None if holder is None else decode(holder.usage, _Usage)
     if usage is None:
         return {}
-    if (tokens := decode(usage.tokens, _CohereTokens)) is not None:
-        read = _numbers(tokens, _OF_COHERE) | _numbers(usage, ("cached_tokens",))
+    if (tokens := decode(getattr(usage, _OF_COHERE), _CohereTokens)) is not None:
+        read = _numbers(tokens, _COUNTS_OF_COHERE) | _numbers(usage, ("cached_tokens",))
         names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
-        counts: dict[str, Any] = {names[name]: read[name] for name in _OF_COHERE if name in read}
+        counts: dict[str, Any] = {names[name]: read[name] for name in _COUNTS_OF_COHERE if name in read}
         return counts | (
             {"prompt_tokens_details": {"cached_tokens": read["cached_tokens"]}} if "cached_tokens" in read else {}
         )

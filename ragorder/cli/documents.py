@@ -109,7 +109,9 @@ def documents_of(
     repeated = None
     if dedup is not None:
         if len(found) != 1:
-            raise click.UsageError("--dedup requires one --template, which finds the documents of earlier messages")
+            raise click.UsageError(
+                "--dedup requires --template, and one form alone, to find the documents of earlier messages"
+            )
         if number_by_place:
             raise click.UsageError("--dedup cannot be combined with --number-by-place: numbers differ by message")
         try:

@@ -343,3 +343,62 @@ class TestBreakpoints:
         parts = last["messages"][0]["content"]
         assert [part.get("title") for part in parts] == ["a", "b", "c", "d", None]
         assert [n for n, part in enumerate(parts) if "cache_control" in part] == [2]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "b", "parameters": {}}},
+    {"type": "web_search"},
+    {"name": "a", "input_schema": {}},
+    {"type": "function", "name": "c"},
+]
+
+
+class TestTools:
+    """Sent in the order of their names, if that is asked for."""
+
+    @pytest.mark.parametrize("route", ["chat", "messages", "responses", "cohere"])
+    def test_they_are_sent_in_one_order_without_documents_too(self, route: Route) -> None:
+        field = "input" if route == "responses" else "messages"
+        for tools in (TOOLS, TOOLS[::-1], [*TOOLS[2:], *TOOLS[:2]]):
+            body = {"model": "m", "tools": tools, field: [ASK]}
+            found = sent(body, route=route, stable_tools=True)
+            assert found == body | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
+    def test_documents_are_ordered_as_well(self) -> None:
+        first, second = (prompt(*(page(name, False) for name in names)) for names in ("abc", "cab"))
+        found = sent(first | {"tools": TOOLS}, second | {"tools": TOOLS[::-1]}, stable_tools=True)
+        assert found == first | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
+    @pytest.mark.parametrize(
+        "tools",
+        [
+            [TOOLS[1], TOOLS[2]],
+            [TOOLS[0], TOOLS[2] | {"cache_control": {"type": "ephemeral"}}],
+            None,
+            "tools",
+            [],
+        ],
+        ids=["in order", "with breakpoints", "none", "no list", "empty"],
+    )
+    def test_others_keep_their_bytes(self, tools: Any) -> None:
+        body = json.dumps({"tools": tools, "messages": [ASK]}, indent=1).encode()
+        assert Bodies(None, stable_tools=True).ordered(body) is body
+
+    def test_without_the_option_nothing_changes(self) -> None:
+        body = json.dumps({"tools": TOOLS, "messages": [ASK]}).encode()
+        assert Bodies(None).ordered(body) is body
+
+    def test_the_request_still_counts_as_passed(self) -> None:
+        passed: list[str] = []
+        sent({"tools": TOOLS, "messages": [ASK]}, stable_tools=True, on_passed=passed.append)
+        assert passed == ["no_documents"]
+
+    def test_lines_of_a_list_are_ordered_by_a_form_with_two(self) -> None:
+        def body(order: str) -> bytes:
+            lines = "".join(f"- {letter * 80}\n" for letter in order)
+            return json.dumps(
+                {"messages": [{"role": "system", "content": f"[User Memory]\n{lines}\nHelp."}, ASK]}
+            ).encode()
+
+        orders = Bodies("[User Memory]\n- {text}\n- {text}\n\n")
+        assert json.loads(orders.ordered(body("abcd"))) == json.loads(orders.ordered(body("dbca")))

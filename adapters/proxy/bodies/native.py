@@ -136,7 +136,13 @@ def _in_field(body: ChatBody) -> NativeDocuments | None:
 
     # The list itself is no part of the prefix.
     body.fields[_FIELD] = _NULL
-    return NativeDocuments(items, PromptPrefix(messages[:count], _FIELD), PromptSuffix(messages=messages[count:]), put)
+    return NativeDocuments(
+        items,
+        [estimate_tokens(_text_of(item)) for item in items],
+        PromptPrefix(messages[:count], _FIELD),
+        PromptSuffix(messages=messages[count:]),
+        put,
+    )
 
 
 def _in_blocks(body: MessagesBody) -> NativeDocuments | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers
@@ -17,7 +17,7 @@ from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment
 
-__all__ = ["AnswerTranslator", "BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of"]
+__all__ = ["AnswerTranslator", "BodyMarks", "ParsedBody", "PassReason", "Route", "digest_of", "salt_of", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ class BodyMarks:
     form: MarkForm
     turns: int = 0
     has_front: bool = False
+
+
+PassReason = (
+    Literal[
+        "no_documents", "one_document", "not_numbered", "other_route", "too_many_values", "compressed", "unreadable"
+    ]
+    | Left
+)
+"""Why the documents of a request are not ordered."""
 
 
 class AnswerTranslator(Protocol):
@@ -52,7 +61,7 @@ class ParsedBody:
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: the orderer of a cloud's model
     - `question`: the text after the documents, as segments that later requests of the conversation repeat
-    - `left`: why the documents keep their order, without a prediction
+    - `left`: why the documents keep their order, without a prediction; the body may have changed otherwise
     - `values`: upper bound of the body's number of JSON values
     - `translator` returns what translates citations in the answer, from the sent order to the client's"""
 
@@ -70,7 +79,7 @@ class ParsedBody:
     marks: BodyMarks | None = None
     orderer: OrdererLike | None = None
     question: Sequence[Segment] = ()
-    left: Left | None = None
+    left: PassReason | None = None
     values: int = 0
     translator: Callable[[Sequence[int]], AnswerTranslator | None] | None = None
 

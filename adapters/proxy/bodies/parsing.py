@@ -25,7 +25,7 @@ from ragorder.adapters.http_server.untrusted_json import (
     count_values,
     hide_surrogates,
 )
-from ragorder.adapters.proxy.access import PassReason, RenamedIds, UnorderedRequests
+from ragorder.adapters.proxy.access import RenamedIds, UnorderedRequests
 from ragorder.adapters.proxy.bodies.body import (
     BOUNDARY,
     Body,
@@ -39,7 +39,7 @@ from ragorder.adapters.proxy.bodies.body import (
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.bodies.native import NativeDocuments, documents_in_parts, native_documents
-from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
+from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassReason, Route, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import (
@@ -169,7 +169,8 @@ class BodyParser:
 
     `warn` gets each complaint once; bodies of the routes in `marks` take cache_control; `heeds_client_marks`: the
     server's cache resumes only at a client's own breakpoints; `finds_native`: documents in fields and blocks of the API
-    are ordered, and citations in answers are translated."""
+    are ordered, and citations in answers are translated; `stable_tools`: tools are sent in the order of their
+    names."""
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class BodyParser:
         *,
         warn: Callable[[str], None],
         finds_native: bool = False,
+        stable_tools: bool = False,
         recogniser: PromptRecogniser | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
@@ -192,6 +194,7 @@ class BodyParser:
         self._tokens = tokens
         self._templates = _as_list(template)
         self._finds_native = finds_native
+        self._stable_tools = stable_tools
         self._recogniser = recogniser
         self._send_facts = send_facts
         self._by_place = number_by_place
@@ -240,8 +243,15 @@ class BodyParser:
         if isinstance(opened, str):
             return opened
         fields, values = opened
-        found = self._read(_BODIES[route](fields), route, content)
-        return replace(found, values=values) if isinstance(found, ParsedBody) else found
+        body = _BODIES[route](fields)
+        if self._stable_tools:
+            body.sort_tools()
+        found = self._read(body, route, content)
+        if isinstance(found, ParsedBody):
+            return replace(found, values=values)
+        if not body.is_changed:
+            return found
+        return ParsedBody(body, [], 0, lambda *_: msgspec.json.encode(body.fields), left=found, values=values)
 
     def _read(self, body: Body, route: Route, content: bytes) -> ParsedBody | PassReason:
         fields = body.fields
@@ -368,7 +378,7 @@ class BodyParser:
         left = _left(by, marks)
         if left is not None and named is None:
             return left
-        is_changed = self._send_facts or named is not None or body.wants_cache_key()
+        is_changed = self._send_facts or named is not None or body.wants_cache_key() or body.is_changed
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if numbered is not None:
@@ -424,7 +434,7 @@ class BodyParser:
         except HTTPError:
             # The server will refuse it.
             return "unreadable"
-        is_changed = marks is not None or body.wants_cache_key()
+        is_changed = marks is not None or body.wants_cache_key() or body.is_changed
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if passage is not None and parsed.error is None:
