@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, PromptBuilder
+from ragorder.document import Estimate
 
 pytest.importorskip("starlette")
 
@@ -498,3 +499,27 @@ def test_h2_a_mebibyte_takes_a_second_and_64_mb_at_most(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 64e6 * len(body) / MIB
     finally:
         tracemalloc.stop()
+
+
+class TestLengthsByScript:
+    """Without a tokenizer: tokens of 100 characters of each script, within what usual vocabularies have."""
+
+    @pytest.mark.parametrize(
+        ("letter", "least", "most"),
+        [("a", 25, 25), ("é", 25, 25), ("б", 30, 60), ("م", 30, 60), ("ก", 40, 90), ("单", 55, 100), ("😀", 100, 300)],
+    )
+    def test_each_script_has_its_own(self, letter: str, least: int, most: int) -> None:
+        bodies = Bodies("<d>{text}</d>")
+        content = "".join(f"<d>{n}{letter * 100}</d>" for n in (1, 2))
+        for body in ({"messages": [{"role": "user", "content": content}]}, tagged_with(letter * 100)):
+            parsed = bodies.parse("chat", json.dumps(body).encode())
+            assert parsed is not None
+            for document in parsed.documents:
+                # The marks have a few.
+                assert least <= document.token_count <= most + 8
+                assert document.tokens is None or isinstance(document.tokens, Estimate)
+
+
+def tagged_with(text: str) -> dict[str, Any]:
+    documents = [{"id": id, "text": text} for id in "ab"]
+    return {"messages": [], "ragorder": {"documents": documents, "query": "?"}}

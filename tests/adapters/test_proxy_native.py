@@ -200,13 +200,7 @@ class TestBlocks:
                 {"type": "content_block_delta", "delta": {"citation": self.citation(name, places[n])}} for n in (0, 2)
             ]
             text = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": f'"{name}": 0'}}
-            said = [
-                {"type": "message_start", "message": {"content": []}},
-                deltas[0],
-                text,
-                deltas[1],
-                {"type": "message_stop"},
-            ]
+            said: list[Any] = [{"type": "message_start"}, deltas[0], text, deltas[1], {"type": "message_stop"}]
             return b"".join(
                 f"event: {each['type']}\ndata: {json.dumps(each, separators=(',', ':'))}\n\n".encode() for each in said
             )
@@ -320,8 +314,7 @@ class TestContentParts:
 
     def test_a_picture_that_may_be_the_questions_stays(self) -> None:
         def body(names: str) -> dict[str, Any]:
-            *others, last = names
-            return prompt(*(page(name, picture=False) for name in others), page(last))
+            return prompt(*(page(name, picture=False) for name in names[:-1]), page(names[-1]))
 
         last = [*page("c", picture=False), page("b")[1]]
         assert sent(body("abc"), body("cab")) == prompt(page("a", False), page("b", False), last)

@@ -16,7 +16,7 @@ from support.bodies import Bodies
 
 pytest.importorskip("starlette")
 
-from ragorder import Settings
+from ragorder import Orderer
 from ragorder.adapters.observing import Metrics, Stats
 from ragorder.adapters.proxy import TemplateError
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser, find_templates, presets
@@ -245,7 +245,7 @@ class TestRecognition:
         rng = random.Random(1)
         texts = [f"{letter} is about {letter}. " * 20 for letter in "abcdefgh"]
         prompts = [anythingllm(rng.sample(texts, 4)) for _ in range(60)]
-        watched = Bodies(None, recogniser=PromptRecogniser(Settings(block_size=16), metrics.recognised))
+        watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
         for prompt in prompts:
             body = post(prompt)
             assert watched.ordered(body) is body
@@ -259,7 +259,7 @@ class TestRecognition:
     def test_a_few_requests_say_nothing(self, metrics: Metrics) -> None:
         from ragorder.adapters.observing import ObservedOrderer
 
-        watched = Bodies(None, recogniser=PromptRecogniser(Settings(block_size=16), metrics.recognised))
+        watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
         metrics.watch(ObservedOrderer(watched.orderer))
         for _ in range(19):
             watched.ordered(post(anythingllm(["a" * 200, "b" * 200])))
@@ -267,7 +267,7 @@ class TestRecognition:
 
     def test_the_warning_names_the_preset(self) -> None:
         warned: list[str] = []
-        recogniser = PromptRecogniser(Settings(), lambda *_: None)
+        recogniser = PromptRecogniser(Orderer().settings, lambda *_: None)
         watched = Bodies(None, recogniser=recogniser, warn=warned.append)
         for _ in range(20):
             watched.ordered(post(onyx(["a" * 200, "b" * 200])))
