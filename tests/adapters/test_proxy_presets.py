@@ -232,6 +232,48 @@ class TestNames:
             find_templates(str(file))
 
 
+class TestJSON:
+    @given(
+        texts=st.lists(st.text(min_size=1, max_size=40), min_size=2, max_size=6),
+        indent=st.sampled_from([None, 1, 4]),
+        ascii=st.booleans(),
+        rng=st.randoms(),
+    )
+    @settings(deadline=None)
+    def test_objects_move_as_they_were_written(
+        self, texts: list[str], indent: int | None, ascii: bool, rng: random.Random
+    ) -> None:
+        def written(texts: list[str]) -> str:
+            listed = [{"id": text[:2], "content": text, "more": [1, {"a": None}]} for text in texts]
+            return f"Found [3]:\n{json.dumps({'results': listed}, indent=indent, ensure_ascii=ascii)}\nWhich?"
+
+        run = find_templates("json")[0].find(written(texts))
+        assert run is not None
+        permutation = rng.sample(range(len(texts)), len(texts))
+        assert run.arranged(permutation) == written([texts[rank] for rank in permutation])
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "[1, 2, 3]",
+            '["a", "b"]',
+            '[{"a": "x"}]',
+            '[{"a": 1}, {"a": 2}]',
+            '[{"a": "x"}, {"b": "y"}]',
+            '[{"a": "x"}, {"a": "y"}',
+            '[{"a": "x"} {"a": "y"}]',
+            '[{"a": "x"}, {"a": "y"}, 3]',
+            "[{a}, {b}]",
+            "[" * 100_000,
+            '[{"a":' * 100_000,
+            '[{"a": "x"}, ' * 50_000,
+        ],
+        ids=lambda text: text[:30],
+    )
+    def test_other_lists_stay(self, text: str) -> None:
+        assert find_templates("json")[0].find(text) is None
+
+
 @pytest.fixture
 def metrics() -> Iterator[Metrics]:
     pytest.importorskip("prometheus_client")

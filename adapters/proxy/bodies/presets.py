@@ -14,14 +14,14 @@ from msgspec import Struct
 
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
-from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, JSONTemplate, TemplateError
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import RequestOutcome
 from ragorder.settings import Settings
 
 __all__ = ["AUTO", "NONE", "Preset", "PromptRecogniser", "find_templates", "presets"]
 
-AUTO, NONE = "auto", "none"
+AUTO, JSON, NONE = "auto", "json", "none"
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,18 +51,20 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_templates(text: str) -> list[DocumentTemplate]:
-    """Return the templates that a text names: a preset, "auto", "none", a TOML file, or a form itself. Raises
+    """Return the templates that a text names: a preset, "json", "auto", "none", a TOML file, or a form itself. Raises
     TemplateError."""
     if text == NONE:
         return []
     if text == AUTO:
         return [preset.template(name) for name, preset in presets().items() if preset.automatic]
+    if text == JSON:
+        return [JSONTemplate()]
     if text in presets():
         return [presets()[text].template(text)]
     if text.endswith(".toml"):
         return [_read_file(Path(text))]
     if "{" not in text:
-        known = ", ".join([*presets(), AUTO, NONE])
+        known = ", ".join([*presets(), JSON, AUTO, NONE])
         raise TemplateError(f"no form with {{text}}, no .toml file, and no preset: {known}")
     return [DocumentTemplate(text)]
 
