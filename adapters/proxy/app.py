@@ -18,11 +18,12 @@ from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
-from ragorder.adapters.proxy.bodies.parsing import BodyParser, RepeatedDocuments
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import openapi
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
+from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter

@@ -377,6 +377,11 @@ class TestTools:
         body = json.dumps({"tools": tools, "messages": [ASK]}, indent=1).encode()
         assert Bodies(None, stable_tools=True).ordered(body) is body
 
+    def test_a_list_that_keeps_its_order_is_sent(self) -> None:
+        body = listed("ab") | {"tools": TOOLS, "cache_salt": 7}
+        found = sent(body, stable_tools=True, finds_native=True)
+        assert found == body | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
     def test_without_the_option_nothing_changes(self) -> None:
         body = json.dumps({"tools": TOOLS, "messages": [ASK]}).encode()
         assert Bodies(None).ordered(body) is body

@@ -18,7 +18,7 @@ pytest.importorskip("starlette")
 from support.bodies import Bodies
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app
-from ragorder.adapters.proxy.bodies import parsing
+from ragorder.adapters.proxy.bodies import turns as kept_turns
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
@@ -325,7 +325,7 @@ class TestEarlierTurns:
         assert len(proxy.parser._turns._orders) <= 2000
 
     def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parsing, "_KEPT_TURNS", 10)
+        monkeypatch.setattr(kept_turns, "_KEPT_TURNS", 10)
         proxy = Proxy()
         for number in range(50):
             proxy.sent(*chat(user(f"{written('abc')}\n{number}?")))

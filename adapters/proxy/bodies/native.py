@@ -52,7 +52,8 @@ class NativeDocuments:
     - `put` writes them to the body, in an order
     - `passage` is their place in the conversation, if they are in a message
     - `cited` is the name of their places in citations and the place of the first one
-    - `lengths` are estimated, in tokens"""
+    - `lengths` are estimated, in tokens
+    - `field` has the list, if it is not in a message"""
 
     items: Sequence[Raw]
     lengths: Sequence[int]
@@ -61,6 +62,7 @@ class NativeDocuments:
     put: Put
     passage: Passage | None = None
     cited: tuple[str, int] | None = None
+    field: str = ""
 
     def marked(self, permutation: Sequence[int], marked: Collection[int], form: MarkForm | None) -> list[Raw]:
         """Return the documents in an order; a breakpoint follows each of these numbers of them."""
@@ -134,14 +136,13 @@ def _in_field(body: ChatBody) -> NativeDocuments | None:
     def put(ordered: Sequence[Raw], permutation: Sequence[int]) -> None:
         body.fields[_FIELD] = encode(ordered)
 
-    # The list itself is no part of the prefix.
-    body.fields[_FIELD] = _NULL
     return NativeDocuments(
         items,
         [estimate_tokens(_text_of(item)) for item in items],
         PromptPrefix(messages[:count], _FIELD),
         PromptSuffix(messages=messages[count:]),
         put,
+        field=_FIELD,
     )
 
 

@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.proxy.bodies.json_list import JSONTemplate
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
-from ragorder.adapters.proxy.bodies.template import DocumentTemplate, JSONTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import RequestOutcome
 from ragorder.settings import Settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,12 @@ from typing import NamedTuple
 from ragorder.adapters.proxy.bodies.body import BOUNDARY
 from ragorder.errors import RagorderError
 
-__all__ = ["DocumentRun", "DocumentTemplate", "JSONTemplate", "TemplateError", "are_places", "numbered_by_place"]
+__all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]
 
 START, END = "{start}", "{end}"
 _FIELDS = ("id", "n", "text", "title", "*")
 _DIGITS = re.compile(r"[0-9]{1,4}")
 _LINE_BREAKS = ("\n", BOUNDARY)
-_JSON = json.JSONDecoder()
-_JSON_LIST = re.compile(r"\[\s{0,64}\{")
-_JSON_NEXT = re.compile(r"\s{0,64}(?:,\s{0,64}(?=\{)|\])")
-# Lists in a text that are read, and the longest text.
-_MOST_LISTS = 64
-_LONGEST_JSON = 1 << 20
 # Most characters between two documents, marks included: the search stays linear.
 _LONGEST_MARK = 4096
 # An id directly after one of these ends at its counterpart.
@@ -444,52 +437,6 @@ class DocumentTemplate:
             end = document.rfind(literal, start, end)
         literal = between[place - 1]
         return slice(document.rfind(literal, start, end) + len(literal), end)
-
-
-class JSONTemplate(DocumentTemplate):
-    """Form of documents as a JSON list in a text: two or more objects with the same names, each with a text."""
-
-    def __init__(self) -> None:
-        super().__init__("[{text}\n{text}]", name="json")
-
-    def _check(self) -> None:
-        """Do nothing: JSON needs no marks."""
-
-    def spans(self, text: str) -> Iterator[_Span]:
-        if len(text) > _LONGEST_JSON:
-            return
-        for found in islice(_JSON_LIST.finditer(text), _MOST_LISTS):
-            items = list(_json_items(text, found.end() - 1))
-            if len(items) > 1:
-                yield from items
-                return
-
-    def _are_adjacent(self, text: str, start: int, end: int) -> bool:
-        return True
-
-
-def _json_items(text: str, at: int) -> Iterator[_Span]:
-    """Yield the objects of a list, the first one at `at`; nothing if one is no document, or the list does not end."""
-    items: list[_Span] = []
-    names: set[str] | None = None
-    while True:
-        try:
-            item, end = _JSON.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(item, dict) or not any(isinstance(value, str) for value in item.values()):
-            return
-        if names is not None and item.keys() != names:
-            return
-        names = set(item)
-        items.append((at, end))
-        following = _JSON_NEXT.match(text, end)
-        if following is None:
-            return
-        if following[0].endswith("]"):
-            yield from items
-            return
-        at = following.end()
 
 
 def _is_blank(text: str, start: int, end: int) -> bool:
