@@ -319,9 +319,15 @@ class TestContentParts:
         last = [*page("c", picture=False), page("b")[1]]
         assert sent(body("abc"), body("cab")) == prompt(page("a", False), page("b", False), last)
 
-    def test_with_different_numbers_of_pictures_the_last_document_stays(self) -> None:
+    def test_with_different_numbers_of_pictures_the_last_document_stays_with_its_own(self) -> None:
         first = prompt(page("a"), page("b", False), page("c"), page("d"))
         second = prompt(page("c"), page("a"), page("b", False), page("d"))
+        third = prompt(page("d"), page("a"), page("b", False), page("c"))
+        assert sent(first, second) == first
+        assert sent(first, third) == prompt(page("a"), page("b", False), page("d"), page("c"))
+
+    def test_a_last_document_without_a_picture_moves(self) -> None:
+        first, second = (prompt(*(page(name, name == "a") for name in names)) for names in ("abc", "acb"))
         assert sent(first, second) == first
 
     def test_breakpoints_of_the_client_stay_at_their_places(self) -> None:

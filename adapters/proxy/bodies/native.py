@@ -225,7 +225,7 @@ def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
     if pictures == {1}:
         attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for (part,) in units]
         return units if any(each != attributes[0] for each in attributes) else []
-    if len(pictures) > 1:
+    if len(pictures) > 1 and len(units[-1]) > 1:
         return [*units[:-1], units[-1][:1]] if {len(unit) for unit in units[:-1]} == {1} else units[:-1]
     return units
 
