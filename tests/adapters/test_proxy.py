@@ -1923,6 +1923,13 @@ class TestServeOptions:
         assert served.options["template"][0].find(r"<d>\n1</d><d>\n2</d>") is not None
         assert serving("--template", r"<d>\n{text}</d>").options["template"][0].find("<d>\n1</d><d>\n2</d>") is not None
 
+    def test_a_template_may_be_a_name_and_says_what_its_numbers_mean(self, serving: Callable[..., Served]) -> None:
+        for name, count, warns in (("anythingllm", 1, 0), ("open-webui", 1, 1), ("auto", 1, 0), ("none", 0, 0)):
+            served = serving("--template", name)
+            assert len(served.options["template"]) == count
+            assert ("numbers of documents stay at their places" in served.result.stderr) == warns
+            assert served.options["finds_native"] == (name != "none")
+
     def test_d7_numbers_by_place(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
         assert serving("--number-by-place").options["number_by_place"] is True
