@@ -12,7 +12,7 @@ RagorderError
   RenderError                     ragorder.adapters.doctor.case
   ServerError                     ragorder.adapters.http_client
     AddressError                  ragorder.adapters.http_client
-  TemplateError                   ragorder.adapters.proxy.template
+  TemplateError                   ragorder.adapters.proxy.bodies.template
   TooManyAtOnceError              ragorder.adapters.embedded.worker
   TooManyValuesError              ragorder.adapters.http_server.untrusted_json
   TooManyWaitingError             ragorder.adapters.embedded.worker

@@ -1,9 +1,10 @@
-"""Compressed request bodies: gzip, deflate, and zstd if installed."""
+"""Compressed request bodies: gzip, deflate, and zstd and br if installed."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -15,6 +16,7 @@ _PIECE = 1 << 18
 _READ = 1 << 16
 # Its decoder takes no limit: from this many bytes it makes at most 8 MiB.
 _READ_ZSTD = 256
+_PACKAGES = {"zstd": "zstandard", "br": "brotli>=1.2"}
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
 # The limit of RFC 9659; a frame may ask for gigabytes.
 _MOST_ZSTD_WINDOW = 8 << 20
@@ -34,7 +36,8 @@ def check_encoding(encoding: str) -> None:
     if is_decodable(encoding):
         return
     known = ", ".join(_decodable())
-    package = " (zstd: install the package zstandard beside the server)" if encoding == "zstd" else ""
+    package = _PACKAGES.get(encoding)
+    package = "" if package is None else f" ({encoding}: install the package {package} beside the server)"
     message = f"The body has an unsupported Content-Encoding: send it uncompressed, or as {known}{package}."
     headers = [(b"accept-encoding", known.encode()), (b"connection", b"close")]
     raise HTTPError(415, message, code="unknown_encoding", headers=headers)
@@ -45,14 +48,30 @@ def decoded(body: bytes, encoding: str) -> Iterator[bytes]:
     if not body:
         return
     try:
-        yield from _zstd_pieces(body) if encoding == "zstd" else _zlib_pieces(body, encoding)
+        if encoding == "zstd":
+            yield from _zstd_pieces(body)
+        elif encoding == "br":
+            yield from _brotli_pieces(body)
+        else:
+            yield from _zlib_pieces(body, encoding)
     except (zlib.error, EOFError):
         message = f"The body is not {encoding}, as its Content-Encoding says, ends too early, or does not end there."
         raise HTTPError(400, message, code="invalid_encoding") from None
 
 
 def _decodable() -> list[str]:
-    return ["gzip", "x-gzip", "deflate", *(["zstd"] if find_spec("zstandard") is not None else [])]
+    zstd = ["zstd"] if find_spec("zstandard") is not None else []
+    return ["gzip", "x-gzip", "deflate", *zstd, *(["br"] if _has_brotli() else [])]
+
+
+@cache
+def _has_brotli() -> bool:
+    """Return whether brotli is installed, in a version whose decoder takes a limit."""
+    if find_spec("brotli") is None:
+        return False
+    import brotli
+
+    return hasattr(brotli.Decompressor, "can_accept_more_data")
 
 
 def _zlib_pieces(body: bytes, encoding: str) -> Iterator[bytes]:
@@ -92,4 +111,21 @@ def _zstd_pieces(body: bytes) -> Iterator[bytes]:
         raise EOFError from None
     yield b"".join(pieces)
     if not stream.eof or stream.unused_data:
+        raise EOFError
+
+
+def _brotli_pieces(body: bytes) -> Iterator[bytes]:
+    import brotli
+
+    stream = brotli.Decompressor()
+    try:
+        for start in range(0, len(body), _READ):
+            yield stream.process(body[start : start + _READ], output_buffer_limit=_PIECE)
+            while not stream.can_accept_more_data():
+                yield stream.process(b"", output_buffer_limit=_PIECE)
+        while not stream.is_finished() and (piece := stream.process(b"", output_buffer_limit=_PIECE)):
+            yield piece
+    except brotli.error:
+        raise EOFError from None
+    if not stream.is_finished():
         raise EOFError

@@ -6,18 +6,40 @@ import asyncio
 import gc
 import ipaddress
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragorder.adapters.http_server.certificate import Certificate
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
 
-__all__ = ["address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
+__all__ = ["Certificate", "address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
+
+
+class Certificate(NamedTuple):
+    """Files in PEM format; without `key` the first one has both."""
+
+    file: Path
+    key: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Raises OSError for unreadable files, ValueError for files without a certificate and its key."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.file, self.key, password="")
+        except ssl.SSLError as error:
+            reason = (error.reason or "not in PEM format").lower().replace("_", " ")
+            raise ValueError(
+                f"no certificate with its key, or the key is encrypted ({reason}): give unencrypted PEM files"
+            ) from None
+        return context
+
 
 _BACKLOG = 2048
 _AT_ONCE = 16

@@ -16,11 +16,11 @@ from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import decode_any, encode_any
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+from ragorder.adapters.proxy.bodies.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, Route
+from ragorder.adapters.proxy.bodies.schema import FIELD
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
-from ragorder.adapters.proxy.parsed import digest_of
-from ragorder.adapters.proxy.parsing import BodyParser, Route
-from ragorder.adapters.proxy.schema import FIELD
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.adapters.usage import answers_something, member, read_usage
 from ragorder.clouds import read_cloud_usage

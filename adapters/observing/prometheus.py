@@ -70,6 +70,10 @@ class Metrics(PrometheusMetrics):
         says = "Requests that ragorder's order begins with a document other than the best one."
         self._best_moved = counter("best_moved_requests", says)
         self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", "reason")
+        says = "Requests without --template whose documents a preset finds, by preset."
+        self._recognised = counter("recognised_requests", says, "preset")
+        says = "Tokens of these requests up to their last document, and those cached in the preset's and in retrieval order."
+        self._recognised_tokens = counter("recognised_tokens", says, "preset", "of")
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
         self._settled = counter("settled_requests", "Requests that ended.", "outcome")
         self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
@@ -104,6 +108,12 @@ class Metrics(PrometheusMetrics):
     def passed(self, reason: str) -> None:
         """Count a request forwarded without ordering, for a `reason` in docs/proxy.md."""
         self._passed.labels(reason).inc()
+
+    def recognised(self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int) -> None:
+        """Count a request in which a preset of the proxy's templates finds documents."""
+        self._recognised.labels(preset).inc()
+        for name, tokens in (("prompt", prompt_tokens), ("ragorder", ordered_tokens), ("retrieval", retrieval_tokens)):
+            self._recognised_tokens.labels(preset, name).inc(tokens)
 
     def token_times(self, tbt_s: float) -> None:
         self._tbt_s.observe(tbt_s)

@@ -13,9 +13,9 @@ except ImportError as error:
 
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments
 from ragorder.adapters.proxy.fleet import Fleet, ReplicaAddress
-from ragorder.adapters.proxy.parsing import RepeatedDocuments
-from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.upstream import Timeouts
 
 __all__ = [

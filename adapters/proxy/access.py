@@ -6,18 +6,16 @@ import hmac
 from base64 import b64decode
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
-from ragorder.adapters.proxy.marks import Left
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import PassReason, digest_of
 from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "PassReason", "RenamedIds", "UnorderedRequests"]
+__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "RenamedIds", "UnorderedRequests"]
 
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
 # Without this header a page of another origin cannot read an error. Its key or origin has been checked, or the error
@@ -114,10 +112,6 @@ def _refused(what: str, header: str, code: str) -> HTTPError:
     return HTTPError(403, message, code=code)
 
 
-PassReason = (
-    Literal["no_documents", "one_document", "other_route", "too_many_values", "compressed", "unreadable"] | Left
-)
-
 # Requests, or texts, needed for a verdict.
 _ENOUGH = 20
 _REMEMBERED = 16384
@@ -155,12 +149,20 @@ _KEPT = (
 
 class UnorderedRequests:
     """Counter of requests whose documents were not ordered. Warns if the first 20 requests had no documents, and once
-    if a client sets breakpoints."""
+    if a client sets breakpoints. `hint` returns what to add to the first warning."""
 
-    def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
+    def __init__(
+        self,
+        on_passed: Callable[[str], None] | None,
+        warn: Callable[[str], None],
+        *,
+        template: bool,
+        hint: Callable[[], str] | None = None,
+    ) -> None:
         self._on_passed = on_passed
         self._warn = warn
         self._template = template
+        self._hint = hint or str
         self._without: int | None = 0
         self._told_of_marks = False
 
@@ -185,7 +187,7 @@ class UnorderedRequests:
         self._without = without = without + 1
         if without == _ENOUGH:
             self._without = None
-            self._warn(_NEVER_FOUND if self._template else _NEVER_TAGGED)
+            self._warn((_NEVER_FOUND if self._template else _NEVER_TAGGED) + self._hint())
 
 
 class RenamedIds:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -16,19 +15,20 @@ from starlette.types import ASGIApp
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
-from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
+from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
+from ragorder.adapters.proxy.bodies.schema import openapi
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
+from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter
-from ragorder.adapters.proxy.pages import replica_routes
-from ragorder.adapters.proxy.parsing import BodyParser, RepeatedDocuments
-from ragorder.adapters.proxy.readiness import Readiness, Served, answers
+from ragorder.adapters.proxy.pages import Readiness, Served, replica_routes
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
-from ragorder.adapters.proxy.schema import openapi
-from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream, error_content
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.orderer import OrdererLike
@@ -51,7 +51,10 @@ def make_app(
     upstream: str | Fleet,
     builder: PromptBuilder | None = None,
     tokenizer: Any = None,
-    template: DocumentTemplate | None = None,
+    template: DocumentTemplate | Sequence[DocumentTemplate] | None = None,
+    finds_native: bool = True,
+    stable_tools: bool = False,
+    on_recognised: Callable[[str, int, int, int], None] | None = None,
     api_key: str | None = None,
     upstream_api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -78,7 +81,10 @@ def make_app(
 
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
-    - `template` finds documents in messages that are not tagged.
+    - `template` finds documents in messages that are not tagged; of several templates the first that does.
+    - `finds_native`: also orders documents in fields and blocks of the APIs, and translates citations in answers.
+    - `stable_tools`: sends tools in the order of their names, in requests without documents too.
+    - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised.
     - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
     - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
@@ -101,7 +107,8 @@ def make_app(
     `repeated`.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")"""
-    if number_by_place and template is not None and not template.shows_id:
+    templates = [template] if isinstance(template, DocumentTemplate) else template or []
+    if number_by_place and not all(each.shows_id or each.shows_number for each in templates):
         raise TemplateError("numbering by position needs {id} in the template")
     if number_by_place and repeated is not None:
         raise TemplateError("a position number names no document of another message: leave out one option")
@@ -139,8 +146,11 @@ def make_app(
     parser = BodyParser(
         builder,
         tokens,
-        template,
+        templates,
         warn=orderer.degrade,
+        finds_native=finds_native,
+        stable_tools=stable_tools,
+        recogniser=None if on_recognised is None or route else PromptRecogniser(orderer.settings, on_recognised),
         send_facts=send_facts,
         number_by_place=number_by_place,
         repeated=repeated,
@@ -157,7 +167,7 @@ def make_app(
         "admission": admission,
     }
     about = {
-        "template": None if template is None else template.form,
+        "template": ", ".join(each.form for each in templates) or None,
         "lengths": "counted" if tokens.exact else "estimated",
     }
     own = [Route(_HEALTH, health), Route("/ragorder/openapi.json", show_openapi)]
@@ -173,7 +183,7 @@ def make_app(
         servers = [server]
         topics = TopicRouter(TopicHeader(orderer, topic_header))
         proxy = ServerProxy(server, parser, topics if route else ordering(orderer), **limits)
-        own += [Route(_READY, Readiness(partial(answers, server)).answer)]
+        own += [Route(_READY, Readiness(server.answers).answer)]
         close = server.aclose
     own += [Route("/ragorder/served", Served(servers, about).answer)]
 

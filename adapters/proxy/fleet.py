@@ -13,9 +13,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.headers import Headers
+from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 from ragorder.adapters.proxy.ordering import RequestOrderer
-from ragorder.adapters.proxy.parsing import ParsedBody
-from ragorder.adapters.proxy.readiness import answers
 from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
@@ -236,7 +235,7 @@ class Fleet:
 
     async def check(self) -> bool:
         servers = list(dict.fromkeys(replica.server for replica in self.replicas))
-        up = dict(zip(servers, await asyncio.gather(*map(answers, servers)), strict=True))
+        up = dict(zip(servers, await asyncio.gather(*(server.answers() for server in servers)), strict=True))
         for replica in self.replicas:
             replica.up = up[replica.server]
         return any(replica.takes_requests for replica in self.replicas)

@@ -2,31 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from math import inf
 from typing import Any
 
 import anyio
-from starlette.types import Receive, Scope, Send
+import httpx2
+from msgspec import Struct
+from starlette.types import Message, Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.http_server.headers import Headers, without
-from ragorder.adapters.http_server.memory import MemoryShare
-from ragorder.adapters.http_server.request_body import RequestBody
-from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries
-from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.http_server.headers import Headers, header, without
+from ragorder.adapters.http_server.request_body import MemoryShare, RequestBody
+from ragorder.adapters.proxy.bodies.body import decode
+from ragorder.adapters.proxy.bodies.parsed import Route
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody
+from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries, requested_backoff_s
 from ragorder.adapters.proxy.ordering import SentRequest
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
-from ragorder.adapters.proxy.stored_responses import StoredResponses
-from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.adapters.proxy.upstream import UpstreamError, error_event
+from ragorder.adapters.proxy.usage import EventLines, StreamReader, reader_for
+from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["FleetProxy"]
+__all__ = ["FleetProxy", "HeldAnswer", "StoredResponses"]
+
+# A longer beginning is sent on, with or without a token in it.
+_MOST_BYTES = 1 << 16
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_TRY_ELSEWHERE = (502, 503)
+
+
+class HeldAnswer:
+    """ASGI send that holds an answer until its first token (`of_tokens`), or the end if it is not a stream; other
+    answers until their first chunk. `route` gives the protocol of errors.
+
+    If another replica is available (`refusable`), a 502 or 503 raises UpstreamError instead, unless it has Retry-After:
+    then all other replicas are in backoff as well."""
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        of_tokens: bool,
+        refusable: bool,
+        on_begun: Callable[[], None] = lambda: None,
+        route: Route | None = None,
+    ) -> None:
+        self.begun = False
+        self._send = send
+        self._of_tokens = of_tokens
+        self._refusable = refusable
+        self._on_begun = on_begun
+        self._route = route
+        self._head: Message | None = None
+        # One buffer: a server may send single bytes.
+        self._held = bytearray()
+        self._is_compressed = False
+        self._stream: StreamReader | None = None
+        self._between_events = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._read_head(message)
+            self._head = message
+            return
+        chunk: bytes = message.get("body", b"")
+        self._between_events = chunk.endswith(_EVENT_ENDS) if chunk else self._between_events
+        if self.begun:
+            await self._send(message)
+            return
+        self._held += chunk
+        if not message.get("more_body", False) or len(self._held) > _MOST_BYTES or not self._waits(chunk):
+            await self._begin(message)
+
+    async def fail(self, error: HTTPError) -> None:
+        """Tell the client of an event stream that has begun; the connection is cut off afterwards."""
+        if self.begun and self._stream is not None and self._between_events:
+            event = error_event(self._route, error)
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def _read_head(self, message: Any) -> None:
+        status, headers = message["status"], message["headers"]
+        retry_after = (header(headers, b"retry-after") or b"").decode("latin-1")
+        if self._refusable and status in _TRY_ELSEWHERE and requested_backoff_s(status, retry_after) is None:
+            raise UpstreamError(status, "The upstream server does not take requests.", code="upstream_unavailable")
+        self._is_compressed = (header(headers, b"content-encoding") or b"identity").lower() != b"identity"
+        reader = reader_for(headers)
+        self._stream = reader if isinstance(reader, StreamReader) else None
+
+    def _waits(self, chunk: bytes) -> bool:
+        if not self._of_tokens or self._is_compressed:
+            return False
+        if self._stream is None:
+            return True
+        self._stream.feed(chunk)
+        return not self._stream.served
+
+    async def _begin(self, last: Message) -> None:
+        self.begun = True
+        self._on_begun()
+        body, self._held = bytes(self._held), bytearray()
+        if self._head is not None:
+            await self._send(self._head)
+        await self._send({**last, "body": body})
+
+
+_REMEMBERED = 1 << 16
+# Longer answers, and longer beginnings of streams, are not read.
+_MOST_STORED_BYTES = 1 << 22
+_MOST_EVENTS_BYTES = 1 << 16
+_OF_ONE = re.compile(rb"/v1/responses/([^/?]+)")
+_LONGEST_ID = 512
+
+
+@readable_by_threads
+class _Response(Struct):
+    id: str
+
+
+@readable_by_threads
+class _Event(Struct):
+    response: _Response
+
+
+@readable_by_threads
+class _Body(Struct):
+    previous_response_id: str
+
+
+class StoredResponses:
+    """Replicas of the last 65,536 responses. Only its own replica can continue, show, cancel or delete a response."""
+
+    def __init__(self) -> None:
+        self._replicas: LRUCache[Replica] = LRUCache(_REMEMBERED)
+
+    def of_body(self, content: bytes) -> Replica | None:
+        body = decode(content, _Body) if b"previous_response_id" in content else None
+        return None if body is None else self._replicas.get(body.previous_response_id)
+
+    def of_target(self, target: bytes) -> Replica | None:
+        named = _OF_ONE.match(target)
+        return None if named is None else self._replicas.get(named[1].decode("latin-1"))
+
+    async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
+        """Note the answer's id before its end."""
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_read = 200 <= response.status_code < 300
+        lines = EventLines() if kind == "text/event-stream" else None
+        length, whole = 0, bytearray()
+        async for chunk in response.aiter_raw():
+            length += len(chunk)
+            is_read = is_read and length <= (_MOST_STORED_BYTES if lines is None else _MOST_EVENTS_BYTES)
+            if not is_read:
+                whole.clear()
+            elif lines is None:
+                whole += chunk
+            else:
+                found = next(filter(None, map(_id_of_event, list(lines.feed(chunk)))), None)
+                is_read = not self._remember(found, replica)
+            yield chunk
+        if is_read and lines is None:
+            answer = decode(bytes(whole), _Response)
+            self._remember(None if answer is None else answer.id, replica)
+
+    def _remember(self, id: str | None, replica: Replica) -> bool:
+        if id is not None and len(id) <= _LONGEST_ID:
+            self._replicas.put(id, replica)
+        return id is not None
+
+
+def _id_of_event(line: bytes | None) -> str | None:
+    event = decode(line[5:], _Event) if line is not None and line.startswith(b"data:") else None
+    return None if event is None else event.response.id
+
 
 _REPLICA = b"x-ragorder-replica"
-_OF_TOKENS = ("chat", "completions", "messages", "responses")
+_OF_TOKENS = ("chat", "cohere", "completions", "messages", "responses")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.proxy.body import encode
-from ragorder.adapters.proxy.parsed import ParsedBody
-from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
+from ragorder.adapters.proxy.bodies.body import encode
+from ragorder.adapters.proxy.bodies.parsed import AnswerTranslator, ParsedBody
+from ragorder.adapters.proxy.bodies.schema import NAMED, PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
@@ -57,11 +57,14 @@ class SentRequest:
     def headers(self) -> Headers:
         return []
 
+    translator: AnswerTranslator | None = None
+    """Changes the answer for the client."""
+
     def begin(self, status: int, headers: Headers) -> None:
         """Read the head of the answer."""
 
     def feed(self, chunk: bytes) -> None:
-        """Read a chunk of the answer."""
+        """Read a chunk of the answer, as the server sent it."""
 
     def end(self) -> None:
         """End the request. Idempotent."""
@@ -308,7 +311,7 @@ class RequestOrderer:
                     scope=parsed.scope,
                     lengths=Lengths(parsed.prefix_tokens, suffix_tokens),
                 )
-            return OrderedRequest(
+            ordered = OrderedRequest(
                 content,
                 ordering,
                 1 if choices is None else choices,
@@ -318,6 +321,8 @@ class RequestOrderer:
                 permutation if is_kept else None,
                 parsed.named,
             )
+            ordered.translator = None if parsed.translator is None else parsed.translator(permutation)
+            return ordered
         except BaseException:
             ordering.discard()
             raise

@@ -1,4 +1,4 @@
-"""Pages of the proxy's metrics and statistics, and their history."""
+"""Pages of the proxy: metrics, statistics, their history, and readiness."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -15,6 +15,7 @@ from importlib.resources import files
 from threading import Lock
 from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -22,12 +23,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.fleet import Fleet
+from ragorder.adapters.proxy.upstream import Upstream
+from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["History", "StatsPages", "replica_routes"]
+__all__ = ["History", "Readiness", "Served", "StatsPages", "replica_routes"]
 
 _EVERY_S = 2.0
 _MOST_POINTS = 900
@@ -173,3 +177,80 @@ def replica_routes(fleet: Fleet) -> list[Route]:
 
     paths = [f"{_PATH}/{{number:int}}/{verb}" for verb in ("drain", "resume")]
     return [Route(_PATH, show), *(Route(path, change, methods=["POST"]) for path in paths)]
+
+
+_TIMEOUT_S = 2.0
+_CACHED_S = 1.0
+# A cloud lists hundreds of models.
+_MODELS_S = 60.0
+_MOST_BYTES = 1 << 20
+_MOST_MODELS = 3
+_LONGEST_NAME = 120
+
+
+class Readiness:
+    """Answer to `/ragorder/ready`; checks at most once a second."""
+
+    def __init__(self, check: Callable[[], Awaitable[bool]]) -> None:
+        self._check = check
+        self._checking = asyncio.Lock()
+        self._checked_at = -_CACHED_S
+        self._ready = False
+
+    async def answer(self, _: Request) -> JSONResponse:
+        async with self._checking:
+            if time.monotonic() - self._checked_at >= _CACHED_S:
+                self._ready = await self._check()
+                self._checked_at = time.monotonic()
+        if self._ready:
+            return JSONResponse({"status": "ready"})
+        error = HTTPError(
+            503, "The upstream server does not answer, or answers with an error.", code="upstream_not_ready"
+        )
+        return JSONResponse(error.content, status_code=error.status)
+
+
+@readable_by_threads
+class _Model(msgspec.Struct):
+    id: str
+
+
+@readable_by_threads
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Served:
+    """Answer to `/ragorder/served`: the addresses of the `servers`, a few of the first one's models and the number of
+    its other models (read once a minute), and the facts `about` the proxy."""
+
+    def __init__(self, servers: Sequence[Upstream], about: Mapping[str, Any]) -> None:
+        self._server = servers[0]
+        self._about = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
+        self._asking = asyncio.Lock()
+        self._asked_at = -_MODELS_S
+        self._models: list[str] = []
+
+    async def answer(self, _: Request) -> JSONResponse:
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= _MODELS_S:
+                self._models = await _models_of(self._server)
+                self._asked_at = time.monotonic()
+        shown = [name[:_LONGEST_NAME] for name in self._models[:_MOST_MODELS]]
+        models = {"models": shown, "more_models": len(self._models) - len(shown)}
+        return JSONResponse(self._about | models, headers={"Cache-Control": "no-store"})
+
+
+async def _models_of(server: Upstream) -> list[str]:
+    content = b""
+    with suppress(HTTPError, TimeoutError, *NOT_JSON):
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            server.send("GET", b"/v1/models", [(b"accept-encoding", b"identity")], None) as response,
+        ):
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    return []
+        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
+    return []

@@ -16,12 +16,11 @@ from starlette.types import Receive, Scope, Send
 from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of, is_decodable
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
-from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
-from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.request_body import MemoryBudget, MemoryShare, RequestBody
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
 
@@ -32,9 +31,13 @@ _ROUTES: dict[str, Route] = {
     "completions": "completions",
     "messages": "messages",
     "responses": "responses",
+    "v2/chat": "cohere",
 }
 # The servers' own names: LiteLLM and llama.cpp without /v1, Azure by deployment.
-_ROUTE = re.compile(r"/(?:openai/)?(?:v1/|deployments/[^/]+/)?(chat/completions|completions|responses)|/v1/(messages)")
+_ROUTE = re.compile(
+    r"/(?:openai/)?(?:v1/|deployments/[^/]+/)?(chat/completions|completions|responses)|/v1/(messages)"
+    r"|/(?:cohere/)?(v2/chat)"
+)
 _SLASHES = re.compile("/+")
 # Bytes of a body sent at a time, so that a long one is not copied whole.
 _PIECE = 1 << 18
@@ -181,7 +184,7 @@ def read_head(scope: Scope) -> Head:
 def _route_of(path: str) -> Route | None:
     """Accept doubled and trailing slashes, as some servers do."""
     found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
-    return None if found is None else _ROUTES[found[1] or found[2]]
+    return None if found is None else _ROUTES[next(filter(None, found.groups()))]
 
 
 def with_length(headers: Headers, body: bytes) -> Headers:
@@ -201,17 +204,26 @@ async def forward_answer(
         raise HTTPError(502, "The upstream server's answer is not valid HTTP.", code="upstream_unavailable")
     if sent is not None:
         sent.begin(status, headers)
-        headers += sent.headers()
+        if sent.translator is not None and 200 <= status < 300:
+            headers = sent.translator.begin(headers)
+        else:
+            sent.translator = None
+        headers = headers + sent.headers()
     await send({"type": "http.response.start", "status": status, "headers": headers})
     async for chunk in chunks:
         if sent is not None:
             sent.feed(chunk)
+            if sent.translator is not None:
+                chunk = sent.translator.feed(chunk)
+                if not chunk:
+                    continue
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     if sent is not None:
         # Before the client sees the end: it may send the next request at once.
         sent.complete = True
         sent.end()
-    await send({"type": "http.response.body", "body": b""})
+    last = b"" if sent is None or sent.translator is None else sent.translator.end()
+    await send({"type": "http.response.body", "body": last})
 
 
 async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:

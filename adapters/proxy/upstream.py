@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
@@ -20,7 +21,7 @@ import httpx2
 from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
-from ragorder.adapters.proxy.parsed import Route
+from ragorder.adapters.proxy.bodies.parsed import Route
 
 __all__ = ["Timeouts", "Upstream", "UpstreamError", "error_content", "error_event"]
 
@@ -32,6 +33,10 @@ _TRIES_S = 600.0
 # Most bytes of an answer in the socket's buffer: the event loop takes all of them at once, and keeps them until the
 # client reads.
 _RECEIVE_BUFFER_BYTES = 1 << 16
+_CHECK_S = 2.0
+# vLLM, SGLang and others have the first one; all have the second.
+_CHECKED_PATHS = (b"/health", b"/v1/models")
+_NO_SUCH_PATH = (404, 405)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,19 @@ class Upstream:
             failure = UpstreamError(502, message, code="upstream_unavailable")
             failure.connected = not isinstance(error, httpx2.ConnectError)
             raise failure from None
+
+    async def answers(self) -> bool:
+        status = 0
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                for path in _CHECKED_PATHS:
+                    async with self.send("GET", path, [], None) as response:
+                        status = response.status_code
+                    if status not in _NO_SUCH_PATH:
+                        break
+        except (HTTPError, TimeoutError):
+            return False
+        return status < 500
 
     async def aclose(self) -> None:
         await self._pool.aclose()

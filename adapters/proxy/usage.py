@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.headers import Headers, header
-from ragorder.adapters.proxy.body import decode
+from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
 
@@ -21,10 +21,12 @@ __all__ = ["EventLines", "StreamReader", "WholeReader", "reader_for"]
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
-# Types of events, and of the last ones, of Anthropic's messages and OpenAI's responses.
-_ANSWERING = re.compile(r"content_block_delta|message_delta|response\..+\.delta|response\.(completed|incomplete)")
-_ENDED = frozenset({"message_stop", "response.completed", "response.failed", "response.incomplete"})
-_ENDS = (b'"message_stop"', b'"response.')
+# Types of events, and of the last ones, of Anthropic's messages, OpenAI's responses and Cohere's chats.
+_ANSWERING = re.compile(
+    r"content_block_delta|message_delta|response\..+\.delta|response\.(completed|incomplete)|content-delta|message-end"
+)
+_ENDED = frozenset({"message_stop", "message-end", "response.completed", "response.failed", "response.incomplete"})
+_ENDS = (b'"message_stop"', b'"message-end"', b'"response.')
 # The counts that `read_usage` and `read_cloud_usage` read; a server may send any number of others.
 _COUNTS = (
     "prompt_tokens",
@@ -38,6 +40,8 @@ _COUNTS = (
 )
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _COUNTS_OF_DETAILS = ("cached_tokens", "cache_write_tokens")
+# Cohere's counts, which are floats.
+_OF_COHERE, _COUNTS_OF_COHERE = "tokens", ("input_tokens", "output_tokens")
 _LONGEST_COUNT = 12
 _NOTHING = Raw(b"null")
 
@@ -53,13 +57,15 @@ class _Event(_Holder):
     choices: Raw = _NOTHING
     message: Raw = _NOTHING
     response: Raw = _NOTHING
+    delta: Raw = _NOTHING
 
 
 def _of_raw(name: str, *fields: str) -> type[Struct]:
     return readable_by_threads(msgspec.defstruct(name, [(field, Raw, _NOTHING) for field in fields]))
 
 
-_Usage = _of_raw("_Usage", *_COUNTS, *_DETAILS)
+_Usage = _of_raw("_Usage", *_COUNTS, *_DETAILS, _OF_COHERE, "cached_tokens")
+_CohereTokens = _of_raw("_CohereTokens", *_COUNTS_OF_COHERE)
 _UsageDetails = _of_raw("_UsageDetails", *_COUNTS_OF_DETAILS)
 
 
@@ -187,8 +193,9 @@ class StreamReader:
         )
         self.served = self.served or answers
         self._parts += answers
-        for holder in (event, decode(event.message, _Holder), decode(event.response, _Holder)):
+        for raw in (line[5:], event.message, event.response, event.delta):
             # Anthropic's first event has the prompt's tokens, a later one the answer's.
+            holder = decode(raw, _Holder)
             self._reported |= _counts(holder)
 
 
@@ -196,11 +203,18 @@ def _counts(holder: _Holder | None) -> dict[str, Any]:
     usage = None if holder is None else decode(holder.usage, _Usage)
     if usage is None:
         return {}
+    if (tokens := decode(getattr(usage, _OF_COHERE), _CohereTokens)) is not None:
+        read = _numbers(tokens, _COUNTS_OF_COHERE) | _numbers(usage, ("cached_tokens",))
+        names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+        counts: dict[str, Any] = {names[name]: read[name] for name in _COUNTS_OF_COHERE if name in read}
+        return counts | (
+            {"prompt_tokens_details": {"cached_tokens": read["cached_tokens"]}} if "cached_tokens" in read else {}
+        )
     details = {name: decode(getattr(usage, name), _UsageDetails) for name in _DETAILS}
-    counts = {name: _numbers(each, _COUNTS_OF_DETAILS) for name, each in details.items() if each is not None}
-    return _numbers(usage, _COUNTS) | {name: found for name, found in counts.items() if found}
+    others = {name: _numbers(each, _COUNTS_OF_DETAILS) for name, each in details.items() if each is not None}
+    return _numbers(usage, _COUNTS) | {name: found for name, found in others.items() if found}
 
 
 def _numbers(counts: Struct, names: tuple[str, ...]) -> dict[str, int]:
-    found = ((name, bytes(getattr(counts, name))) for name in names)
+    found = ((name, bytes(getattr(counts, name)).removesuffix(b".0")) for name in names)
     return {name: int(digits) for name, digits in found if digits.isdigit() and len(digits) <= _LONGEST_COUNT}

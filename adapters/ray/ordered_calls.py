@@ -8,10 +8,10 @@ from operator import methodcaller
 from typing import Any
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
-from ragorder.adapters.proxy.template import DocumentTemplate
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.errors import RagorderError
 from ragorder.orderer import OrdererLike

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragorder.adapters.http_server.app_transport import AppTransport
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, is_json
-from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 
 __all__ = ["EngineReplica", "Lifespan", "ReplicaRequest"]
 

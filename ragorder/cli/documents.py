@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,14 @@ def template_option() -> Decorator:
     return option(
         "--template",
         type=Text(),
-        help="The form of one document in a message that is not tagged, with {text} and optionally {id} and {title}, "
-        "such as '<document id=\"{id}\">\\n{text}\\n</document>': the first message with two or more in a row is read.",
+        metavar="FORM|NAME|auto|none|FILE.toml",
+        help="How documents are found in a message that is not tagged: the form of one document, with {text} and "
+        "optionally {id}, {title}, {n} (a number that stays at its place) and {*} (anything within a line), such as "
+        "'<document id=\"{id}\">\\n{text}\\n</document>'; the name of an application (docs/proxy.md lists them); a "
+        "file with a form; or auto: applications whose prompts are unmistakable. The first message with two or more "
+        "documents in a row is read.",
+        unset="documents in the API's own form alone (none: not even these); what an application's name would save is "
+        "shown",
     )
 
 
@@ -64,7 +70,9 @@ def prompt_options() -> Decorator:
 class Documents:
     """How the proxy finds documents in requests, and how it renders them."""
 
-    template: DocumentTemplate | None = None
+    templates: Sequence[DocumentTemplate] = ()
+    recognises: bool = True
+    """Whether prompts of known applications are recognised, to say what ordering them would save."""
     number_by_place: bool = False
     repeated: RepeatedDocuments | None = None
     forms: Mapping[str, str | None] = field(default_factory=dict)
@@ -79,24 +87,34 @@ class Documents:
 def documents_of(
     template: str | None, number_by_place: bool = False, dedup: str | None = None, **forms: str | None
 ) -> Documents:
-    from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError
+    """Return the documents of these options. Raises click.UsageError."""
+    from ragorder.adapters.proxy import RepeatedDocuments, TemplateError
+    from ragorder.adapters.proxy.bodies.presets import NONE, find_templates, presets
 
     try:
-        found = None if template is None else DocumentTemplate(template)
+        found = [] if template is None else find_templates(template)
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
-    if number_by_place and found is not None and not found.shows_id:
-        raise click.UsageError("--number-by-place: --template has no {id} to replace")
+    if template is not None and (preset := presets().get(template)) is not None and preset.citations == "places":
+        click.echo(
+            f"Warning: --template {template}: numbers of documents stay at their places, so [2] in an answer is the "
+            "second document of the sent order: read x-ragorder-permutation, or show no citations",
+            err=True,
+        )
+    if number_by_place and not all(each.shows_id or each.shows_number for each in found):
+        raise click.UsageError("--number-by-place: --template has no {id} to replace, and no {n}")
     repeated = None
     if dedup is not None:
-        if found is None:
-            raise click.UsageError("--dedup requires --template, which finds the documents of earlier messages")
+        if len(found) != 1:
+            raise click.UsageError(
+                "--dedup requires --template, and one form alone, to find the documents of earlier messages"
+            )
         if number_by_place:
             raise click.UsageError("--dedup cannot be combined with --number-by-place: numbers differ by message")
         try:
-            repeated = RepeatedDocuments(found, dedup)
+            repeated = RepeatedDocuments(found[0], dedup)
         except TemplateError as error:
             raise click.UsageError(f"--dedup: {error}") from None
-    documents = Documents(found, number_by_place, repeated, forms)
+    documents = Documents(found, template != NONE, number_by_place, repeated, forms)
     documents.builder(None)
     return documents

@@ -25,7 +25,7 @@ from ragorder.topic import SECRET_VARIABLE, Topics, checked_header
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from ragorder.adapters.http_server.certificate import Certificate
+    from ragorder.adapters.http_server.server import Certificate
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.proxy import AdmissionQueue
     from ragorder.cli.documents import Documents
@@ -322,7 +322,9 @@ class ProxyServer:
                 orderer,
                 builder=documents.builder(backend.tokenizer),
                 tokenizer=backend.tokenizer,
-                template=documents.template,
+                template=documents.templates,
+                finds_native=documents.recognises,
+                on_recognised=metrics.recognised if documents.recognises else None,
                 number_by_place=documents.number_by_place,
                 repeated=documents.repeated,
                 on_passed=metrics.passed,
@@ -382,7 +384,7 @@ def _check_keys(context: click.Context) -> None:
 
 
 def _certificate_of(settings: ServerSettings) -> Certificate | None:
-    from ragorder.adapters.http_server.certificate import Certificate
+    from ragorder.adapters.http_server.server import Certificate
 
     if settings.ssl_certfile is None:
         if settings.ssl_keyfile is not None:

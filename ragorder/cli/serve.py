@@ -127,6 +127,13 @@ _CLOUDS: Mapping[str, Provider] = {
     template_option(),
     prompt_options(),
     option(
+        "--stable-tools",
+        is_flag=True,
+        help="Send the tools of each request in the order of their names, with and without documents: tools come first "
+        "in a prompt, so another order of the same tools ends every cached prefix. A model may choose another tool for "
+        "it.",
+    ),
+    option(
         "--marks/--no-marks",
         default=None,
         help="The server resumes its cache only at cache breakpoints (Anthropic's API, OpenAI's from GPT-5.6 on): set "
@@ -190,6 +197,7 @@ def serve(
     template: str | None,
     number_by_place: bool,
     dedup: str | None,
+    stable_tools: bool,
     marks: bool | None,
     marks_ttl: str | None,
     document_template: str | None,
@@ -309,6 +317,7 @@ def serve(
                 marks=marks or (False if finds_any_prefix else None),
                 clouds=clouds,
                 topic_header=topic_header,
+                stable_tools=stable_tools,
                 on_sent=None if shared is None else shared.share,
             )
 

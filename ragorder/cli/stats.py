@@ -33,6 +33,7 @@ _GIB = 1 << 30
 _PASSED = {
     "no_documents": "without documents: does --template match the prompts?",
     "one_document": "with one document, which has no other order",
+    "not_numbered": "whose documents' numbers are not 0, 1, 2, … or 1, 2, 3, … by position",
     "other_route": "to routes whose bodies are not parsed",
     "too_many_values": "with more JSON values than are read",
     "compressed": "compressed in a way that is not decoded: send gzip",
@@ -181,6 +182,9 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
     table.add_row("prompt tokens", f"{read.prompt_tokens:,}", "")
     for reason, requests in sorted(read.passed.items()):
         table.add_row("passed unordered", f"{requests:,}", _PASSED.get(reason, reason))
+    for preset, saved in read.recognised.items():
+        would = f"prompts look like those of {preset}: --template {preset} would save this share of their prefill"
+        table.add_row("recognised", f"{100 * saved:.1f} %", would)
     if not read.served:
         known = "no request yet"
     elif read.reports == read.served:

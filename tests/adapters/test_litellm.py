@@ -27,7 +27,7 @@ from support.waiting import eventually
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
 from ragorder.adapters.litellm import callback as module
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import digest_of
 
 SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
 

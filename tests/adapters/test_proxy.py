@@ -44,7 +44,7 @@ import httpx2
 import uvicorn
 from click.testing import CliRunner, Result
 
-from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, make_app
+from ragorder.adapters.proxy import DocumentTemplate, Timeouts, make_app
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
@@ -400,7 +400,7 @@ class TestTaggedChat:
     def test_only_in_retrieval_order_after_an_internal_error(
         self, start: Start, far_end: FarEnd, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.parsing.scope_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.scope_of", lambda *_: 1 / 0)
         proxy = start(orderer=Orderer(block_size=16))
         for names in ("ab", "ba"):
             assert proxy.post(tagged(names)).status_code == 200
@@ -670,129 +670,6 @@ class TestLengths:
         assert orderer.calls[0]["lengths"].prefix == PromptBuilder(SYSTEM["content"]).prefix_tokens
 
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
-
-
-class TestTemplates:
-    @pytest.mark.parametrize(
-        ("template", "said"),
-        [
-            ("", "{text}"),
-            ("no field", "{text}"),
-            ("<d>{id}</d>", "{text}"),
-            ("<d>{text}{text}</d>", "{text}"),
-            ("<d>{text} {text}</d>", "{text} once"),
-            ("<d>{text} {query}</d>", "no other field"),
-            ("<d>{}</d>", "no other field"),
-            ("<d>{text!r}</d>", "no other field"),
-            ("<d>{text:>10}</d>", "no other field"),
-            ("<d>{text", "brace"),
-            ("<d>}{text}</d>", "brace"),
-            ("{text}", "before"),
-            ("<d>{text}", "after"),
-            ("<d>{text}\n\n", "after"),
-            ("\n{text}</d>", "before"),
-            ("[{id}]\n{text}\n\n", "after"),
-            ("<d>{id}{text}</d>", "between two fields"),
-            ("---{text}---", "must not contain each other"),
-            ("### {id}\n{text}\n### end", "must not contain each other"),
-            ("ab{text}a", "must not contain each other"),
-            ("<d>{id}<d>{text}</d>", "not recognised"),
-            ("<d>{id}</d>{text}</d>", "not recognised"),
-        ],
-    )
-    def test_one_by_which_nothing_can_be_found_is_refused(self, template: str, said: str) -> None:
-        with pytest.raises(TemplateError, match=re.escape(said)):
-            DocumentTemplate(template)
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            TEMPLATE,
-            "<d>{text}</d>",
-            "[doc {id}] {title}: {text} [end]",
-            "<d>{text}\nSource: {title}</d>",
-            "{{{id}: {text}}}",
-            "  <d>{text}</d>\n\n",
-            "### {id}\n{text}\n#-- end",
-        ],
-    )
-    def test_documents_that_were_written_by_one_are_found_again(self, template: str) -> None:
-        documents = [template.strip().format(id=n, title=f"T{n}", text=f"text\n\n{n}") for n in "123"]
-        for gap in ("", "\n", "\n\n \t"):
-            run = DocumentTemplate(template).find(f"Before.\n{gap.join(documents)}After.")
-            assert run is not None
-            assert (run.head, list(run.documents), run.tail) == ("Before.\n", documents, "After.")
-
-    def test_the_longest_run_counts_and_the_first_of_equals(self) -> None:
-        def found(text: str) -> list[str]:
-            run = DocumentTemplate("<{text}>").find(text)
-            return list(run.documents) if run else []
-
-        assert found("<a> <b> x <c> <d> <e> x <f>") == ["<c>", "<d>", "<e>"]
-        assert found("<a> <b> x <c> <d>") == ["<a>", "<b>"]
-        assert found("<a> x <b> x <c>") == []
-        assert found("<a>") == found("") == []
-
-    @pytest.mark.parametrize(
-        ("text", "documents"),
-        [
-            # A document's text, or what is around, has marks in it: where a document ends is not clear.
-            ("<<a> <b> <c>", ["<b>", "<c>"]),
-            ("like < so: <a> <b> <c>", ["<b>", "<c>"]),
-            ("<a> <b> <c>> x", ["<a>", "<b>"]),
-            ("<a> <b>> <c> <d>", ["<c>", "<d>"]),
-            ("<a> <b < b> <c> <d>", ["<c>", "<d>"]),
-            ("<a> <b> <c> and < then", ["<a>", "<b>", "<c>"]),
-            ("and > then <a> <b>", ["<a>", "<b>"]),
-            ("<a> <b", None),
-            ("<a>> <b>>", None),
-        ],
-    )
-    def test_what_is_not_clear_stays_where_it_is(self, text: str, documents: list[str] | None) -> None:
-        run = DocumentTemplate("<{text}>").find(text)
-        assert (run and list(run.documents)) == documents
-
-    def test_a_header_is_part_of_a_document(self) -> None:
-        template = DocumentTemplate('<d id="{id}">{text}</d>')
-        assert template.find('<d id="1">one</d><d id=2>two</d>') is None
-        run = template.find('<d id="1">one</d><d id="1">two</d>')
-        assert run is not None
-        assert run.arranged([1, 0]) == '<d id="1">two</d><d id="1">one</d>'
-
-    @given(st.lists(WORDS, min_size=2, max_size=6), WORDS, WORDS, st.text("\n\t ", max_size=3), st.randoms())
-    def test_documents_move_whole_and_nothing_else_does(
-        self, texts: list[str], before: str, after: str, gap: str, rng: random.Random
-    ) -> None:
-        documents = [f"<d>{text}</d>" for text in texts]
-        run = DocumentTemplate("<d>{text}</d>").find(before + gap.join(documents) + after)
-        assert run is not None
-        assert (run.head, list(run.documents), run.tail) == (before, documents, after)
-        permutation = rng.sample(range(len(texts)), len(texts))
-        assert run.arranged(permutation) == before + gap.join(documents[place] for place in permutation) + after
-
-    @given(st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>"]), max_size=40))
-    def test_any_text_is_cut_up_without_loss(self, pieces: list[str]) -> None:
-        text = "".join(pieces)
-        run = DocumentTemplate("<d>{id}:{text}</d>").find(text)
-        if run is not None:
-            assert "".join(run.pieces) == text
-            assert len(run.documents) >= 2
-            assert all(
-                re.fullmatch("<d>(?:(?!<d>|</d>).)*?:(?:(?!<d>|</d>).)*</d>", each, re.S) for each in run.documents
-            )
-            assert all(gap == "" or gap.isspace() for gap in run.pieces[2:-1:2])
-            assert run.arranged(range(len(run.documents))) == text
-
-    @pytest.mark.parametrize(
-        "piece",
-        ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> ", "<", "</d"],
-    )
-    def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
-        # In quadratic time this would take days.
-        DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
-
-
 class TestDocumentsInMessages:
     @pytest.fixture
     def proxy(self, start: Start) -> Proxy:
@@ -907,6 +784,7 @@ PACKED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "deflate": ("deflate", zlib.compress),
     "deflate without its frame": ("deflate", raw_deflate),
     "zstd": ("zstd", lambda content: pytest.importorskip("zstandard").compress(content)),
+    "br": ("br", lambda content: pytest.importorskip("brotli", minversion="1.2").compress(content)),
 }
 EVERY_PATH = [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"]
 
@@ -941,7 +819,7 @@ class TestCompressedBodies:
         assert error_of(self.post(proxy, packed, "gzip", "/v1/embeddings"))["code"] == "no_documents_here"
         assert far_end.requests == []
 
-    @pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip", "unheard-of"])
+    @pytest.mark.parametrize("encoding", ["compress", "gzip, gzip", "unheard-of"])
     @pytest.mark.parametrize("path", EVERY_PATH)
     def test_those_that_may_hide_a_tag_are_refused(
         self, path: str, encoding: str, proxy: Proxy, far_end: FarEnd
@@ -954,8 +832,8 @@ class TestCompressedBodies:
     def test_on_other_routes_they_are_passed_on_and_counted(self, start: Start, far_end: FarEnd) -> None:
         reasons: list[str] = []
         proxy = start(on_passed=reasons.append)
-        assert self.post(proxy, b"packed", "br", "/v1/embeddings").status_code == 200
-        assert (far_end.last.body, far_end.last.header("content-encoding")) == (b"packed", ["br"])
+        assert self.post(proxy, b"packed", "compress", "/v1/embeddings").status_code == 200
+        assert (far_end.last.body, far_end.last.header("content-encoding")) == (b"packed", ["compress"])
         assert reasons == ["compressed"]
 
     def test_what_is_no_json_is_passed_on_as_it_came(self, proxy: Proxy, far_end: FarEnd) -> None:
@@ -963,7 +841,7 @@ class TestCompressedBodies:
         assert proxy.client.post("/v1/files", content=b"packed", headers=headers).status_code == 200
         assert (far_end.last.body, far_end.last.header("content-encoding")) == (b"packed", ["gzip"])
 
-    @pytest.mark.parametrize("kind", ["gzip", "deflate", "zstd"])
+    @pytest.mark.parametrize("kind", ["gzip", "deflate", "zstd", "br"])
     @pytest.mark.parametrize(
         "damage",
         [lambda packed: packed[:-1], lambda packed: packed + b"x", lambda packed: packed + b"x" * 100_000],
@@ -977,7 +855,7 @@ class TestCompressedBodies:
         assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_encoding")
         assert far_end.requests == []
 
-    @pytest.mark.parametrize("kind", ["gzip", "deflate", "zstd"])
+    @pytest.mark.parametrize("kind", ["gzip", "deflate", "zstd", "br"])
     def test_the_limit_is_that_of_what_they_unpack_to(self, kind: str, start: Start, far_end: FarEnd) -> None:
         proxy = start(body_limit=1 << 20)
         encoding, packed = PACKED[kind]
@@ -1692,7 +1570,7 @@ class TestFailures:
         def fail(*_: Any) -> None:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr("ragorder.adapters.proxy.parsing.read_tagged", fail)
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.read_tagged", fail)
         response = proxy.post(tagged("ab"))
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text + caplog.text
@@ -2005,8 +1883,15 @@ class TestServeOptions:
         served = serving(*options, "--template", f"@{file}")
         content = served.builder.build("why", [Document("1", "one")]).messages[-1]["content"]
         assert content == "[1]\t\\none\nQ: why"
-        assert served.options["template"].find(r"<d>\n1</d><d>\n2</d>") is not None
-        assert serving("--template", r"<d>\n{text}</d>").options["template"].find("<d>\n1</d><d>\n2</d>") is not None
+        assert served.options["template"][0].find(r"<d>\n1</d><d>\n2</d>") is not None
+        assert serving("--template", r"<d>\n{text}</d>").options["template"][0].find("<d>\n1</d><d>\n2</d>") is not None
+
+    def test_a_template_may_be_a_name_and_says_what_its_numbers_mean(self, serving: Callable[..., Served]) -> None:
+        for name, count, warns in (("anythingllm", 1, 0), ("open-webui", 1, 1), ("auto", 1, 0), ("none", 0, 0)):
+            served = serving("--template", name)
+            assert len(served.options["template"]) == count
+            assert ("numbers of documents stay at their places" in served.result.stderr) == warns
+            assert served.options["finds_native"] == (name != "none")
 
     def test_numbers_by_place(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
@@ -2079,7 +1964,7 @@ class TestServeOptions:
         served = serving()
         documents = [Document("1", "one")]
         assert served.builder.build("q", documents).messages == PromptBuilder("").build("q", documents).messages
-        assert served.options["template"] is None
+        assert served.options["template"] == []
 
     def test_a_tokenizer(self, serving: Callable[..., Served], model_folder: Path) -> None:
         served = serving("--tokenizer", str(model_folder))

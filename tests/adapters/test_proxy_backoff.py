@@ -27,7 +27,7 @@ from support.serving_app import serving
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
 from ragorder.adapters.proxy.fleet import ReplicaBackoff, requested_backoff_s
-from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
 

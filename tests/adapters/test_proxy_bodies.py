@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, PromptBuilder
+from ragorder.document import Estimate
 
 pytest.importorskip("starlette")
 
@@ -25,7 +26,7 @@ from support.rings import grid, length
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValuesError, count_values
-from ragorder.adapters.proxy.parsing import Route
+from ragorder.adapters.proxy.bodies.parsing import Route
 from ragorder.common.lru_cache import LRUCache
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -76,7 +77,7 @@ class TestManyMessages:
         assert cpu_s(lambda: bodies.ordered(many)) < 24 * cpu_s(lambda: bodies.ordered(few))
 
     def test_what_stands_in_front_is_made_for_one_passage(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.adapters.proxy import body
+        from ragorder.adapters.proxy.bodies import body
 
         made = []
 
@@ -400,7 +401,7 @@ class TestWhatIsKept:
         assert "word word" not in held_by(builder._cache)
 
     def test_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.adapters.proxy import parsing
+        from ragorder.adapters.proxy.bodies import parsing
 
         monkeypatch.setattr(parsing, "_PREFIXES", 10)
         bodies = make()
@@ -499,3 +500,27 @@ def test_a_mebibyte_takes_a_second_and_64_mb_at_most(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 64e6 * len(body) / MIB
     finally:
         tracemalloc.stop()
+
+
+class TestLengthsByScript:
+    """Without a tokenizer: tokens of 100 characters of each script, within what usual vocabularies have."""
+
+    @pytest.mark.parametrize(
+        ("letter", "least", "most"),
+        [("a", 25, 25), ("é", 25, 25), ("б", 30, 60), ("م", 30, 60), ("ก", 40, 90), ("单", 55, 100), ("😀", 100, 300)],
+    )
+    def test_each_script_has_its_own(self, letter: str, least: int, most: int) -> None:
+        bodies = Bodies("<d>{text}</d>")
+        content = "".join(f"<d>{n}{letter * 100}</d>" for n in (1, 2))
+        for body in ({"messages": [{"role": "user", "content": content}]}, tagged_with(letter * 100)):
+            parsed = bodies.parse("chat", json.dumps(body).encode())
+            assert parsed is not None
+            for document in parsed.documents:
+                # The marks have a few.
+                assert least <= document.token_count <= most + 8
+                assert document.tokens is None or isinstance(document.tokens, Estimate)
+
+
+def tagged_with(text: str) -> dict[str, Any]:
+    documents = [{"id": id, "text": text} for id in "ab"]
+    return {"messages": [], "ragorder": {"documents": documents, "query": "?"}}

@@ -21,8 +21,8 @@ from support.bodies import Bodies
 from support.requests import TEMPLATE, TEXTS, assistant, part, user, written
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
-from ragorder.adapters.proxy.body import BOUNDARY
-from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.bodies.body import BOUNDARY
+from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -150,12 +150,12 @@ class TestDocumentsInParts:
         bodies.served(self.parts("abc", image=image))
         assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
 
-    def test_an_image_between_them_separates(self) -> None:
+    def test_an_image_moves_with_the_document_before_it(self) -> None:
         bodies = WatchedBodies()
         body = self.parts("dabc", image=2)
         bodies.served(body)
-        assert self.texts(bodies.served(self.parts("dcba", image=2))) == "dabc"
-        assert len(bodies.found(body).documents) == 3
+        assert bodies.served(self.parts("dcba", image=2)) == body
+        assert len(bodies.found(body).documents) == 4
 
     def test_several_in_a_part_and_a_text_around_them(self) -> None:
         def body(names: str) -> dict[str, Any]:
@@ -448,8 +448,8 @@ class TestIdsThatAreRanks:
     def test_nothing_of_a_text_is_taken_for_its_id(
         self, template: str, fields: dict[str, str], before: str, after: str
     ) -> None:
-        parts = DocumentTemplate(template).split_at_id(template.format(**fields))
-        assert parts == (before, fields["id"], after)
+        parts = DocumentTemplate(template).split(template.format(**fields))
+        assert parts == ((before, after), fields["id"])
         assert parts.with_id("12") == f"{before}12{after}"
 
 

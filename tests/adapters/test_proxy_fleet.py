@@ -29,7 +29,7 @@ from support.waiting import eventually
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import AdmissionQueue, Fleet, ReplicaAddress, make_app
-from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
 

@@ -363,7 +363,7 @@ class TestReadiness:
     def test_a_silent_server_is_not_ready(
         self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.readiness._TIMEOUT_S", 0.2)
+        monkeypatch.setattr("ragorder.adapters.proxy.pages._TIMEOUT_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 

@@ -31,8 +31,7 @@ from support.bodies import Bodies
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, TimedConnection
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.http_server.memory import MemoryBudget
-from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.request_body import MemoryBudget, RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES, count_values
 from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
@@ -464,7 +463,7 @@ class TestWorkers:
 
     def test_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
-            "from ragorder.adapters.proxy.parsing import BodyParser\n"
+            "from ragorder.adapters.proxy.bodies.parsing import BodyParser\n"
             "def spin(*_):\n    while True: sum(range(1000))\n"
             "BodyParser.parse = spin\n"
             "from ragorder.cli import main; main()"

@@ -23,8 +23,8 @@ from support.requests import TEMPLATE, TEXTS, part, tag, user, written
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, make_app
-from ragorder.adapters.proxy.body import BOUNDARY
-from ragorder.adapters.proxy.marks import chunks_of
+from ragorder.adapters.proxy.bodies.body import BOUNDARY
+from ragorder.adapters.proxy.bodies.marks import chunks_of
 from ragorder.adapters.proxy.upstream import error_event
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 

@@ -19,7 +19,8 @@ from support.bodies import Bodies
 from support.inside import scopes_of
 from support.requests import TEMPLATE, assistant, user, written
 
-from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, parsing
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app
+from ragorder.adapters.proxy.bodies import turns as kept_turns
 
 
 def chat(*turns: Any) -> tuple[str, dict[str, Any]]:
@@ -307,7 +308,7 @@ class TestEarlierTurns:
         assert len(proxy.parser._turns._orders) <= 2000
 
     def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parsing, "_KEPT_TURNS", 10)
+        monkeypatch.setattr(kept_turns, "_KEPT_TURNS", 10)
         proxy = Proxy()
         for number in range(50):
             proxy.sent(*chat(user(f"{written('abc')}\n{number}?")))

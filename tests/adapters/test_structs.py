@@ -27,8 +27,8 @@ RESOLVE = msgspec._utils.get_class_annotations.__code__
 
 FIRST_REQUESTS = """
 import json, sys, threading
-from ragorder.adapters.proxy.parsing import BodyParser
-from ragorder.adapters.proxy.token_counter import TokenCounter
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.prompt import PromptBuilder
 
 tag = {"documents": [{"id": name, "text": "A text."} for name in "ab"], "query": "?"}

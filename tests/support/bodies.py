@@ -7,9 +7,9 @@ from typing import Any
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.proxy import DocumentTemplate
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
-from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
-from ragorder.adapters.proxy.token_counter import TokenCounter
 
 __all__ = ["Bodies"]
 
@@ -24,6 +24,7 @@ class Bodies:
         builder: PromptBuilder | None = None,
         orderer: Orderer | None = None,
         *,
+        templates: Sequence[DocumentTemplate] = (),
         send_facts: bool = False,
         on_sent: Any = None,
         **options: Any,
@@ -31,9 +32,9 @@ class Bodies:
         self.orderer = orderer or Orderer(block_size=16, strict=True)
         builder = builder or PromptBuilder("", tokenizer=tokenizer)
         tokens = TokenCounter(builder, tokenizer)
-        found = None if template is None else DocumentTemplate(template)
-        warn = self.orderer.degrade
-        self.parser = BodyParser(builder, tokens, found, warn=warn, send_facts=send_facts, **options)
+        found = templates if template is None else DocumentTemplate(template)
+        options.setdefault("warn", self.orderer.degrade)
+        self.parser = BodyParser(builder, tokens, found, send_facts=send_facts, **options)
         self.requests = RequestOrderer(self.orderer, send_facts=send_facts, exact=tokens.exact, on_sent=on_sent)
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:

@@ -7,16 +7,16 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from ragorder.adapters.proxy.body import (
+from ragorder.adapters.proxy.bodies.body import (
     Body,
     PromptPrefix,
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.parsed import digest_of
+from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
-from ragorder.document import Document, estimate_tokens
+from ragorder.document import Document, Estimate, estimate_tokens
 from ragorder.prompt import PromptBuilder
 from ragorder.tokens import PLACEHOLDER, split_text
 
@@ -24,6 +24,15 @@ __all__ = ["TokenCounter"]
 
 _REMEMBERED = 16384
 _NULL = Raw(b"null")
+# First bytes of characters in UTF-8, by script, and how many tokens such a character has in usual vocabularies, more
+# than a Latin one: Cyrillic, Greek, Hebrew and Arabic; Indic scripts and Thai; Chinese, Japanese and Korean; emoji.
+_SCRIPTS = (
+    (range(0xCD, 0xE0), 0.15),
+    (range(0xE0, 0xE2), 0.35),
+    (range(0xE3, 0xEF), 0.45),
+    (range(0xF0, 0xF5), 1.25),
+)
+_NOT_OF_SCRIPT = [(bytes(each for each in range(256) if each not in first), more) for first, more in _SCRIPTS]
 # Characters that a chat template puts around a text: at least two.
 _AROUND = 2
 
@@ -39,8 +48,8 @@ class _Shown(Struct):
 
 
 class TokenCounter:
-    """Token counter: exact with the served model's `tokenizer` (transformers), else four characters a token unless the
-    client gives a count.
+    """Token counter: exact with the served model's `tokenizer` (transformers), else estimated by script (four Latin
+    characters a token) unless the client gives a count.
 
     Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing
     reveals nothing of other tenants."""
@@ -53,18 +62,22 @@ class TokenCounter:
 
     def tagged(self, document: Document, salt: str | None) -> int:
         if not self.exact:
-            return self._builder.count_tokens(document) if document.tokens is None else document.tokens
+            if document.tokens is not None:
+                return document.tokens
+            return Estimate(self._builder.count_tokens(document) + _more_tokens(document.text))
         texts = ("tagged", document.id, document.text, str(document.metadata.get("title", "")))
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def found(self, text: str, salt: str | None) -> int | None:
-        return self._once(salt, ("found", text), lambda: self._encode(text)) if self.exact else None
+        if not self.exact:
+            return None if text.isascii() else _estimate(text)
+        return self._once(salt, ("found", text), lambda: self._encode(text))
 
     def question(self, query: str) -> int:
         return self._builder.suffix_tokens(query)
 
     def text(self, text: str) -> int:
-        return self._encode(text) if self.exact else estimate_tokens(text)
+        return self._encode(text) if self.exact else _estimate(text)
 
     def suffix(self, suffix: PromptSuffix) -> int:
         """Later messages are estimated: hits do not depend on them."""
@@ -131,3 +144,15 @@ def _characters(raw: Raw, around: int = _AROUND) -> int:
             calls += 0 if decode(inner.content, str) is not None else len(bytes(inner.content))
         calls += len(bytes(inner.input)) if inner.input != _NULL else 0
     return calls + sum(len(text) + around for raw_text in texts if (text := decode(raw_text, str)) is not None)
+
+
+def _estimate(text: str) -> Estimate:
+    return Estimate(estimate_tokens(text) + _more_tokens(text))
+
+
+def _more_tokens(text: str) -> int:
+    """Return how many tokens a text has more than a Latin one of its length."""
+    if text.isascii():
+        return 0
+    encoded = text.encode("utf-8", "replace")
+    return round(sum(more * len(encoded.translate(None, others)) for others, more in _NOT_OF_SCRIPT))

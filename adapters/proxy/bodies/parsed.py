@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal, Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.proxy.body import Body, PromptPrefix, Route
-from ragorder.adapters.proxy.marks import Left, MarkForm
-from ragorder.adapters.proxy.schema import FIELD
+from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, Route
+from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
+from ragorder.adapters.proxy.bodies.schema import FIELD
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment
 
-__all__ = ["BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of"]
+__all__ = ["AnswerTranslator", "BodyMarks", "ParsedBody", "PassReason", "Route", "digest_of", "salt_of", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,25 @@ class BodyMarks:
     form: MarkForm
     turns: int = 0
     has_front: bool = False
+
+
+PassReason = (
+    Literal[
+        "no_documents", "one_document", "not_numbered", "other_route", "too_many_values", "compressed", "unreadable"
+    ]
+    | Left
+)
+"""Why the documents of a request are not ordered."""
+
+
+class AnswerTranslator(Protocol):
+    """Changes an answer on its way to the client. Raises HTTPError for one that it cannot read."""
+
+    def begin(self, headers: Headers) -> Headers: ...
+
+    def feed(self, chunk: bytes) -> bytes: ...
+
+    def end(self) -> bytes: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,8 +61,9 @@ class ParsedBody:
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: the orderer of a cloud's model
     - `question`: the text after the documents, as segments that later requests of the conversation repeat
-    - `left`: why the documents keep their order, without a prediction
-    - `values`: upper bound of the body's number of JSON values"""
+    - `left`: why the documents keep their order, without a prediction; the body may have changed otherwise
+    - `values`: upper bound of the body's number of JSON values
+    - `translator` returns what translates citations in the answer, from the sent order to the client's"""
 
     body: Body
     documents: list[Document]
@@ -57,8 +79,9 @@ class ParsedBody:
     marks: BodyMarks | None = None
     orderer: OrdererLike | None = None
     question: Sequence[Segment] = ()
-    left: Left | None = None
+    left: PassReason | None = None
     values: int = 0
+    translator: Callable[[Sequence[int]], AnswerTranslator | None] | None = None
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:

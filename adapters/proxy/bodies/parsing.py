@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
-from string import Formatter
+from itertools import islice
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -22,8 +22,8 @@ from ragorder.adapters.http_server.untrusted_json import (
     count_values,
     hide_surrogates,
 )
-from ragorder.adapters.proxy.access import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.body import (
+from ragorder.adapters.proxy.access import RenamedIds, UnorderedRequests
+from ragorder.adapters.proxy.bodies.body import (
     BOUNDARY,
     Body,
     CompletionBody,
@@ -33,115 +33,32 @@ from ragorder.adapters.proxy.body import (
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
-from ragorder.adapters.proxy.marks import Left, MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody, ResponsesBody
+from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.bodies.native import NativeDocuments, documents_in_parts, native_documents
+from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassReason, Route, digest_of, salt_of, scope_of
+from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
+from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
+from ragorder.adapters.proxy.bodies.template import (
+    DocumentRun,
+    DocumentTemplate,
+    are_places,
+    numbered_by_place,
+)
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
+from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
 from ragorder.adapters.proxy.ordering import ranks_value
-from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
-from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
-from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, TemplateError, are_places, numbered_by_place
-from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document, Estimate
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 
-__all__ = ["REFERENCE", "BodyParser", "ParsedBody", "RepeatedDocuments", "Route", "scope_of"]
+__all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
 
-REFERENCE = "[{id}] is above."
-_TURNS = ("function", "tool", "user")
-
-
-class RepeatedDocuments:
-    """Deduplication of documents that an earlier message already has.
-
-    A document of a user or tool message is named instead of sent if the last earlier document with its id has the same
-    text. The result depends on the messages alone, so an earlier turn is always sent alike.
-
-    `reference` has {id} for the document's id. Raises TemplateError for a reference or template without {id}."""
-
-    def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
-        if not template.shows_id:
-            raise TemplateError("a reference names a document by its id: the template needs {id}")
-        try:
-            fields = {field for _, field, form, conversion in Formatter().parse(reference) if field is not None}
-            reference.format(id="")
-        except (ValueError, LookupError, AttributeError):
-            fields = set()
-        if fields != {"id"}:
-            raise TemplateError("the reference needs {id}, and takes no other field")
-        if template.has_one(reference.format(id="1")):
-            raise TemplateError("the reference looks like a document: change its text")
-        self._template = template
-        self._reference = reference
-
-    def name(self, body: ChatBody) -> list[int] | None:
-        """Return the ranks of named documents in the last passage with documents, or None if nothing changed. Raises
-        HTTPError."""
-        standing: dict[str, bytes] = {}
-        changes: list[tuple[Passage, str]] = []
-        ranks: list[int] = []
-        for passage in body.passages():
-            if passage.role == "assistant":
-                continue
-            spans = list(self._template.spans(passage.text))
-            if not spans:
-                continue
-            texts = [passage.text[start:end] for start, end in spans]
-            known = [(self._template.split_at_id(text).id, digest_of(text)) for text in texts]
-            ranks = []
-            if passage.role in _TURNS:
-                ranks = [rank for rank, (id, digest) in enumerate(known) if standing.get(id) == digest]
-            if ranks:
-                changes.append((passage, self._named(passage.text, [spans[rank] for rank in ranks])))
-            standing.update(known)
-        body.put_all(changes)
-        return ranks if changes else None
-
-    def _named(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
-        pieces, end = [], 0
-        for start, stop in spans:
-            id = self._template.split_at_id(text[start:stop]).id
-            pieces += [text[end:start], self._reference.format(id=id)]
-            end = stop
-        return "".join([*pieces, text[end:]])
-
-
-_KEPT_TURNS = 16384
-_MOST_BYTES = 8 << 20
-_ENTRY_BYTES = 200
-
-
-class _SentTurns:
-    """Orders in which documents of messages were sent, by digests of scope and text. The client's history has retrieval
-    order, the engine's cache the sent order. At most 16,384 orders in 8 MiB, without text. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
-
-    def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
-        """Note that `text` was sent as `sent`, which a client may have in its history as well."""
-        self._put(_key(scope, text), permutation)
-        if sent != text:
-            self._put(_key(scope, sent), range(len(permutation)))
-
-    def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
-        """Return the order in which the `count` documents of a message were sent, or None if it is unknown."""
-        known = self._orders.get(_key(scope, text))
-        return known if known is not None and len(known) == count else None
-
-    def _put(self, key: bytes, permutation: Sequence[int]) -> None:
-        order = array("H", permutation)
-        self._orders.put(key, order, _ENTRY_BYTES + order.itemsize * len(order))
-
-
-def _key(scope: bytes, text: str) -> bytes:
-    # Parts of a message are joined by a surrogate.
-    return blake2b(text.encode("utf-8", "surrogatepass"), key=scope, digest_size=16).digest()
-
-
-_BODIES = {body.route: body for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody)}
+_BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096
+BodyT = TypeVar("BodyT", bound=Body)
 _TAG = b'"%s"' % FIELD.encode()
 
 
@@ -156,15 +73,20 @@ class BodyParser:
     """Parser of bodies, see `make_app`.
 
     `warn` gets each complaint once; bodies of the routes in `marks` take cache_control; `heeds_client_marks`: the
-    server's cache resumes only at a client's own breakpoints."""
+    server's cache resumes only at a client's own breakpoints; `finds_native`: documents in fields and blocks of the API
+    are ordered, and citations in answers are translated; `stable_tools`: tools are sent in the order of their
+    names."""
 
     def __init__(
         self,
         builder: PromptBuilder,
         tokens: TokenCounter,
-        template: DocumentTemplate | None,
+        template: DocumentTemplate | Sequence[DocumentTemplate] | None,
         *,
         warn: Callable[[str], None],
+        finds_native: bool = False,
+        stable_tools: bool = False,
+        recogniser: PromptRecogniser | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
@@ -175,15 +97,23 @@ class BodyParser:
     ) -> None:
         self._builder = builder
         self._tokens = tokens
-        self._template = template
+        self._templates = _as_list(template)
+        self._finds_native = finds_native
+        self._stable_tools = stable_tools
+        self._recogniser = recogniser
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
         self._marking = Marking(marks, clouds, heeds_client=heeds_client_marks)
-        self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
+        self._unordered = UnorderedRequests(
+            on_passed,
+            warn,
+            template=bool(self._templates),
+            hint=None if recogniser is None else recogniser.hint,
+        )
         self._ids = RenamedIds(warn, by_place=number_by_place)
         self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
-        self._turns = _SentTurns()
+        self._turns = SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         """Return None for an unreadable body, or one without documents. Raises HTTPError for malformed fields."""
@@ -218,8 +148,15 @@ class BodyParser:
         if isinstance(opened, str):
             return opened
         fields, values = opened
-        found = self._read(_BODIES[route](fields), route, content)
-        return replace(found, values=values) if isinstance(found, ParsedBody) else found
+        body = _BODIES[route](fields)
+        if self._stable_tools:
+            body.sort_tools()
+        found = self._read(body, route, content)
+        if isinstance(found, ParsedBody):
+            return replace(found, values=values)
+        if not body.is_changed:
+            return found
+        return ParsedBody(body, [], 0, lambda *_: msgspec.json.encode(body.fields), left=found, values=values)
 
     def _read(self, body: Body, route: Route, content: bytes) -> ParsedBody | PassReason:
         fields = body.fields
@@ -227,9 +164,37 @@ class BodyParser:
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
             return self._read_tagged(body, by)
-        if self._template is None:
-            return "no_documents"
-        return self._find(body, content, self._template, by)
+        # Their ends in the prompt are not known.
+        if self._finds_native and not self._send_facts and (native := _native(body, native_documents)) is not None:
+            return self._order_native(body, content, native, by)
+        found: ParsedBody | PassReason = "no_documents"
+        for template in self._templates:
+            if (native := self._in_parts(body, template, by)) is not None:
+                return self._order_native(body, content, native, by)
+            reason = found
+            found = self._find(body, content, template, by)
+            if found == "no_documents":
+                found = reason
+            elif found not in ("one_document", "not_numbered"):
+                return found
+        self._recognise(body, content, by)
+        return found
+
+    def _in_parts(self, body: Body, template: DocumentTemplate, by: MarkedBy) -> NativeDocuments | None:
+        """Return documents that move with their content parts. Breakpoints, and numbers in the texts, do not."""
+        is_plain = by == MarkedBy() and self._repeated is None and not self._by_place and not self._send_facts
+        if not is_plain or template.shows_number or not isinstance(body, ChatBody):
+            return None
+        return _native(body, partial(documents_in_parts, template=template))
+
+    def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
+        """Say what a preset would save. The request is forwarded without it."""
+        if self._recogniser is None or by.left is not None:
+            return
+        texts = [each.text for each in body.passages() if each.role != "assistant"]
+        # The recogniser has nothing to do with the answer to this request.
+        with suppress(Exception):
+            self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
 
     def _read_tagged(self, body: Body, by: MarkedBy) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))
@@ -302,24 +267,27 @@ class BodyParser:
         passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
-        parts = [template.split_at_id(text) for text in run.documents]
-        numbered = numbered_by_place(parts)
+        parts = [template.split(text) for text in run.documents]
+        numbered = numbered_by_place(parts, from_0=template.shows_number)
+        if template.shows_number and (numbered is None or not _can_be_mapped(parts)):
+            return "not_numbered"
         if template.shows_id:
             split = parts if numbered is None else numbered
             self._ids.look(salt, ((each.id, each.rest) for each in split), are_places=numbered is not None)
-        if not self._by_place or not _can_be_mapped(parts):
+        if not template.shows_number and not (self._by_place and _can_be_mapped(parts)):
             numbered = None
+        first = 1 if numbered is None else int(numbered[0].id)
 
         ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
         marks = _body_marks(body, passage, by, ends, has_head=has_head(run.pieces))
         left = _left(by, marks)
         if left is not None and named is None:
             return left
-        is_changed = self._send_facts or named is not None or body.wants_cache_key()
+        is_changed = self._send_facts or named is not None or body.wants_cache_key() or body.is_changed
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if numbered is not None:
-                texts = [numbered[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)]
+                texts = [numbered[rank].with_id(str(place)) for place, rank in enumerate(permutation, first)]
             else:
                 texts = [run.documents[rank] for rank in permutation]
             pieces = run.pieces_with(texts)
@@ -353,6 +321,55 @@ class BodyParser:
         if isinstance(body, ChatBody):
             parsed = replace(parsed, question=question)
         if parsed.error is None and body.is_history(passage):
+            return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
+        return parsed
+
+    def _order_native(
+        self, body: Body, content: bytes, native: NativeDocuments, by: MarkedBy
+    ) -> ParsedBody | PassReason:
+        passage = native.passage
+        ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
+        marks = None if passage is None else _body_marks(body, passage, by, ends)
+        if (left := _left(by, marks)) is not None:
+            return left
+        if len(native.items) > MAX_DOCUMENTS:
+            return "unreadable"
+        try:
+            salt = body.string("cache_salt")
+        except HTTPError:
+            # The server will refuse it.
+            return "unreadable"
+        is_changed = marks is not None or body.wants_cache_key() or body.is_changed
+
+        def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
+            if passage is not None and parsed.error is None:
+                self._turns.remember(parsed.scope, passage.text, native.text(permutation), permutation)
+            if list(permutation) == list(range(len(permutation))) and not is_changed:
+                return content
+            form = None if marks is None else marks.form
+            native.put(native.marked(permutation, marked, form), permutation)
+            if form is not None and isinstance(body, ChatBody):
+                if 0 in marked:
+                    body.mark_front(passage, form)
+                body.mark_ends(ends, form)
+                body.fields |= form.besides
+            return msgspec.json.encode(body.fields)
+
+        held = body.fields.get(native.field, Raw(b"null"))
+        if native.field:
+            # The list is no part of its own prefix.
+            body.fields[native.field] = Raw(b"null")
+        documents = [
+            Document("", digest_of(bytes(item)).hex(), length)
+            for item, length in zip(native.items, native.lengths, strict=True)
+        ]
+        question = self._segments(native.suffix)
+        suffix_tokens = sum(each.tokens for each in question)
+        parsed = self._parsed(body, documents, suffix_tokens, render, salt, native.prefix)
+        if native.field:
+            body.fields[native.field] = held
+        parsed = replace(parsed, marks=marks, orderer=by.orderer, question=question, translator=native.translator)
+        if passage is not None and parsed.error is None and body.is_history(passage):
             return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
         return parsed
 
@@ -390,6 +407,20 @@ class BodyParser:
             tokens = self._tokens.prefix(body, prefix)
             self._prefixes.put(scope, tokens)
         return tokens
+
+
+def _as_list(template: DocumentTemplate | Sequence[DocumentTemplate] | None) -> Sequence[DocumentTemplate]:
+    if template is None:
+        return []
+    return [template] if isinstance(template, DocumentTemplate) else template
+
+
+def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> NativeDocuments | None:
+    try:
+        return find(body)
+    except HTTPError:
+        # The server will refuse the malformed field.
+        return None
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
@@ -444,12 +475,14 @@ def _can_be_mapped(documents: Sequence[object]) -> bool:
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
-    has_one = False
+    reason: PassReason = "no_documents"
     for passage in body.passages():
         if passage.role == "assistant":
             continue
         run = template.find(passage.text)
         if run is not None:
             return passage, run
-        has_one = has_one or template.has_one(passage.text)
-    return "one_document" if has_one else "no_documents"
+        count = len(list(islice(template.spans(passage.text), 2)))
+        if count:
+            reason = "not_numbered" if count > 1 and template.shows_number else "one_document"
+    return reason

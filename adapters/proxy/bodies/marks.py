@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import Raw
 
 from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer
-from ragorder.adapters.proxy.body import BOUNDARY, Fields, Route, decode, encode
+from ragorder.adapters.proxy.bodies.body import BOUNDARY, Fields, Route, decode, encode
 from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
 from ragorder.orderer import OrdererLike
 
@@ -60,7 +60,7 @@ class MarkForm:
 _CACHE_CONTROL = MarkForm(
     "cache_control",
     encode(cache_control()["cache_control"]),
-    kinds=frozenset({"document", "image", "text", "tool_result"}),
+    kinds=frozenset({"document", "image", "search_result", "text", "tool_result"}),
     roles=frozenset({"system", "developer", "user", "assistant"}),
     lookback_parts=20,
 )

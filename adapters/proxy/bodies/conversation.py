@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.body import (
+from ragorder.adapters.proxy.bodies.body import (
     BOUNDARY,
     Body,
     Fields,
@@ -19,10 +19,10 @@ from ragorder.adapters.proxy.body import (
     decode,
     encode,
 )
-from ragorder.adapters.proxy.marks import Chunk, MarkForm, chunk_part, mark_last, takes_mark, turn_ends
+from ragorder.adapters.proxy.bodies.marks import Chunk, MarkForm, chunk_part, mark_last, takes_mark, turn_ends
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["ChatBody", "MessagesBody", "ResponsesBody"]
+__all__ = ["ChatBody", "CohereBody", "MessagesBody", "ResponsesBody"]
 
 _NULL = Raw(b"null")
 _INSTRUCTIONS = ("system", "developer")
@@ -76,6 +76,13 @@ class ChatBody(Body):
 
     def put(self, passage: Passage, text: str) -> None:
         self.put_all([(passage, text)])
+
+    def put_messages(self, changed: Mapping[int, Raw]) -> None:
+        """Replace messages, by their numbers in `prefix`."""
+        messages = list(self.prefix().messages)
+        for place, message in changed.items():
+            messages[place] = message
+        self._put_messages(messages, changed.keys())
 
     def put_all(self, changes: Sequence[tuple[Passage, str]]) -> None:
         """Replace texts of passages, in the order of `passages`, in one pass over the messages."""
@@ -189,6 +196,24 @@ class ChatBody(Body):
             self.fields[self.instructions_field] = msgspec.json.decode(messages[0], type=Fields)["content"]
         if any(place >= first for place in places):
             self.fields[self.messages_field] = encode(messages[first:])
+
+
+class CohereBody(ChatBody):
+    """Body of Cohere's chats, version 2."""
+
+    route = "cohere"
+    limits = ("max_tokens",)
+    shapes_prefix = (
+        "chat_template_kwargs",
+        "citation_options",
+        "documents",
+        "response_format",
+        "safety_mode",
+        "strict_tools",
+        "thinking",
+        "tool_choice",
+        "tools",
+    )
 
 
 class ResponsesBody(ChatBody):

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import NOT_JSON
+from ragorder.adapters.structs import readable_by_threads
 
 __all__ = [
     "BOUNDARY",
@@ -28,12 +29,13 @@ T = TypeVar("T")
 
 Fields = dict[str, Raw]
 
-Route = Literal["chat", "completions", "messages", "responses", "other"]
+Route = Literal["chat", "cohere", "completions", "messages", "responses", "other"]
 
 BOUNDARY = "\ud800"
 """Separator of a message's parts in their joined text: a code point that no decoded UTF-8 text contains."""
 
 _NULL = Raw(b"null")
+_TOOL_MARKS = (b'"cache_control"', b'"prompt_cache_breakpoint"')
 
 
 class PromptPrefix(NamedTuple):
@@ -101,6 +103,8 @@ class Body:
     """Fields besides the messages that a server renders before the documents, or that change how it does."""
     limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
     """Fields with the longest answer, in tokens; the first one counts."""
+    is_changed = False
+    """Whether the body is sent with a change besides its documents."""
     takes_cache_key = False
     """Whether the server routes requests by a cache key."""
 
@@ -128,6 +132,16 @@ class Body:
         """Return whether an answer follows the passage."""
         return False
 
+    def sort_tools(self) -> None:
+        """Put the tools in the order of their names, unless the client sets breakpoints between them."""
+        tools = decode(self.fields.get("tools", _NULL), list[Raw]) or []
+        if any(mark in bytes(tool) for tool in tools for mark in _TOOL_MARKS):
+            return
+        ordered = sorted(tools, key=_tool_key)
+        if ordered != tools:
+            self.fields["tools"] = encode(ordered)
+            self.is_changed = True
+
     def wants_cache_key(self) -> bool:
         return self.takes_cache_key and self.fields.get("prompt_cache_key", _NULL) == _NULL
 
@@ -142,6 +156,19 @@ class Body:
         if value is None:
             raise HTTPError(400, f"{name}: must be a string.", code=f"invalid_{name}", param=name)
         return value
+
+
+@readable_by_threads
+class _Tool(Struct):
+    name: Raw = _NULL
+    type: Raw = _NULL
+    function: Raw = _NULL
+
+
+def _tool_key(tool: Raw) -> tuple[str, str, bytes]:
+    read = decode(tool, _Tool) or _Tool()
+    named = decode(read.function, _Tool) or read
+    return decode(named.name, str) or "", decode(read.type, str) or "", bytes(tool)
 
 
 class CompletionBody(Body):

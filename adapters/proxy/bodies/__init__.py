@@ -1,0 +1,1 @@
+"""Bodies of requests: documents, scope and lengths."""

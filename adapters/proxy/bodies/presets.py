@@ -1,0 +1,140 @@
+"""Templates of known applications, and their recognition in other prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.proxy.bodies.json_list import JSONTemplate
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.orderer import Lengths, Orderer
+from ragorder.ordering import RequestOutcome
+from ragorder.settings import Settings
+
+__all__ = ["AUTO", "NONE", "Preset", "PromptRecogniser", "find_templates", "presets"]
+
+AUTO, JSON, NONE = "auto", "json", "none"
+
+
+class Preset(Struct, frozen=True, forbid_unknown_fields=True):
+    """A template with its origin (presets.toml). A file of a template has `form` and, if they are needed, `head`,
+    `between` and `tail`."""
+
+    form: str
+    head: str = ""
+    between: str | None = None
+    tail: str | list[str] = []
+    application: str = ""
+    origin: str = ""
+    citations: Literal["none", "moved", "places"] = "none"
+    automatic: bool = False
+    note: str = ""
+    sample: str = ""
+
+    def template(self, name: str) -> DocumentTemplate:
+        return DocumentTemplate(self.form, head=self.head, between=self.between, tail=self.tail, name=name)
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """Return the presets by name."""
+    content = files(__package__).joinpath("presets.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[str, Preset])
+
+
+def find_templates(text: str) -> list[DocumentTemplate]:
+    """Return the templates that a text names: a preset, "json", "auto", "none", a TOML file, or a form itself. Raises
+    TemplateError."""
+    if text == NONE:
+        return []
+    if text == AUTO:
+        return [preset.template(name) for name, preset in presets().items() if preset.automatic]
+    if text == JSON:
+        return [JSONTemplate()]
+    if text in presets():
+        return [presets()[text].template(text)]
+    if text.endswith(".toml"):
+        return [_read_file(Path(text))]
+    if "{" not in text:
+        known = ", ".join([*presets(), JSON, AUTO, NONE])
+        raise TemplateError(f"no form with {{text}}, no .toml file, and no preset: {known}")
+    return [DocumentTemplate(text)]
+
+
+def _read_file(path: Path) -> DocumentTemplate:
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Preset).template(str(path))
+    except OSError as error:
+        raise TemplateError(f"{path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{path}: {error}") from None
+
+
+class PromptRecogniser:
+    """Recogniser of presets' documents in requests whose documents are not found otherwise. Their order is computed on
+    a mirror of its own, only to say what the preset would save.
+
+    `on_recognised` gets the preset's name, and the tokens of the prompt up to its last document, and those of them that
+    would be cached in ragorder's order and in retrieval order. Thread-safe."""
+
+    def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
+        self._settings = settings
+        self._on_recognised = on_recognised
+        self._templates = {name: preset.template(name) for name, preset in presets().items()}
+        self._orderers: dict[str, ObservedOrderer] = {}
+        self._requests: Counter[str] = Counter()
+
+    def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> None:
+        """Recognise one of the presets in the texts of a request, which `read` parses by it."""
+        for name, template in self._templates.items():
+            if any(map(template.find, texts)):
+                parsed = read(template)
+                if isinstance(parsed, ParsedBody) and parsed.error is None:
+                    self._requests[name] += 1
+                    self._order(name, parsed)
+                return
+
+    def hint(self) -> str:
+        """Return how to order the requests of the most frequent preset, or an empty text."""
+        if not self._requests:
+            return ""
+        name = self._requests.most_common(1)[0][0]
+        return f"; prompts look like those of {presets()[name].application}: see --template {name}"
+
+    def _order(self, name: str, parsed: ParsedBody) -> None:
+        orderer = self._orderers.get(name)
+        if orderer is None:
+            if self._orderers:
+                # One more mirror is enough memory.
+                return
+            told = _Told(lambda seen: self._tell(name, seen))
+            orderer = self._orderers[name] = ObservedOrderer(Orderer(self._settings), [told], shadow=True)
+        lengths = Lengths(parsed.prefix_tokens, parsed.suffix_tokens)
+        orderer.order(parsed.documents, scope=parsed.scope, lengths=lengths).confirm()
+
+    def _tell(self, name: str, seen: Observation) -> None:
+        if seen.ordered_tokens is not None and seen.retrieval_tokens is not None:
+            self._on_recognised(name, seen.documents_end, seen.ordered_tokens, seen.retrieval_tokens)
+
+
+class _Told:
+    """Watcher of an orderer that tells each order."""
+
+    def __init__(self, tell: Callable[[Observation], None]) -> None:
+        self._tell = tell
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        self._tell(observation)
+        return _ignore
+
+
+def _ignore(outcome: RequestOutcome) -> None: ...

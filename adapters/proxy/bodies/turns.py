@@ -1,0 +1,107 @@
+"""Documents of earlier turns: named instead of repeated, and sent in the same order."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from string import Formatter
+
+from ragorder.adapters.proxy.bodies.body import Passage
+from ragorder.adapters.proxy.bodies.conversation import ChatBody
+from ragorder.adapters.proxy.bodies.parsed import digest_of
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
+from ragorder.common.lru_cache import LRUCache
+
+__all__ = ["REFERENCE", "RepeatedDocuments", "SentTurns"]
+
+REFERENCE = "[{id}] is above."
+_TURNS = ("function", "tool", "user")
+
+
+class RepeatedDocuments:
+    """Deduplication of documents that an earlier message already has.
+
+    A document of a user or tool message is named instead of sent if the last earlier document with its id has the same
+    text. The result depends on the messages alone, so an earlier turn is always sent alike.
+
+    `reference` has {id} for the document's id. Raises TemplateError for a reference or template without {id}."""
+
+    def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
+        if not template.shows_id:
+            raise TemplateError("a reference names a document by its id: the template needs {id}")
+        try:
+            fields = {field for _, field, form, conversion in Formatter().parse(reference) if field is not None}
+            reference.format(id="")
+        except (ValueError, LookupError, AttributeError):
+            fields = set()
+        if fields != {"id"}:
+            raise TemplateError("the reference needs {id}, and takes no other field")
+        if template.has_one(reference.format(id="1")):
+            raise TemplateError("the reference looks like a document: change its text")
+        self._template = template
+        self._reference = reference
+
+    def name(self, body: ChatBody) -> list[int] | None:
+        """Return the ranks of named documents in the last passage with documents, or None if nothing changed. Raises
+        HTTPError."""
+        standing: dict[str, bytes] = {}
+        changes: list[tuple[Passage, str]] = []
+        ranks: list[int] = []
+        for passage in body.passages():
+            if passage.role == "assistant":
+                continue
+            spans = list(self._template.spans(passage.text))
+            if not spans:
+                continue
+            texts = [passage.text[start:end] for start, end in spans]
+            known = [(self._template.split(text).id, digest_of(text)) for text in texts]
+            ranks = []
+            if passage.role in _TURNS:
+                ranks = [rank for rank, (id, digest) in enumerate(known) if standing.get(id) == digest]
+            if ranks:
+                changes.append((passage, self._named(passage.text, [spans[rank] for rank in ranks])))
+            standing.update(known)
+        body.put_all(changes)
+        return ranks if changes else None
+
+    def _named(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
+        pieces, end = [], 0
+        for start, stop in spans:
+            id = self._template.split(text[start:stop]).id
+            pieces += [text[end:start], self._reference.format(id=id)]
+            end = stop
+        return "".join([*pieces, text[end:]])
+
+
+_KEPT_TURNS = 16384
+_MOST_BYTES = 8 << 20
+_ENTRY_BYTES = 200
+
+
+class SentTurns:
+    """Orders in which documents of messages were sent, by digests of scope and text. The client's history has retrieval
+    order, the engine's cache the sent order. At most 16,384 orders in 8 MiB, without text. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
+
+    def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
+        """Note that `text` was sent as `sent`, which a client may have in its history as well."""
+        self._put(_key(scope, text), permutation)
+        if sent != text:
+            self._put(_key(scope, sent), range(len(permutation)))
+
+    def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
+        """Return the order in which the `count` documents of a message were sent, or None if it is unknown."""
+        known = self._orders.get(_key(scope, text))
+        return known if known is not None and len(known) == count else None
+
+    def _put(self, key: bytes, permutation: Sequence[int]) -> None:
+        order = array("H", permutation)
+        self._orders.put(key, order, _ENTRY_BYTES + order.itemsize * len(order))
+
+
+def _key(scope: bytes, text: str) -> bytes:
+    # Parts of a message are joined by a surrogate.
+    return blake2b(text.encode("utf-8", "surrogatepass"), key=scope, digest_size=16).digest()

@@ -1,0 +1,408 @@
+"""Documents that an API has as such: ordered, and answers cite what the client sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import httpx2
+from support.bodies import Bodies
+
+from ragorder import Orderer
+from ragorder.adapters.proxy import make_app
+from ragorder.adapters.proxy.bodies.parsed import Route
+
+TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
+ASK = {"role": "user", "content": "Which?"}
+
+
+def block(name: str, kind: str = "document") -> dict[str, Any]:
+    if kind == "search_result":
+        content = [{"type": "text", "text": TEXTS[name]}]
+        return {"type": kind, "source": name, "title": name, "content": content, "citations": {"enabled": True}}
+    return {"type": kind, "source": {"type": "text", "media_type": "text/plain", "data": TEXTS[name]}, "title": name}
+
+
+def blocks(names: str, kind: str = "document", *, after: str = "Which?") -> dict[str, Any]:
+    parts = [*(block(name, kind) for name in names), {"type": "text", "text": after}]
+    return {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": parts}]}
+
+
+def listed(names: str) -> dict[str, Any]:
+    documents = [{"doc_id": name, "title": name, "text": TEXTS[name]} for name in names]
+    return {"model": "m", "documents": documents, "messages": [ASK]}
+
+
+class Server:
+    """A server that keeps the bodies it gets and cites, by place, what it is told to."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+        self.answer: Any = {"content": [{"type": "text", "text": "yes"}], "usage": {"input_tokens": 9}}
+        self.stream: list[bytes] = []
+        self.status = 200
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.bodies.append(json.loads(body))
+        content = json.dumps(self.answer).encode()
+        kind = b"text/event-stream" if self.stream else b"application/json"
+        headers = [(b"content-type", kind)]
+        if not self.stream:
+            headers.append((b"content-length", b"%d" % len(content)))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        for chunk in self.stream or [content]:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def titles(self) -> str:
+        """The last body's documents, in the order in which they were sent."""
+        body = self.bodies[-1]
+        if "documents" in body:
+            return "".join(each.get("title") or each["id"] for each in body["documents"])
+        parts = [
+            part for message in body["messages"] if isinstance(message["content"], list) for part in message["content"]
+        ]
+        return "".join(part["title"] for part in parts if part["type"] in ("document", "search_result"))
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+Post = Callable[..., httpx2.Response]
+
+
+@pytest.fixture
+def post(server: Server) -> Post:
+    app = make_app(
+        Orderer(block_size=16, strict=True),
+        upstream="http://far.end",
+        make_transport=lambda: httpx2.ASGITransport(server),
+    )
+
+    def post(body: Any, path: str) -> httpx2.Response:
+        async def ask() -> httpx2.Response:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
+                return await client.post(path, json=body)
+
+        return asyncio.run(ask())
+
+    return post
+
+
+MESSAGES = "/v1/messages"
+
+
+class TestLists:
+    def test_documents_of_a_chat_extend_the_cached_prefix(self, server: Server, post: Post) -> None:
+        post(listed("abc"), "/v1/chat/completions")
+        response = post(listed("cab"), "/v1/chat/completions")
+        assert server.titles() == "abc"
+        assert response.headers["x-ragorder-permutation"] == "1,2,0"
+        assert server.bodies[-1]["documents"] == listed("abc")["documents"]
+        assert server.bodies[-1] == listed("cab") | {"documents": listed("abc")["documents"]}
+
+    @pytest.mark.parametrize("path", ["/v2/chat", "/cohere/v2/chat"])
+    def test_documents_of_cohere_with_ids_do_too(self, path: str, server: Server, post: Post) -> None:
+        def body(names: str) -> dict[str, Any]:
+            documents = [{"id": name, "data": {"text": TEXTS[name]}} for name in names]
+            return {"model": "m", "documents": documents, "messages": [ASK]}
+
+        post(body("abc"), path)
+        post(body("cab"), path)
+        assert server.titles() == "abc"
+
+    @pytest.mark.parametrize(
+        "documents",
+        [
+            ["one text", "another text"],
+            [{"data": {"text": "one"}}, {"data": {"text": "two"}}],
+            [{"id": "a", "data": {}}, {"id": "a", "data": {}}],
+        ],
+        ids=["texts", "no ids", "equal ids"],
+    )
+    def test_documents_that_cohere_names_by_their_places_keep_them(
+        self, documents: list[Any], server: Server, post: Post
+    ) -> None:
+        for listing in (documents, documents[::-1]):
+            body = {"model": "m", "documents": listing, "messages": [ASK]}
+            response = post(body, "/v2/chat")
+            assert server.bodies[-1] == body
+            assert "x-ragorder-permutation" not in response.headers
+
+    @pytest.mark.parametrize("documents", [None, [], [{"text": "one"}], "text", [1, 2], [{"text": "x"}, "y"]])
+    def test_other_values_are_forwarded(self, documents: Any, server: Server, post: Post) -> None:
+        body = {"model": "m", "documents": documents, "messages": [ASK]}
+        post(body, "/v1/chat/completions")
+        assert server.bodies[-1] == body
+
+    def test_usage_of_cohere_is_read(self, server: Server, post: Post) -> None:
+        from ragorder.adapters.proxy.usage import StreamReader, WholeReader
+
+        usage = b'{"tokens": {"input_tokens": 100.0, "output_tokens": 5.0}, "cached_tokens": 64.0}'
+        whole, stream = WholeReader(), StreamReader()
+        whole.feed(b'{"message": {}, "usage": ' + usage + b"}")
+        stream.feed(b'data: {"type": "message-start", "delta": {"message": {}}}\n\n')
+        assert not stream.served
+        stream.feed(b'data: {"type": "content-delta", "delta": {"message": {"content": {"text": "a"}}}}\n\n')
+        assert stream.served
+        stream.feed(b'data: {"type": "message-end", "delta": {"usage": ' + usage + b"}}\n\n")
+        assert stream.done
+        for reader in (whole, stream):
+            read = reader.usage()
+            assert (read.prompt_tokens, read.completion_tokens, read.cached_tokens) == (100, 5, 64)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("document", "document_index"), ("search_result", "search_result_index")])
+class TestBlocks:
+    def citation(self, name: str, place: int) -> dict[str, Any]:
+        return {"type": "char_location", "cited_text": f'"{name}": 1', name: place, "start_char_index": 0}
+
+    def test_they_move_whole_and_answers_cite_what_the_client_sent(
+        self, kind: str, name: str, server: Server, post: Post
+    ) -> None:
+        post(blocks("abc", kind), MESSAGES)
+        server.answer = {
+            "content": [
+                {
+                    "type": "text",
+                    "text": f'{{"{name}": 0}}',
+                    "citations": [self.citation(name, n) for n in (0, 1, 2, 3)],
+                },
+                {"type": "text", "text": "end", "citations": None},
+                {"type": "tool_use", "input": {name: 0}},
+            ]
+        }
+        response = post(blocks("cab", kind), MESSAGES)
+        assert server.bodies[-1] == blocks("abc", kind)
+        cited = [each[name] for each in response.json()["content"][0]["citations"]]
+        # Sent: a, b, c. The client's c is 0, a is 1, b is 2; it has no 3.
+        assert cited == [1, 2, 0, 3]
+        assert response.json()["content"][0]["text"] == server.answer["content"][0]["text"]
+        assert response.json()["content"][1:] == server.answer["content"][1:]
+
+    @pytest.mark.parametrize("size", [1, 7, 10_000])
+    def test_in_a_stream_too(self, size: int, kind: str, name: str, server: Server, post: Post) -> None:
+        def events(places: dict[int, int]) -> bytes:
+            deltas = [
+                {"type": "content_block_delta", "delta": {"citation": self.citation(name, places[n])}} for n in (0, 2)
+            ]
+            text = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": f'"{name}": 0'}}
+            said: list[Any] = [{"type": "message_start"}, deltas[0], text, deltas[1], {"type": "message_stop"}]
+            return b"".join(
+                f"event: {each['type']}\ndata: {json.dumps(each, separators=(',', ':'))}\n\n".encode() for each in said
+            )
+
+        post(blocks("abc", kind), MESSAGES)
+        sent = events({0: 0, 2: 2})
+        server.stream = [sent[at : at + size] for at in range(0, len(sent), size)]
+        response = post(blocks("cab", kind), MESSAGES)
+        assert response.content == events({0: 1, 2: 0})
+
+    def test_places_count_all_blocks_before_them(self, kind: str, name: str, server: Server, post: Post) -> None:
+        def body(names: str) -> dict[str, Any]:
+            nested = {"type": "tool_result", "tool_use_id": "t", "content": [block("d", kind)]}
+            first = {"role": "user", "content": [block("e", kind), {"type": "text", "text": "One."}]}
+            last = blocks(names, kind)
+            return {**last, "messages": [first, {"role": "user", "content": [nested]}, *last["messages"]]}
+
+        post(body("abc"), MESSAGES)
+        server.answer = {
+            "content": [{"type": "text", "text": "", "citations": [self.citation(name, n) for n in range(6)]}]
+        }
+        response = post(body("cab"), MESSAGES)
+        assert server.titles() == "eabc"
+        assert [each[name] for each in response.json()["content"][0]["citations"]] == [0, 1, 3, 4, 2, 5]
+
+    def test_an_order_that_stays_leaves_the_answer_as_it_is(
+        self, kind: str, name: str, server: Server, post: Post
+    ) -> None:
+        server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
+        response = post(blocks("abc", kind), MESSAGES)
+        assert response.content == json.dumps(server.answer).encode()
+
+    def test_the_next_turn_repeats_the_order_and_its_citations(
+        self, kind: str, name: str, server: Server, post: Post
+    ) -> None:
+        def turns(names: str, place: int) -> dict[str, Any]:
+            said = {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "x", "citations": [self.citation(name, place)]}],
+            }
+            first = blocks(names, kind)
+            return {**first, "messages": [*first["messages"], said, {"role": "user", "content": "And?"}]}
+
+        post(blocks("abc", kind), MESSAGES)
+        post(blocks("cab", kind), MESSAGES)
+        # The client has cited its own document 0, c, which stands at place 2.
+        post(turns("cab", 0), MESSAGES)
+        assert server.bodies[-1] == turns("abc", 2)
+
+    def test_an_error_is_forwarded(self, kind: str, name: str, server: Server, post: Post) -> None:
+        post(blocks("abc", kind), MESSAGES)
+        server.status, server.answer = 400, {"error": {name: 0}}
+        response = post(blocks("cab", kind), MESSAGES)
+        assert (response.status_code, response.json()) == (400, server.answer)
+
+
+class TestOtherBlocks:
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [block("a"), {"type": "text", "text": "x"}, block("b")],
+            [block("a"), block("b", "search_result")],
+            [{"type": "image", "source": {}}, {"type": "image", "source": {}}],
+        ],
+        ids=["apart", "of two types", "images"],
+    )
+    def test_they_stay(self, parts: list[Any], server: Server, post: Post) -> None:
+        body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": parts}]}
+        post(body, MESSAGES)
+        post(body, MESSAGES)
+        assert server.bodies[-1] == body
+
+    def test_a_client_that_sets_breakpoints_keeps_its_order(self, server: Server, post: Post) -> None:
+        post(blocks("abc"), MESSAGES)
+        body = blocks("cab")
+        body["messages"][0]["content"][2]["cache_control"] = {"type": "ephemeral"}
+        post(body, MESSAGES)
+        assert server.bodies[-1] == body
+
+
+TEMPLATE = "<d>{text}</d>"
+
+
+def page(name: str, picture: bool = True, **fields: Any) -> list[dict[str, Any]]:
+    shown = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}] if picture else []
+    return [{"type": "text", "text": f"<d>{TEXTS[name]}</d>", **fields}, *shown]
+
+
+def prompt(*documents: list[dict[str, Any]], role: str = "user") -> dict[str, Any]:
+    parts = [{"type": "text", "text": "Read."}, *(part for each in documents for part in each)]
+    return {"messages": [{"role": role, "content": [*parts, {"type": "text", "text": "Which?"}]}]}
+
+
+def sent(*bodies: dict[str, Any], route: Route = "chat", **options: Any) -> dict[str, Any]:
+    """The last of several bodies, as it is sent."""
+    orders = Bodies(TEMPLATE, **options)
+    found: dict[str, Any] = [json.loads(orders.ordered(json.dumps(body).encode(), route)) for body in bodies][-1]
+    return found
+
+
+class TestContentParts:
+    def test_a_picture_moves_with_its_document(self) -> None:
+        first, second = (prompt(*map(page, names)) for names in ("abc", "cab"))
+        assert sent(first, second) == first
+
+    def test_attributes_move_with_their_document(self) -> None:
+        first, second = (
+            prompt(*(page(name, picture=False, source=f"kb-{name}") for name in names)) for names in ("abc", "cab")
+        )
+        assert sent(first, second) == first
+
+    def test_a_picture_that_may_be_the_questions_stays(self) -> None:
+        def body(names: str) -> dict[str, Any]:
+            return prompt(*(page(name, picture=False) for name in names[:-1]), page(names[-1]))
+
+        last = [*page("c", picture=False), page("b")[1]]
+        assert sent(body("abc"), body("cab")) == prompt(page("a", False), page("b", False), last)
+
+    def test_with_different_numbers_of_pictures_the_last_document_stays_with_its_own(self) -> None:
+        first = prompt(page("a"), page("b", False), page("c"), page("d"))
+        second = prompt(page("c"), page("a"), page("b", False), page("d"))
+        third = prompt(page("d"), page("a"), page("b", False), page("c"))
+        assert sent(first, second) == first
+        assert sent(first, third) == prompt(page("a"), page("b", False), page("d"), page("c"))
+
+    def test_a_last_document_without_a_picture_moves(self) -> None:
+        first, second = (prompt(*(page(name, name == "a") for name in names)) for names in ("abc", "acb"))
+        assert sent(first, second) == first
+
+    def test_breakpoints_of_the_client_stay_at_their_places(self) -> None:
+        mark = {"cache_control": {"type": "ephemeral"}}
+        first, second = (prompt(page(x, False), page(y, False, **mark), page(z, False)) for x, y, z in ("abc", "cab"))
+        assert sent(first, second, heeds_client_marks=False) == first
+
+
+class TestBreakpoints:
+    def test_one_follows_the_blocks_that_an_earlier_request_began_with(self) -> None:
+        last = sent(blocks("abc"), blocks("bcad"), route="messages", finds_native=True, marks=["messages"])
+        parts = last["messages"][0]["content"]
+        assert [part.get("title") for part in parts] == ["a", "b", "c", "d", None]
+        assert [n for n, part in enumerate(parts) if "cache_control" in part] == [2]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "b", "parameters": {}}},
+    {"type": "web_search"},
+    {"name": "a", "input_schema": {}},
+    {"type": "function", "name": "c"},
+]
+
+
+class TestTools:
+    """Sent in the order of their names, if that is asked for."""
+
+    @pytest.mark.parametrize("route", ["chat", "messages", "responses", "cohere"])
+    def test_they_are_sent_in_one_order_without_documents_too(self, route: Route) -> None:
+        field = "input" if route == "responses" else "messages"
+        for tools in (TOOLS, TOOLS[::-1], [*TOOLS[2:], *TOOLS[:2]]):
+            body = {"model": "m", "tools": tools, field: [ASK]}
+            found = sent(body, route=route, stable_tools=True)
+            assert found == body | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
+    def test_documents_are_ordered_as_well(self) -> None:
+        first, second = (prompt(*(page(name, False) for name in names)) for names in ("abc", "cab"))
+        found = sent(first | {"tools": TOOLS}, second | {"tools": TOOLS[::-1]}, stable_tools=True)
+        assert found == first | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
+    @pytest.mark.parametrize(
+        "tools",
+        [
+            [TOOLS[1], TOOLS[2]],
+            [TOOLS[0], TOOLS[2] | {"cache_control": {"type": "ephemeral"}}],
+            None,
+            "tools",
+            [],
+        ],
+        ids=["in order", "with breakpoints", "none", "no list", "empty"],
+    )
+    def test_others_keep_their_bytes(self, tools: Any) -> None:
+        body = json.dumps({"tools": tools, "messages": [ASK]}, indent=1).encode()
+        assert Bodies(None, stable_tools=True).ordered(body) is body
+
+    def test_a_list_that_keeps_its_order_is_sent(self) -> None:
+        body = listed("ab") | {"tools": TOOLS, "cache_salt": 7}
+        found = sent(body, stable_tools=True, finds_native=True)
+        assert found == body | {"tools": [TOOLS[n] for n in (1, 2, 0, 3)]}
+
+    def test_without_the_option_nothing_changes(self) -> None:
+        body = json.dumps({"tools": TOOLS, "messages": [ASK]}).encode()
+        assert Bodies(None).ordered(body) is body
+
+    def test_the_request_still_counts_as_passed(self) -> None:
+        passed: list[str] = []
+        sent({"tools": TOOLS, "messages": [ASK]}, stable_tools=True, on_passed=passed.append)
+        assert passed == ["no_documents"]
+
+    def test_lines_of_a_list_are_ordered_by_a_form_with_two(self) -> None:
+        def body(order: str) -> bytes:
+            lines = "".join(f"- {letter * 80}\n" for letter in order)
+            return json.dumps(
+                {"messages": [{"role": "system", "content": f"[User Memory]\n{lines}\nHelp."}, ASK]}
+            ).encode()
+
+        orders = Bodies("[User Memory]\n- {text}\n- {text}\n\n")
+        assert json.loads(orders.ordered(body("abcd"))) == json.loads(orders.ordered(body("dbca")))

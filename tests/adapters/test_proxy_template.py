@@ -1,0 +1,314 @@
+"""Templates: which documents they find in a text, and what of it moves."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.bodies import Bodies
+
+pytest.importorskip("starlette")
+
+from ragorder.adapters.proxy import DocumentTemplate, TemplateError
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            ("", "{text}"),
+            ("no field", "{text}"),
+            ("<d>{id}</d>", "{text}"),
+            ("<d>{text}{text}</d>", "nothing separates"),
+            ("<d>{text} {text}</d>", "separated by a line break"),
+            ("{text}\n---\n{text}", "nothing marks the first"),
+            ("Context:\n{text}\n\n{text}", "separated by a line break"),
+            ("<d>{text}|{text}|{text}</d>", "{text} once"),
+            ("<d>{id}: {text} and {text}</d>", "{text} once"),
+            ("<d>{n} {id}: {text}</d>", "{id} or {n}"),
+            ("<d>{text} {n} {title}</d>", "but not both"),
+            ("<d>{n}{*}:{text}</d>", "between two fields"),
+            ("---\n{text}\n---\n{text}\n---", "not recognised"),
+            ("<d>{text} {query}</d>", "no other field"),
+            ("<d>{}</d>", "no other field"),
+            ("<d>{text!r}</d>", "no other field"),
+            ("<d>{text:>10}</d>", "no other field"),
+            ("<d>{text", "brace"),
+            ("<d>}{text}</d>", "brace"),
+            ("{text}", "before"),
+            ("<d>{text}", "after"),
+            ("<d>{text}\n\n", "after"),
+            ("\n{text}</d>", "before"),
+            ("[{id}]\n{text}\n\n", "after"),
+            ("<d>{id}{text}</d>", "between two fields"),
+            ("---{text}---", "must not contain each other"),
+            ("### {id}\n{text}\n### end", "must not contain each other"),
+            ("ab{text}a", "must not contain each other"),
+            ("<d>{id}<d>{text}</d>", "not recognised"),
+            ("<d>{id}</d>{text}</d>", "not recognised"),
+        ],
+    )
+    def test_one_by_which_nothing_can_be_found_is_refused(self, template: str, said: str) -> None:
+        with pytest.raises(TemplateError, match=re.escape(said)):
+            DocumentTemplate(template)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            TEMPLATE,
+            "<d>{text}</d>",
+            "[doc {id}] {title}: {text} [end]",
+            "<d>{text}\nSource: {title}</d>",
+            "{{{id}: {text}}}",
+            "  <d>{text}</d>\n\n",
+            "### {id}\n{text}\n#-- end",
+        ],
+    )
+    def test_documents_that_were_written_by_one_are_found_again(self, template: str) -> None:
+        documents = [template.strip().format(id=n, title=f"T{n}", text=f"text\n\n{n}") for n in "123"]
+        for gap in ("", "\n", "\n\n \t"):
+            run = DocumentTemplate(template).find(f"Before.\n{gap.join(documents)}After.")
+            assert run is not None
+            assert (run.head, list(run.documents), run.tail) == ("Before.\n", documents, "After.")
+
+    def test_the_longest_run_counts_and_the_first_of_equals(self) -> None:
+        def found(text: str) -> list[str]:
+            run = DocumentTemplate("<{text}>").find(text)
+            return list(run.documents) if run else []
+
+        assert found("<a> <b> x <c> <d> <e> x <f>") == ["<c>", "<d>", "<e>"]
+        assert found("<a> <b> x <c> <d>") == ["<a>", "<b>"]
+        assert found("<a> x <b> x <c>") == []
+        assert found("<a>") == found("") == []
+
+    @pytest.mark.parametrize(
+        ("text", "documents"),
+        [
+            # A document's text, or what is around, has marks in it: where a document ends is not clear.
+            ("<<a> <b> <c>", ["<b>", "<c>"]),
+            ("like < so: <a> <b> <c>", ["<b>", "<c>"]),
+            ("<a> <b> <c>> x", ["<a>", "<b>"]),
+            ("<a> <b>> <c> <d>", ["<c>", "<d>"]),
+            ("<a> <b < b> <c> <d>", ["<c>", "<d>"]),
+            ("<a> <b> <c> and < then", ["<a>", "<b>", "<c>"]),
+            ("and > then <a> <b>", ["<a>", "<b>"]),
+            ("<a> <b", None),
+            ("<a>> <b>>", None),
+        ],
+    )
+    def test_what_is_not_clear_stays_where_it_is(self, text: str, documents: list[str] | None) -> None:
+        run = DocumentTemplate("<{text}>").find(text)
+        assert (run and list(run.documents)) == documents
+
+    def test_a_header_is_part_of_a_document(self) -> None:
+        template = DocumentTemplate('<d id="{id}">{text}</d>')
+        assert template.find('<d id="1">one</d><d id=2>two</d>') is None
+        run = template.find('<d id="1">one</d><d id="1">two</d>')
+        assert run is not None
+        assert run.arranged([1, 0]) == '<d id="1">two</d><d id="1">one</d>'
+
+    @given(st.lists(WORDS, min_size=2, max_size=6), WORDS, WORDS, st.text("\n\t ", max_size=3), st.randoms())
+    def test_documents_move_whole_and_nothing_else_does(
+        self, texts: list[str], before: str, after: str, gap: str, rng: random.Random
+    ) -> None:
+        documents = [f"<d>{text}</d>" for text in texts]
+        run = DocumentTemplate("<d>{text}</d>").find(before + gap.join(documents) + after)
+        assert run is not None
+        assert (run.head, list(run.documents), run.tail) == (before, documents, after)
+        permutation = rng.sample(range(len(texts)), len(texts))
+        assert run.arranged(permutation) == before + gap.join(documents[place] for place in permutation) + after
+
+    @given(st.lists(st.sampled_from(["<d>", "</d>", "<d", "/d>", ":", "x", " ", "\n", "<d>:y</d>"]), max_size=40))
+    def test_any_text_is_cut_up_without_loss(self, pieces: list[str]) -> None:
+        text = "".join(pieces)
+        run = DocumentTemplate("<d>{id}:{text}</d>").find(text)
+        if run is not None:
+            assert "".join(run.pieces) == text
+            assert len(run.documents) >= 2
+            assert all(
+                re.fullmatch("<d>(?:(?!<d>|</d>).)*?:(?:(?!<d>|</d>).)*</d>", each, re.S) for each in run.documents
+            )
+            assert all(gap == "" or gap.isspace() for gap in run.pieces[2:-1:2])
+            assert run.arranged(range(len(run.documents))) == text
+
+    @pytest.mark.parametrize(
+        "piece",
+        ["<d>", "</d>", "<d></d>", "<d></d></d>", "<d><d></d>", "</d><d>", "<d>:</d>", "<d>:", "<d>:</d> ", "<", "</d"],
+    )
+    def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
+        # In quadratic time this would take days.
+        DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
+
+    def test_an_example_in_the_instructions_is_no_document(self) -> None:
+        template = DocumentTemplate('<source id="{id}">{text}</source>')
+        instructions = 'Cite only sources with an id (for instance, <source id="1">).\n\n<context>\n'
+        documents = [f'<source id="{id}">Text {id}.\nMore.</source>' for id in "123"]
+        run = template.find(instructions + "\n".join(documents) + "\n</context>")
+        assert run is not None
+        assert (run.head, list(run.documents), run.tail) == (instructions, documents, "\n</context>")
+
+    def test_a_document_that_quotes_an_opening_mark_is_not_torn(self) -> None:
+        template = DocumentTemplate('<source id="{id}">{text}</source>')
+        documents = [f'<source id="{id}">Text {id}.</source>' for id in "12"]
+        quoting = '<source id="0">Write\n<source id="7"> in each tag.</source>'
+        for listed in ([quoting, *documents], [*documents, quoting]):
+            run = template.find("Context:\n" + "\n".join(listed))
+            assert run is not None
+            assert list(run.documents) == documents
+
+
+class TestNumbersByPlace:
+    @pytest.mark.parametrize(
+        ("form", "first", "documents"),
+        [
+            ("[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]", 0, "[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]"),
+            ("[webpage {n} begin]{text}[webpage {n} end]", 1, "[webpage {n} begin]{text}[webpage {n} end]"),
+            ('<source id="{n}"{*}>{text}</source>', 1, '<source id="{n}" name="{text}.pdf">{text}</source>'),
+            ('<source id="{n}"{*}>{text}</source>', 1, '<source id="{n}">{text}</source>'),
+            ("<doc>{n}. {title}: {text}</doc>", 0, "<doc>{n}. Title of {text}: {text} 7</doc>"),
+        ],
+    )
+    def test_they_stay_at_their_places_and_nothing_else_does(self, form: str, first: int, documents: str) -> None:
+        def written(texts: str) -> str:
+            listed = [documents.replace("{n}", str(n)).replace("{text}", text) for n, text in enumerate(texts, first)]
+            return "Before.\n" + "\n\n".join(listed) + "\nAfter."
+
+        template = DocumentTemplate(form)
+        run = template.find(written("abc"))
+        assert run is not None
+        split = [template.split(each) for each in run.documents]
+        assert [each.id for each in split] == [str(first + n) for n in range(3)]
+        moved = [split[rank].with_id(str(first + place)) for place, rank in enumerate([2, 0, 1])]
+        assert run.filled(moved) == written("cab")
+
+    def test_a_number_that_differs_within_a_document_is_none(self) -> None:
+        template = DocumentTemplate("[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]")
+        assert template.split("[CONTEXT 1]:\nx\n[END CONTEXT 2]").id == ""
+
+    @pytest.mark.parametrize("mark", ["[CONTEXT x]:", "[CONTEXT ]:", "[CONTEXT 12345]:", "[CONTEXT 1]"])
+    def test_other_marks_are_text(self, mark: str) -> None:
+        template = DocumentTemplate("[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]")
+        listed = "".join(f"[CONTEXT {n}]:\n{mark}\n[END CONTEXT {n}]\n\n" for n in (0, 1))
+        run = template.find(listed)
+        assert run is not None
+        assert len(run.documents) == 2
+
+
+SHAPES = [
+    # Head, form, between, tail
+    ("<context>\n", "{text}", "\n", "\n</context>"),
+    ("Context:\n\n", "{text}", "\n---\n", "{end}"),
+    ("Sources:\n------\n", "Source {n}:\n{text}\n", "\n\n", "\n------\nQuery:"),
+    ("{start}", "DOCUMENT {n}: {title}\n```\n{text}\n```", "\n\n", "\n\nQUERY: "),
+    ("[User Memory]\n", "- {text}", "\n", "\n\n"),
+]
+
+
+class TestSeparators:
+    @pytest.mark.parametrize(("head", "form", "between", "tail"), SHAPES)
+    @given(texts=st.lists(st.text("abc .é", min_size=1, max_size=20), min_size=2, max_size=6), rng=st.randoms())
+    def test_what_is_arranged_is_what_the_application_would_have_written(
+        self, head: str, form: str, between: str, tail: str, texts: list[str], rng: random.Random
+    ) -> None:
+        def written(texts: list[str]) -> str:
+            listed = [form.format(n=n, text=text, title=text[:3]) for n, text in enumerate(texts, 1)]
+            before = "" if head == "{start}" else f"Answer.\n{head}"
+            return before + between.join(listed) + ("" if tail == "{end}" else f"{tail}What?")
+
+        template = DocumentTemplate(form, head=head, between=between, tail=tail)
+        run = template.find(written(texts))
+        assert run is not None
+        assert len(run.documents) == len(texts)
+        permutation = rng.sample(range(len(texts)), len(texts))
+        moved = [run.documents[rank] for rank in permutation]
+        if template.shows_number:
+            split = [template.split(each) for each in moved]
+            moved = [each.with_id(str(place)) for place, each in enumerate(split, 1)]
+        assert run.filled(moved) == written([texts[rank] for rank in permutation])
+
+    def test_two_documents_in_a_row_show_head_separator_and_tail(self) -> None:
+        run = DocumentTemplate("<context>\n{text}\n\n{text}\n</context>").find(
+            "Use:\n<context>\na\n\nb\n\nc\n</context>\n?"
+        )
+        assert run is not None
+        assert (run.head, list(run.documents), run.tail) == ("Use:\n<context>\n", ["a", "b", "c"], "\n</context>\n?")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a\n---\nb",  # no head
+            "Context:\na\n---\nb\nContext:\nc\n---\nd\nQuery:",  # two heads
+            "Context:\na\n---\nb\nQuery: what is\nQuery:?",  # two tails
+            "Context:\na\nQuery:",  # one document
+            "Context:\na\n---\nb\ud800\n---\nc\nQuery:",  # documents in several content parts
+        ],
+    )
+    def test_a_list_whose_bounds_are_not_clear_stays_as_it_is(self, text: str) -> None:
+        assert DocumentTemplate("{text}", head="Context:\n", between="\n---\n", tail="\nQuery:").find(text) is None
+
+    def test_without_a_tail_the_last_document_stays_where_it_is(self) -> None:
+        template = DocumentTemplate("ID: {n}\n{text}", between="\n\n", tail=["\nEnd.", "\nDone."])
+        listed = "\n\n".join(f"ID: {n}\n{text}" for n, text in enumerate("abc"))
+        for tail, found in (("\nEnd.", 3), ("\nDone.", 3), (" and a question", 2)):
+            run = template.find("Use:\n" + listed + tail)
+            assert run is not None
+            assert len(run.documents) == found
+
+    @pytest.mark.parametrize("piece", ["ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"])
+    def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
+        # In quadratic time this would take days.
+        DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 100_000)
+
+
+class TestRequests:
+    """What the proxy sends, byte for byte."""
+
+    @staticmethod
+    def sent(prompts: list[str], template: str, **options: Any) -> tuple[list[str], list[str]]:
+        passed: list[str] = []
+        bodies = Bodies(template, on_passed=passed.append, **options)
+        sent = [
+            json.loads(bodies.ordered(json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()))
+            for prompt in prompts
+        ]
+        return [each["messages"][0]["content"] for each in sent], passed
+
+    def test_numbers_stay_and_documents_extend_the_cached_prefix(self) -> None:
+        def prompt(names: str) -> str:
+            texts = [f"[CONTEXT {n}]:\n{name * 200}\n[END CONTEXT {n}]\n\n" for n, name in enumerate(names)]
+            return "Help.\nContext:\n" + "".join(texts)
+
+        sent, passed = self.sent([prompt("abc"), prompt("cab")], "[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]")
+        assert sent == [prompt("abc"), prompt("abc")]
+        assert passed == []
+
+    def test_attributes_move_with_their_document(self) -> None:
+        def prompt(names: str) -> str:
+            texts = [f'<source id="{n}" name="{name}.pdf">{name * 200}</source>' for n, name in enumerate(names, 1)]
+            return 'Cite (<source id="1">).\n<context>\n' + "\n".join(texts) + "\n</context>\nWhich?"
+
+        for template, options in (
+            ('<source id="{n}"{*}>{text}</source>', {}),
+            ('<source id="{id}">{text}</source>', {"number_by_place": True}),
+        ):
+            sent, _ = self.sent([prompt("abc"), prompt("cab")], template, **options)
+            assert sent == [prompt("abc"), prompt("abc")]
+
+    def test_numbers_that_documents_share_leave_a_request_as_it_is(self) -> None:
+        def prompt(names: str, numbers: str) -> str:
+            texts = [f'<source id="{n}">{name * 200}</source>' for n, name in zip(numbers, names, strict=True)]
+            return "\n".join(texts) + "\nWhich?"
+
+        prompts = [prompt("abcd", "1213"), prompt("dcba", "1232"), prompt("abc", "234")]
+        sent, passed = self.sent(prompts, '<source id="{n}">{text}</source>')
+        assert sent == prompts
+        assert passed == ["not_numbered"] * 3
