@@ -72,7 +72,7 @@ class Metrics(PrometheusMetrics):
         self._passed = counter("passed_requests", "Requests forwarded unchanged, by reason.", "reason")
         says = "Requests without --template whose documents a preset finds, by preset."
         self._recognised = counter("recognised_requests", says, "preset")
-        says = "Tokens of these requests up to their last document, and those cached in the preset's and in retrieval order."
+        says = "Tokens of these requests up to the last document, and those cached by the preset's or retrieval order."
         self._recognised_tokens = counter("recognised_tokens", says, "preset", "of")
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
         self._settled = counter("settled_requests", "Requests that ended.", "outcome")
