@@ -135,11 +135,13 @@ PARTS = {
 
 
 @click.command()
-@click.option("-o", "--output", "folder", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option(
+    "-o", "--output", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR"
+)
 @click.option("--call-minutes", type=click.FloatRange(min=0), default=9.5, show_default=True, help="Of this call.")
 @click.option("--small", is_flag=True, help="Check the day on a CPU, in some minutes; it says nothing about a GPU.")
 def main(folder: Path, call_minutes: float, small: bool) -> None:
-    """Run the parts of a GPU day that have time left, and say how each ended."""
+    """Run the parts of a GPU day that have time left, each into a folder of DIR, and say how each ended."""
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / _STATE
     spent_s: dict[str, Any] = json.loads(state.read_text("utf-8")) if state.is_file() else {}
@@ -150,7 +152,7 @@ def main(folder: Path, call_minutes: float, small: bool) -> None:
         left_s = min(part_s, call_ends - began)
         if left_s <= 0:
             continue
-        ended = _run([*part.arguments(small=small), "-o", str(folder)], left_s)
+        ended = _run([*part.arguments(small=small), "-o", str(folder / name)], left_s)
         # A part that is through has no time left; one that was stopped goes on where it was.
         spent_s[name] = 60 * part.minutes if ended else spent_s.get(name, 0.0) + time.monotonic() - began
         state.write_text(json.dumps(spent_s), "utf-8")

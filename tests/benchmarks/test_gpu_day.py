@@ -37,7 +37,7 @@ def test_a_small_day_measures_its_parts_and_a_second_call_finds_nothing_to_do(
     options = ("-o", tmp_path / "day", "--small", "--call-minutes", 1_000)
     done = run_command(day.main, *options)
     assert done.output.splitlines() == [f"{name}: whole" for name in day.PARTS]
-    served = read_results(tmp_path / "day").of(RunRecord, "open-loop")
+    served = read_results(tmp_path / "day" / "figure-17").of(RunRecord, "open-loop")
     assert served and all(record.engine["name"] == "torch" for record in served)
     assert any(record.rows.get("tbt_ms") for record in served)
     assert run_command(day.main, *options).output == ""
