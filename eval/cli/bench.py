@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,7 @@ def bench(
         with kept(output) as lines:
             session = begin_session(lines.append, arguments_given("bench"))
             with progress_bar() as progress:
+                measured: Iterable[Mapping[str, Any]]
                 if pipeline is None:
                     measured = bench_lines(wanted, session, progress)
                 else:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import TypeAdapter, model_validator
 
 from ragorder.eval.replay.report import ReplayReport
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Kind, Suite
 
-if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
-
-__all__ = ["Replay", "ReplayRecord", "replay_line"]
+__all__ = ["ReplayRecord", "replay_line"]
 
 
 class ReplayRecord(Record):
@@ -45,20 +40,9 @@ class ReplayRecord(Record):
         return TypeAdapter(ReplayReport).validate_python(fields | {"figures": facts["runs"]})
 
 
-class Replay(Kind):
-    kind = "replay"
-    record = ReplayRecord
-
-
 def replay_line(report: ReplayReport, session: str) -> Mapping[str, Any]:
     """Return the line of results.jsonl on this replay."""
     facts = report.as_json()
     suite = "replay-" + (re.sub(r"[^a-z0-9]+", "-", report.log.name.lower()).strip("-") or "log")
     line = {"type": "replay", "session": session, "suite": suite, "cell": {}, "seed": 0, "rows": {}}
     return line | {"engine": facts.pop("engine"), "facts": facts}
-
-
-def make_part(suite: Suite, results: Results) -> Part:
-    from ragorder.eval.replay.tables import replay_part
-
-    return replay_part(suite, results)

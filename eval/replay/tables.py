@@ -17,14 +17,19 @@ from ragorder.eval.report.statistics import PairedDifference, compare_seeds
 from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Kind, Suite
 
-__all__ = ["replay_part"]
+__all__ = ["Replay", "make_part"]
 
 _TONES: Mapping[Verdict, Tone] = {"helps": "good", "helps a little": "good", "not worth it": "doubtful", "costs": "bad"}
 
 
-def replay_part(suite: Suite, results: Results) -> Part:
+class Replay(Kind):
+    kind = "replay"
+    record = ReplayRecord
+
+
+def make_part(suite: Suite, results: Results) -> Part:
     """Return what was cached, what that saves, why, and the answer, of each replay."""
     reports = [line.report for line in results.of(ReplayRecord, suite.name)]
     part = Part(

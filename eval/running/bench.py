@@ -98,11 +98,11 @@ def _cell(bench: Bench, trace: Trace) -> dict[str, Any]:
         "order": None if trace.order == "data" else trace.order,
         "top_k": max(len(request.documents) for request in trace.requests),
         "capacity_tokens": capacity and (capacity.tokens or str(capacity)),
-        **{name: getattr(bench, name) for name in ("block_size", "host_tokens", "output_tokens", "waiting", "batch")},
-        "max_wait": None if bench.max_wait is None else str(bench.max_wait),
+        **{name: getattr(bench, name) or None for name in ("host_tokens", "waiting", "batch")},
+        **{name: getattr(bench, name) for name in ("block_size", "output_tokens", "max_wait")},
         **{name: value for name, value in (bench.describe_load() or {}).items() if value != 1},
     }
-    return {name: value for name, value in said.items() if value not in (None, 0, False)}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def check_bench(bench: Bench) -> None:

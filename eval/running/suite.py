@@ -60,7 +60,7 @@ Line = Mapping[str, Any]
 T = TypeVar("T")
 _HOMES = ("ragorder.eval.suites", "ragorder.benchmarks")
 """The second is not in the wheel."""
-_OTHERS = ("ragorder.eval.replay.record", "ragorder.eval.suites.pipelining.record")
+_OTHERS = ("ragorder.eval.replay.tables", "ragorder.eval.suites.pipelining.record")
 """Modules with kinds of records that no suite measures."""
 
 

@@ -512,7 +512,7 @@ class TestResuming:
 
     def test_after_an_interrupt_keeps_what_was_served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second of two cells is interrupted."""
-        from ragorder.eval.suites.serving.engines import Engines
+        from ragorder.eval.suites.serving.experiment import Engines
 
         serve = Engines.serve
 

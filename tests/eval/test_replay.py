@@ -48,9 +48,9 @@ from ragorder.eval.replay import (
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.example import EXAMPLE_LOG, example_lines
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
-from ragorder.eval.replay.record import Replay
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import PolicyFigures, Setup
+from ragorder.eval.replay.tables import Replay
 from ragorder.eval.report import make_report
 from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.bench import run_bench

@@ -1008,7 +1008,7 @@ class TestReportOnAnyResult:
         written(tmp_path, line)
         text = " ".join(reported(tmp_path).split())
         assert re.search(r"warm-up changes the median time to the first token by −18\.\d\W%", text), text
-        assert "mix8, ragorder (free), 50" in text
+        assert "| mix8, ragorder (free), 50" in reported(tmp_path, "--markdown", "-")
 
     def test_of_a_benchmark_says_nothing_of_the_papers(self, benched: Path) -> None:
         assert "paper" not in reported(benched, "--markdown", "-")

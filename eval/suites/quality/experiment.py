@@ -182,7 +182,19 @@ class Quality(Experiment):
 
     @classmethod
     def not_measured(cls, records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
-        from ragorder.eval.suites.quality.report import quality_not_measured
-
-        why = quality_not_measured(records, checks)
+        why = _why_not_measured(records, checks)
         return f"Whether another order changes answers (EM, F1): {why}." if why else None
+
+
+def _why_not_measured(records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
+    """The reason why nothing is known about quality, if there is one."""
+    verdicts = [check for check in checks if check["name"] == "quality-verdict"]
+    if any(verdict["measured"] for verdict in verdicts):
+        return None
+    asked = [each for each in records if isinstance(each, QualityRecord)]
+    if not asked:
+        return None
+    if all(line.dry_run for line in asked):
+        return "only a dry run, whose answers are made up"
+    reasons = dict.fromkeys(str(verdict["reason"]) for verdict in verdicts if not verdict["dry_run"])
+    return "; ".join(reasons) or "the answers have not been compared yet"

@@ -13,13 +13,13 @@ from ragorder.eval.report.statistics import wilson
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, capital, cell_words, format_number, policy_words, signed
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record, key_of
+from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 from ragorder.eval.suites.quality.compare import PLACE, SCORES, by_question, gold_places
 from ragorder.eval.suites.quality.experiment import QualityRecord
 from ragorder.eval.suites.quality.orders import normalised_scores
 
-__all__ = ["make_part", "print_quality", "quality_not_measured"]
+__all__ = ["make_part", "print_quality"]
 
 _Check = Mapping[str, Any]
 
@@ -127,20 +127,6 @@ def print_quality(lines: Sequence[Mapping[str, Any]], checks: Sequence[_Check]) 
         for check in checks:
             if check["name"] == "quality-places" and _check_key(check) == key:
                 console.print(check["message"], style="bold", markup=False)
-
-
-def quality_not_measured(records: Sequence[Record], checks: Sequence[_Check]) -> str | None:
-    """The reason why nothing is known about quality, if there is one."""
-    verdicts = [check for check in checks if check["name"] == "quality-verdict"]
-    if any(verdict["measured"] for verdict in verdicts):
-        return None
-    asked = [each for each in records if isinstance(each, QualityRecord)]
-    if not asked:
-        return None
-    if all(line.dry_run for line in asked):
-        return "only a dry run, whose answers are made up"
-    reasons = dict.fromkeys(str(verdict["reason"]) for verdict in verdicts if not verdict["dry_run"])
-    return "; ".join(reasons) or "the answers have not been compared yet"
 
 
 def _key(line: QualityRecord) -> object:

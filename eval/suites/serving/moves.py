@@ -17,8 +17,12 @@ __all__ = ["moves_picture", "moves_table"]
 _PREFIX = "prefix"
 
 
-def moves_table(groups: Sequence[Group], baseline: str) -> Table:
-    """A row for each policy in each cell: what is cached, what moves, and the tokens that each move has saved."""
+_SHORT = ("cached\n%", "reordered\n%", "nothing\ncached %", "best not\nfirst %", "places\nmoved", "saved\neach")
+
+
+def moves_table(groups: Sequence[Group], baseline: str, *, short: bool = False) -> Table:
+    """A row for each policy in each cell: what is cached, what moves, and the tokens that each move has saved. `short`
+    headings fit a terminal."""
     headings = [
         CACHED.heading,
         REORDERED.heading,
@@ -27,7 +31,7 @@ def moves_table(groups: Sequence[Group], baseline: str) -> Table:
         PLACES.heading,
         "tokens saved for each reordered prompt",
     ]
-    table = Table("What moves, and what it saves", ["", "policy", *headings], labels=2)
+    table = Table("What moves, and what it saves", ["", "policy", *(_SHORT if short else headings)], labels=2)
     for group in groups:
         for policy in group.policies:
             shares = [format_number(group.value(policy, m)) for m in (CACHED, REORDERED, REORDERED_COLD, BEST_MOVED)]

@@ -198,7 +198,7 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
     if suite.name == "table-7" or suite.about("prefill"):
         tables.append(_saved(groups))
     if suite.about("moves"):
-        tables.append(moves_table(groups, baseline))
+        tables.append(moves_table(groups, baseline, short=not suite.source))
     if suite.about("position", "moved_share", "displacement"):
         tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
     if suite.about("tenths"):
