@@ -15,7 +15,7 @@ import httpx2
 from support.bodies import Bodies
 
 from ragorder import Orderer
-from ragorder.adapters.proxy import make_app
+from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
 from ragorder.adapters.proxy.bodies.parsed import Route
 
 TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
@@ -54,7 +54,8 @@ class Server:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        self.bodies.append(json.loads(body))
+        if scope["method"] == "POST":
+            self.bodies.append(json.loads(body))
         content = json.dumps(self.answer).encode()
         kind = b"text/event-stream" if self.stream else b"application/json"
         headers = [(b"content-type", kind)]
@@ -86,9 +87,13 @@ Post = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def post(server: Server) -> Post:
+    return posting(server, "http://far.end")
+
+
+def posting(server: Server, upstream: str | Fleet) -> Post:
     app = make_app(
         Orderer(block_size=16, strict=True),
-        upstream="http://far.end",
+        upstream=upstream,
         make_transport=lambda: httpx2.ASGITransport(server),
     )
 
@@ -210,6 +215,15 @@ class TestBlocks:
         server.stream = [sent[at : at + size] for at in range(0, len(sent), size)]
         response = post(blocks("cab", kind), MESSAGES)
         assert response.content == events({0: 1, 2: 0})
+
+    def test_through_several_replicas_too(self, kind: str, name: str, server: Server) -> None:
+        replicas = [ReplicaAddress(f"http://far.{n}", Orderer(block_size=16, strict=True)) for n in (1, 2)]
+        post = posting(server, Fleet(replicas))
+        for names in ("abc", "cab"):
+            server.answer = {"content": [{"type": "text", "text": "", "citations": [self.citation(name, 0)]}]}
+            response = post(blocks(names, kind), MESSAGES)
+        assert server.titles() == "abc"
+        assert response.json()["content"][0]["citations"][0][name] == 1
 
     def test_places_count_all_blocks_before_them(self, kind: str, name: str, server: Server, post: Post) -> None:
         def body(names: str) -> dict[str, Any]:
