@@ -37,7 +37,7 @@ FOREIGN = {
     *("--num-prompts", "--prefix-cache-retention-interval", "--prefix-caching-hash-algo", "--prefix-match-unit"),
     *("--query", "--routing-logic", "--served-model-name", "--session-key", "--shape", "--skip-chat-template"),
     *("--enforce-eager", "--extra-index-url", "--kv-cache-memory-bytes", "--kv-events-config"),
-    *("--softcap", "--sparse", "--window"),
+    *("--call-minutes", "--small", "--softcap", "--sparse", "--split", "--window"),
 }
 
 
