@@ -59,6 +59,8 @@ class SentRequest:
 
     translator: AnswerTranslator | None = None
     """Changes the answer for the client."""
+    on_prompt: Callable[[int | None], None] | None = None
+    """Gets the reported tokens of the prompt."""
 
     def begin(self, status: int, headers: Headers) -> None:
         """Read the head of the answer."""
@@ -206,6 +208,8 @@ class OrderedRequest(SentRequest):
             return
         report = reader.report()
         usage = read_usage(report)
+        if self.on_prompt is not None:
+            self.on_prompt(usage.prompt_tokens)
         total_tokens = None
         if self._choices == 1:
             self._answer_length.learn(usage.completion_tokens)
@@ -321,6 +325,7 @@ class RequestOrderer:
                 permutation if is_kept else None,
                 parsed.named,
             )
+            ordered.on_prompt = parsed.on_prompt
             ordered.translator = None if parsed.translator is None else parsed.translator(permutation)
             return ordered
         except BaseException:

@@ -520,6 +520,26 @@ class TestLengthsByScript:
                 assert least <= document.token_count <= most + 8
                 assert document.tokens is None or isinstance(document.tokens, Estimate)
 
+    @pytest.mark.parametrize(("letter", "tokens"), [("单", 1.0), ("单", 0.5), ("م", 0.6), ("a", 0.5)])
+    def test_reported_prompts_correct_those_of_other_scripts(self, letter: str, tokens: float) -> None:
+        bodies = Bodies("<d>{text}</d>")
+        counts: list[int] = []
+        for number in range(12):
+            texts = [f"{number}{n}" + letter * (1000 + 50 * n) for n in range(4)]
+            content = "".join(f"<d>{text}</d>" for text in texts)
+            parsed = bodies.parse("chat", json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+            assert parsed is not None
+            counts.append(parsed.documents[0].token_count)
+            sent = bodies.order(parsed)
+            report = {"prompt_tokens": round(tokens * sum(map(len, texts))) + 20, "completion_tokens": 1}
+            sent.begin(200, [(b"content-type", b"application/json")])
+            sent.feed(json.dumps({"usage": report}).encode())
+            sent.complete = True
+            sent.end()
+        # Latin lengths are the orderer's to learn.
+        expected = 250 if letter == "a" else 1000 * tokens
+        assert counts[-1] == pytest.approx(expected, rel=0.1)
+
 
 def tagged_with(text: str) -> dict[str, Any]:
     documents = [{"id": id, "text": text} for id in "ab"]

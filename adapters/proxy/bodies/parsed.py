@@ -63,6 +63,7 @@ class ParsedBody:
     - `question`: the text after the documents, as segments that later requests of the conversation repeat
     - `left`: why the documents keep their order, without a prediction; the body may have changed otherwise
     - `values`: upper bound of the body's number of JSON values
+    - `on_prompt` gets the reported tokens of the prompt
     - `translator` returns what translates citations in the answer, from the sent order to the client's"""
 
     body: Body
@@ -81,6 +82,7 @@ class ParsedBody:
     question: Sequence[Segment] = ()
     left: PassReason | None = None
     values: int = 0
+    on_prompt: Callable[[int | None], None] | None = None
     translator: Callable[[Sequence[int]], AnswerTranslator | None] | None = None
 
 

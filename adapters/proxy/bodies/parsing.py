@@ -50,7 +50,7 @@ from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
 from ragorder.adapters.proxy.ordering import ranks_value
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
-from ragorder.document import Document, Estimate
+from ragorder.document import Document, Estimate, estimate_tokens
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 
@@ -317,7 +317,8 @@ class BodyParser:
         # The sum of its parts: each is rounded up to whole tokens, so the whole could be shorter.
         suffix_tokens = sum(each.tokens for each in question)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
-        parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
+        on_prompt = self._learner(run.documents, parsed.prefix_tokens, passage.suffix(run.tail).text, suffix_tokens)
+        parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left, on_prompt=on_prompt)
         if isinstance(body, ChatBody):
             parsed = replace(parsed, question=question)
         if parsed.error is None and body.is_history(passage):
@@ -390,6 +391,17 @@ class BodyParser:
         except Exception as error:
             failure = error
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
+
+    def _learner(
+        self, texts: Sequence[str], prefix_tokens: int, question: str, suffix_tokens: int
+    ) -> Callable[[int | None], None] | None:
+        """Return what learns the lengths of scripts from a reported prompt, or None for Latin documents."""
+        more = sum(map(self._tokens.more, texts))
+        if not more:
+            return None
+        asked = self._tokens.more(question)
+        latin = prefix_tokens + sum(map(estimate_tokens, texts)) + suffix_tokens - asked
+        return partial(self._tokens.learn, latin, more + asked)
 
     def _segments(self, suffix: PromptSuffix) -> list[Segment]:
         follows = [suffix._replace(messages=()), *(PromptSuffix(messages=[each]) for each in suffix.messages)]

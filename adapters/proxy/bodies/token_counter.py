@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ _SCRIPTS = (
     (range(0xF0, 0xF5), 1.25),
 )
 _NOT_OF_SCRIPT = [(bytes(each for each in range(256) if each not in first), more) for first, more in _SCRIPTS]
+# Reports after which the scripts' lengths are corrected, by a factor within these limits, if it changes by this share.
+_SAMPLES, _ENOUGH = 32, 8
+_LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
+_CHANGE = 0.05
 # Characters that a chat template puts around a text: at least two.
 _AROUND = 2
 
@@ -49,7 +54,7 @@ class _Shown(Struct):
 
 class TokenCounter:
     """Token counter: exact with the served model's `tokenizer` (transformers), else estimated by script (four Latin
-    characters a token) unless the client gives a count.
+    characters a token) unless the client gives a count. Reported prompts correct the estimates of other scripts.
 
     Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing
     reveals nothing of other tenants."""
@@ -59,25 +64,44 @@ class TokenCounter:
         self._builder = builder
         self._tokenizer = tokenizer
         self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
+        self._scale = 1.0
+        self._scales: deque[float] = deque(maxlen=_SAMPLES)
 
     def tagged(self, document: Document, salt: str | None) -> int:
         if not self.exact:
             if document.tokens is not None:
                 return document.tokens
-            return Estimate(self._builder.count_tokens(document) + _more_tokens(document.text))
+            return Estimate(self._builder.count_tokens(document) + self.more(document.text))
         texts = ("tagged", document.id, document.text, str(document.metadata.get("title", "")))
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def found(self, text: str, salt: str | None) -> int | None:
         if not self.exact:
-            return None if text.isascii() else _estimate(text)
+            return None if text.isascii() else self._estimate(text)
         return self._once(salt, ("found", text), lambda: self._encode(text))
 
     def question(self, query: str) -> int:
         return self._builder.suffix_tokens(query)
 
     def text(self, text: str) -> int:
-        return self._encode(text) if self.exact else _estimate(text)
+        return self._encode(text) if self.exact else self._estimate(text)
+
+    def more(self, text: str) -> int:
+        """Return how many tokens a text is estimated to have more than a Latin one of its length."""
+        return round(self._scale * _more_tokens(text))
+
+    def learn(self, latin: int, more: int, prompt_tokens: int | None) -> None:
+        """Learn from a reported prompt of `latin` tokens at four characters a token, and `more` of other scripts."""
+        if self.exact or prompt_tokens is None or 2 * more <= latin:
+            return
+        self._scales.append(self._scale * (prompt_tokens - latin) / more)
+        scales = sorted(self._scales)
+        middle = scales[len(scales) // 2]
+        if len(scales) >= _ENOUGH and _LEAST_SCALE <= middle <= _MOST_SCALE and abs(middle / self._scale - 1) > _CHANGE:
+            self._scale = middle
+
+    def _estimate(self, text: str) -> Estimate:
+        return Estimate(estimate_tokens(text) + self.more(text))
 
     def suffix(self, suffix: PromptSuffix) -> int:
         """Later messages are estimated: hits do not depend on them."""
@@ -146,13 +170,8 @@ def _characters(raw: Raw, around: int = _AROUND) -> int:
     return calls + sum(len(text) + around for raw_text in texts if (text := decode(raw_text, str)) is not None)
 
 
-def _estimate(text: str) -> Estimate:
-    return Estimate(estimate_tokens(text) + _more_tokens(text))
-
-
-def _more_tokens(text: str) -> int:
-    """Return how many tokens a text has more than a Latin one of its length."""
+def _more_tokens(text: str) -> float:
     if text.isascii():
         return 0
     encoded = text.encode("utf-8", "replace")
-    return round(sum(more * len(encoded.translate(None, others)) for others, more in _NOT_OF_SCRIPT))
+    return sum(more * len(encoded.translate(None, others)) for others, more in _NOT_OF_SCRIPT)
