@@ -147,15 +147,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             coarse_s = self._let_in()
             if not self._running:
                 return False
-            piece = fill(
-                self._running,
-                self._limit(),
-                cores=self._cores,
-                code_s=self.costs.code_s,
-                order=self._order,
-                now_s=self._clock(),
-            )
-            self._publish(self._scan(piece))
+            self._publish(self._scan(self._next_piece()))
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -264,6 +256,10 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
         cluster_s = self.costs.code_s * (self._cluster_codes.value or 0.0)
         return self.budget.limit(search_s, max(0, due - 1), self._cores, cluster_s)
+
+    def _next_piece(self) -> list[tuple[RunningSearch, int]]:
+        limit, code_s = self._limit(), self.costs.code_s
+        return fill(self._running, limit, cores=self._cores, code_s=code_s, order=self._order, now_s=self._clock())
 
     def _publish(self, found: list[tuple[RunningSearch, int, BestResults]]) -> None:
         ended = set()
