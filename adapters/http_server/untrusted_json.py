@@ -1,4 +1,4 @@
-"""Untrusted JSON: counted before decoding, and its lone surrogates."""
+"""Untrusted JSON: its values are counted before decoding, and its lone surrogates replaced."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ __all__ = [
 ]
 
 MAX_VALUES = 1 << 16
-"""Most values of a body that become objects: members of its objects and items of its lists, at all depths."""
+"""Maximum number of a body's values that become Python objects: members of JSON objects and items of lists, at all
+depths."""
 
 VALUE_BYTES = 200
-"""Most bytes of one of them, besides its text."""
+"""Maximum bytes that one such Python object takes, besides its text."""
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of a decoder."""
+"""Errors that a decoder raises for content that it cannot read."""
 
 _WINDOW = 1 << 18
 
-# JSON may have lone surrogates, which Python's decoder keeps and UTF-8 cannot encode. Until they are written again they
-# are the last 2,048 code points, which no character uses.
+# JSON may have escapes of lone surrogates, which Python's decoder keeps and UTF-8 cannot encode. While a body is
+# processed, the last 2,048 code points, which no character uses, stand for them; `HiddenSurrogates.show` restores them.
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:%s)?|%s" % (_LOW, _LOW))
 _FIRST, _FIRST_HIDDEN = 0xD800, 0x10F800
@@ -54,22 +55,22 @@ class TooManyValuesError(RagorderError, ValueError):
 
 
 def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
-    """Return an upper bound of the number of values, at most `limit`. Raises TooManyValuesError for more.
+    """Return an upper bound of the number of values, at most `limit`. Raises TooManyValuesError for more values.
 
-    No value is built. Invalid JSON is counted like JSON.
+    No value is decoded. Invalid JSON is counted in the same way.
     """
     content = bytes(content)
-    # Each value but the first follows a comma, or is the first of its list or object.
+    # Each value except the outermost follows a comma, or is the first of its list or object.
     quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
     return quick if quick <= limit else count_outside_texts(content, limit)
 
 
 def count_outside_texts(content: bytes, limit: int) -> int:
-    """`count_values` without the commas and brackets in texts."""
+    """Like `count_values`, but do not count commas and brackets in texts (JSON strings)."""
     found, texts, start, in_text = 1, 0, 0, False
     while start < len(content):
         window = content[start : start + _WINDOW]
-        # An escape is not cut.
+        # The window must not end within an escape.
         if (len(window) - len(window.rstrip(b"\\"))) % 2 and len(window) > 1:
             window = window[:-1]
         start += len(window)
@@ -84,14 +85,14 @@ def count_outside_texts(content: bytes, limit: int) -> int:
                 in_text = not in_text
                 texts += in_text
                 place = quote + 1
-            # A value has at most a name and a text.
+            # A value has at most two texts: its name, and itself.
             if found > limit or texts > 2 * limit:
                 raise TooManyValuesError(f"a JSON text has more than {limit:,} values")
     return found
 
 
 class HiddenSurrogates(NamedTuple):
-    """JSON with characters instead of lone surrogates, whose escapes had this `form`."""
+    """JSON with characters that stand for lone surrogates. `form`: format of their escapes, in upper or lower case."""
 
     content: bytes
     form: bytes
@@ -101,8 +102,11 @@ class HiddenSurrogates(NamedTuple):
 
 
 def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
-    """Return JSON for a decoder that refuses lone surrogates; None without any, with more than 4,096, or with
-    characters of its own that would stand for them."""
+    """Return JSON without lone surrogates, for a decoder that refuses them.
+
+    Return None if the content has no lone surrogates, or more than 4,096, or if it already contains characters that
+    would stand for them.
+    """
     places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
     if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
         return None
@@ -113,13 +117,13 @@ def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
 
 
 def replace_surrogates(content: bytes) -> bytes:
-    """Replace lone surrogates by the replacement character, as tokenizers take it."""
+    """Replace lone surrogates by the replacement character U+FFFD, which tokenizers accept."""
     places = islice(_lone_surrogates(content), _MOST_SURROGATES)
     return _spliced(content, ((at, at + _ESCAPE, b"\\ufffd") for at in places))
 
 
 def encode_any(value: object) -> bytes:
-    """Raises TypeError or ValueError for a value that JSON cannot have."""
+    """Encode a value as JSON. Raises TypeError or ValueError for a value that JSON cannot represent."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -127,7 +131,7 @@ def encode_any(value: object) -> bytes:
 
 
 def decode_any(content: bytes) -> Any:
-    """Decode JSON that was counted. Raises ValueError for invalid JSON."""
+    """Decode JSON, after `count_values` has accepted it. Raises ValueError for invalid JSON."""
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError:
@@ -137,7 +141,8 @@ def decode_any(content: bytes) -> Any:
 def _lone_surrogates(content: bytes) -> Iterator[int]:
     for each in _SURROGATE.finditer(content):
         at, end = each.span()
-        # After a backslash it is the text of an escape; the second half of a pair is then lone.
+        # If its backslash is itself escaped, the match does not begin with an escape but with plain text. The second
+        # half of a pair is then lone.
         if not _is_escaped(content, at):
             if end - at == _ESCAPE:
                 yield at

@@ -27,7 +27,7 @@ _NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue; the watcher sees every block taken or freed, and must not raise."""
+    """vLLM's free queue, which tells `watcher` about every block that is taken or freed. The watcher must not raise."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -62,7 +62,7 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._watcher.returned(blocks)
 
     def bring_forward(self, blocks: Iterable[Any]) -> None:
-        """Move blocks to the queue's front, unwatched. The queue is consistent after each block."""
+        """Move blocks to the queue's front without telling the watcher. The queue is consistent after each move."""
         for block in blocks:
             if block.prev_free_block is not None and block.next_free_block is not None:
                 super().remove(block)
@@ -78,23 +78,24 @@ def _safe(step: Callable[Concatenate[DeviceOrder, P], None]) -> Callable[Concate
 
 
 class DeviceOrder:
-    """Eviction of cached blocks from vLLM's block pool by a tier's policy, in O(log n) a block.
+    """Evicts cached blocks from vLLM's block pool in the order of a tier's policy, in O(log n) per block.
 
-    vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds cached
-    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. A block whose content
-    vLLM finds in another one is spare, and evicted first. An error turns this order off for good.
+    vLLM reuses blocks from the front of its free queue: first those without content, then the least recently freed. The
+    tier holds the cached blocks by their hash, and pins those in use. When vLLM needs blocks, those that the tier
+    evicts are moved to the queue's front. A block is spare if vLLM finds the same content in another block; spare
+    blocks are evicted first. After an error this order stays off.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
         self.cached = self.stored = self.evicted = self.failures = 0
-        # All but the null block.
+        # All blocks except vLLM's null block.
         self.capacity = pool.num_gpu_blocks - 1
         self._pool = pool
         self._tier = tier
         self._now = now
-        # vLLM makes a new one when it resets the prefix cache.
+        # vLLM makes a new map when it resets the prefix cache.
         self._contents = pool.cached_block_hash_to_block
-        # Blocks and their arrival times by key, the oldest first.
+        # Blocks and the times at which the tier got them, by key, the oldest first.
         self._blocks: OrderedDict[Key, tuple[Any, float]] = OrderedDict()
         self._keys: dict[int, Key] = {}
         self._spare: OrderedDict[int, Any] = OrderedDict()
@@ -110,12 +111,16 @@ class DeviceOrder:
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
-        """Count the use of a request's blocks, in order, about to be free. Tokens after `cached_tokens` were computed
-        at `cost` seconds each; blocks after the documents of `facts` do not count as used."""
+        """Count a finished request's uses of its blocks, just before vLLM frees them. `block_ids` are in prompt order.
+
+        The request computed the tokens after the first `cached_tokens`, at `cost` seconds each. Blocks after the
+        documents of `facts` do not count as used.
+        """
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
-        # From the last block, the path's only leaf: in order, each block would be a leaf until its child is inserted.
+        # Start at the last block: then the path has one leaf only. From the first block on, each would be a leaf until
+        # its child is inserted.
         for block, parent in zip(reversed(blocks), reversed(parents), strict=True):
             if self._is_known(block):
                 self._attach(block.block_hash, parent)
@@ -138,7 +143,7 @@ class DeviceOrder:
             self.failures += 1
             self._clear()
             _logger.warning(
-                "the order of the device's blocks is off (%s in %s): vLLM evicts the least recently used first",
+                "ragorder stopped ordering device blocks (%s in %s): vLLM now evicts the least recently used first",
                 type(error).__name__,
                 step.__name__,
             )
@@ -180,7 +185,7 @@ class DeviceOrder:
         missing = count - len(victims)
         keys = self._tier.evict(missing)
         if keys is None:
-            # Fewer are evictable: evict those.
+            # The tier cannot evict all of these at once: evict one by one until it has no more.
             keys = [key for _ in range(missing) for key in self._tier.evict(1) or ()]
         self.evicted += len(keys)
         return victims + [self._forget(key) for key in keys]
@@ -199,7 +204,7 @@ class DeviceOrder:
         if self._contents.get_one_block(key) is not block:
             return False
         if key in self._blocks:
-            # The earlier block with this content has lost it unnoticed.
+            # Another block had this content before, and lost it without a call to this class.
             self._queue.bring_forward([self._drop(key)])
         self._tier.insert(key, parent=parent)
         self._blocks[key] = block, self._now()
@@ -208,7 +213,7 @@ class DeviceOrder:
         return True
 
     def _attach(self, key: Key, parent: Key | None) -> None:
-        """Blocks of a preempted request arrive without parents."""
+        """Give a known block its parent. Blocks of a preempted request come without parents."""
         node = self._tier.get(key)
         if parent is not None and node is not None and node.parent is None:
             pins = node.pins

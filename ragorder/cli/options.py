@@ -1,4 +1,5 @@
-"""Options of the commands: made from pydantic models, in groups, also from the environment or a file."""
+"""Options of the commands: made from fields of pydantic models, grouped under headings, and also read from the
+environment or a file."""
 
 from __future__ import annotations
 
@@ -53,10 +54,13 @@ _LEAST_QUOTED = 4
 
 
 class Option(click.Option):
-    """click's option with a heading in the help, and a text, `unset`, for its default where it has no value.
+    """click's option with a heading for the help.
 
-    An option of a model's field has that `field` and the model's environment `variable`, which the model reads. A
-    variable that click reads is the command's own if `is_own_variable`; others may be set for other programs.
+    - `unset`: what the help shows as the default of an option that has no default value
+    - `field`: the model's field that the option sets
+    - `variable`: the field's environment variable, which the model reads, not click
+    - `is_own_variable`: whether the variable that click reads is for this command only; others may be set for other
+      programs
     """
 
     def __init__(
@@ -79,15 +83,16 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """click's command with its options under headings, and examples after them.
+    """click's command. Its help shows the options under headings, and examples after them.
 
-    Its errors quote no secret and no value of a file or the environment.
+    Its errors quote no secret, and no value that comes from a file or the environment.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.examples = examples
-        # Of the command too, not only of the group: click keeps the help option of the first call, which may be direct.
+        # The group's settings are not enough: click keeps the help option of the first call, which may be of this
+        # command without its group.
         self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -147,7 +152,7 @@ def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
 
 
 class CommandGroup(click.Group):
-    """click's group, with an uncut list of commands."""
+    """click's group. Its help does not cut the descriptions in the list of commands."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -160,13 +165,14 @@ def option(*declarations: str, **attributes: Any) -> Decorator:
 
 
 def api_key(*variables: str) -> Decorator:
-    """--api-key of a server, from RAGORDER_API_KEY or the first of `variables` that is set."""
+    """Return the option --api-key, the key of a server. It may also come from RAGORDER_API_KEY, or else from the first
+    of `variables` that is set."""
     return option(
         "--api-key",
         metavar="KEY",
         envvar=["RAGORDER_API_KEY", *variables],
         show_envvar=True,
-        help="The server's key; other users of this machine can see it unless it comes from the environment.",
+        help="The server's API key. Set it in the environment: other users of this machine can see the command line.",
     )
 
 
@@ -177,8 +183,8 @@ def kv_events(*, environment: bool = False) -> Decorator:
 
     return together(
         address("--events-endpoint", "ENDPOINT", "Where the server publishes KV events, such as tcp://HOST:5557."),
-        address("--replay-endpoint", "ENDPOINT", "Where it replays them, such as tcp://HOST:5657."),
-        address("--events-topic", "TOPIC", "Their topic.", unset="any"),
+        address("--replay-endpoint", "ENDPOINT", "Where the server replays lost KV events, such as tcp://HOST:5657."),
+        address("--events-topic", "TOPIC", "Topic of the KV events.", unset="any"),
     )
 
 
@@ -217,15 +223,16 @@ def _params(command: Callable[..., Any]) -> list[Any]:
 
 
 def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
-    """Return an option for each named field of a pydantic model or dataclass.
+    """Return a decorator that adds an option for each named field of a pydantic model or dataclass.
 
-    Type, bounds, choices, help and environment variable are the field's; choices come from a Literal or from "enum" in
-    its `json_schema_extra`. An option that is not given is None, so that the model applies its default, which the help
-    shows, or for None the text "unset" in `json_schema_extra`.
+    The option has the field's type, bounds, choices, help and environment variable. Choices come from a Literal, or
+    from "enum" in the field's `json_schema_extra`. If an option is not given, its value is None, so that the model
+    applies its default. The help shows this default; if it is None, the help shows the text "unset" of
+    `json_schema_extra`.
 
-    A sequence is a repeatable option. A field that ends in `_s` is a duration, spelt without it. A switch has its
-    opposite (--no-NAME) unless `is_flag`. `changes` has attributes of click's option by field, and `flag` (another
-    spelling).
+    A field with a sequence becomes a repeatable option. A field whose name ends in `_s` becomes a duration, and its
+    option's name lacks the `_s`. A switch also has its opposite (--no-NAME), unless `is_flag` is set. `changes` maps
+    fields to attributes of click's option; the attribute `flag` is another name for the option.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
@@ -235,7 +242,7 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(model: type[Any]) -> Mapping[str, FieldInfo]:
-    # pydantic's models have the first in all versions, its dataclasses only the second.
+    # Models have `model_fields` in all versions of pydantic; dataclasses have only `__pydantic_fields__`.
     fields: Mapping[str, FieldInfo] = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
     return fields
 
@@ -286,7 +293,7 @@ def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
     if kinds == [int]:
         if name.endswith("_bytes"):
             return Size(least), "SIZE"
-        # A number that is set unless None is given needs a word for None.
+        # If None is allowed and is not the default, the command line needs a word for it.
         optional = NoneType in get_args(annotation) and field.default is not None
         return Count(least, most, ("unlimited", "none") if optional else ()), "TOKENS" if "tokens" in name else "N"
     if kinds == [float]:
@@ -317,7 +324,7 @@ def spelling(name: str) -> str:
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Return whether an option was given to this command itself."""
+    """Return whether an option was given for this command: in its command line, its file or its own variable."""
     source = context.get_parameter_source(name)
     if source is ParameterSource.ENVIRONMENT:
         params = [each for each in context.command.params if each.name == name]
@@ -348,7 +355,7 @@ def in_options(message: str, model: type[Any]) -> str:
     def option_of(found: re.Match[str]) -> str:
         return _spelling_of(found[0], model) if found[0] in _fields_of(model) else found[0]
 
-    # A field of one word is an ordinary word as well.
+    # A field's name of one word is not replaced: in a message it may be an ordinary word.
     return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message)
 
 
@@ -389,7 +396,7 @@ def config_option() -> Decorator:
         is_eager=True,
         expose_value=False,
         callback=read,
-        help='Options from this file in TOML, such as read-timeout = "60s" or upstream = ["http://HOST:8000"].',
+        help='Read options from this TOML file, such as read-timeout = "60s" or upstream = ["http://HOST:8000"].',
     )
 
 
@@ -407,9 +414,9 @@ def _read(command: click.Command, path: Path) -> dict[str, Any]:
         if param is None or param.is_eager:
             near = get_close_matches(name.replace("-", "_"), known, n=1)
             meant = f": did you mean {near[0].replace('_', '-')}?" if near else ""
-            # The name itself is not shown: a key may have been pasted there.
+            # The error does not show the name: someone may have pasted an API key there.
             raise click.UsageError(f"--config: {path}: the name of its entry {place} is no option{meant}")
-        # A model's variable wins over the file, as click's own variables do.
+        # An environment variable that the model reads has priority over the file, like those that click reads.
         if param.name is not None and (param.variable is None or param.variable not in os.environ):
             found[param.name] = _as_given(param, value, f"--config: {path}: {name}")
     return found

@@ -1,0 +1,1 @@
+"""Learning how an unknown application joins documents into its prompts."""

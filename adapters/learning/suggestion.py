@@ -1,0 +1,259 @@
+"""A template that the proxy can use, suggested from a log of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from operator import contains
+
+from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
+from ragorder.adapters.learning.learner import TemplateLearner
+from ragorder.adapters.learning.texts import END, NUMBER, START
+from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, TemplateError
+from ragorder.document import Document
+from ragorder.orderer import Lengths, Orderer
+from ragorder.ordering import RequestOutcome
+
+__all__ = ["Saving", "Suggestion", "suggest"]
+
+_CHARACTERS_PER_TOKEN = 4
+_EXAMPLES = 3
+_MOST_REQUESTS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Tokens up to the last document of the requests whose documents are found, and those of them that a cache would
+    hold in ragorder's order and in the order of the log."""
+
+    tokens: int
+    ordered_tokens: int
+    retrieval_tokens: int
+
+    @property
+    def share(self) -> float:
+        """Share of the prefill in the log's order that ragorder's order saves."""
+        computed = self.tokens - self.retrieval_tokens
+        return (self.ordered_tokens - self.retrieval_tokens) / computed if computed else 0.0
+
+
+@dataclass(slots=True)
+class Suggestion:
+    """A template learned from `seen` requests, `fits` of them with its documents.
+
+    `doubts` are reasons for a look before it is used; `refused` is the reason why it must not be used live. `examples`
+    are requests with their documents.
+    """
+
+    form: str
+    head: str = ""
+    between: str | None = None
+    tail: str = ""
+    seen: int = 0
+    fits: int = 0
+    saving: Saving | None = None
+    refused: str = ""
+    doubts: list[str] = field(default_factory=list)
+    examples: list[DocumentRun] = field(default_factory=list)
+
+    def template(self) -> DocumentTemplate:
+        """Return the template. Raises TemplateError if the proxy cannot recognise documents by it."""
+        return DocumentTemplate(self.form, head=self.head, between=self.between, tail=self.tail or ())
+
+    def toml(self) -> str:
+        """Return the file for `ragorder serve --template FILE`."""
+        names = ("form", "head", "between", "tail")
+        fields = [(name, getattr(self, name)) for name in names]
+        # JSON's strings are TOML's, but for a character that no template has.
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in fields if value]
+        citations = "places" if "{n}" in self.form else "moved" if "{id}" in self.form else "none"
+        return "".join([*lines, f'citations = "{citations}"\n'])
+
+
+def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggestion | str:
+    """Return a template for the texts of these requests' messages, or why none is found.
+
+    It is learned from the first 300 requests; all are ordered by it, on the mirror of a cache of this size.
+    """
+    learner = TemplateLearner()
+    for texts in requests[:_MOST_REQUESTS]:
+        learner.add(texts)
+    learned = learner.learn()
+    if isinstance(learned, str):
+        return learned
+    suggestion = _written(learned)
+    suggestion.seen = len(requests)
+    if learned.is_marked or learned.proves_by_number:
+        try:
+            template = suggestion.template()
+        except TemplateError as error:
+            suggestion.refused = str(error)
+        else:
+            runs = [run for texts in requests if (run := _first(template.find, texts)) is not None]
+            _complete(suggestion, runs, capacity_tokens, lambda document: template.split(document).rest)
+            suggestion.doubts += _doubts(learned, template, requests[:_MOST_REQUESTS], runs)
+            return suggestion
+    else:
+        suggestion.refused = "the text between documents is too plain: a document that contains it would be torn"
+
+    def proven(text: str) -> DocumentRun | None:
+        found = learned.find(text)
+        return found.run() if isinstance(found, Found) else None
+
+    runs = [run for texts in requests if (run := _first(proven, texts)) is not None]
+    _complete(suggestion, runs, capacity_tokens, str)
+    return suggestion
+
+
+def _complete(
+    suggestion: Suggestion, runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]
+) -> None:
+    suggestion.fits = len(runs)
+    suggestion.examples = list(runs[:: max(1, len(runs) // _EXAMPLES)][:_EXAMPLES])
+    suggestion.saving = _saving(runs, capacity_tokens, name)
+
+
+def _first(find: Callable[[str], DocumentRun | None], texts: Sequence[str]) -> DocumentRun | None:
+    return next(filter(None, map(find, texts)), None)
+
+
+def _written(learned: LearnedTemplate) -> Suggestion:
+    """Return the learned template as the proxy's: marks around each document, or text between them."""
+    separator, end, begin = learned.separator, learned.footer, learned.header
+    if begin < end:
+        # What head and tail share with it overlaps: a mark begins its line.
+        begin = end = separator.rfind("\n", begin, end) + 1 or begin
+    head = learned.head[: len(learned.head) - (len(separator) - begin)].rpartition(NUMBER)[2]
+    tail = learned.tail[end:].partition(NUMBER)[0]
+    shown = _Shown(learned)
+    closing, between, opening = shown(0, end), shown(end, begin), shown(begin, len(separator))
+    if opening.strip() and closing.strip() and not between.strip():
+        return Suggestion(f"{opening}{{text}}{closing}")
+    # White space is no mark: it is between documents, after the head and before the tail.
+    if not closing.strip():
+        between, tail, closing = closing + between, closing + tail, ""
+    if not opening.strip():
+        between, head, opening = between + opening, head + opening, ""
+    starts = "{start}" if head == START else head.strip(START)
+    ends = "{end}" if tail == END else tail.strip(END)
+    return Suggestion(f"{opening}{{text}}{closing}", starts, between or None, ends)
+
+
+class _Shown:
+    """Parts of a separator in the proxy's grammar. A template has {n} or one {id}; other numbers are {*}."""
+
+    def __init__(self, learned: LearnedTemplate) -> None:
+        self._text = learned.separator
+        self._kinds = dict(zip(learned.numbers, learned.kinds, strict=True))
+        self._may_have_id = BY_PLACE not in learned.kinds
+        self._header = learned.header
+
+    def __call__(self, start: int, end: int) -> str:
+        return "".join(map(self._character, range(start, end)))
+
+    def _character(self, at: int) -> str:
+        character = self._text[at]
+        if character != NUMBER:
+            return character * 2 if character in "{}" else character
+        kind = self._kinds[at]
+        if kind.isdigit():
+            return kind
+        if kind == BY_PLACE:
+            return "{n}"
+        if self._may_have_id and at >= self._header:
+            self._may_have_id = False
+            return "{id}"
+        return "{*}"
+
+
+def _doubts(
+    learned: LearnedTemplate,
+    template: DocumentTemplate,
+    requests: Sequence[Sequence[str]],
+    runs: Sequence[DocumentRun],
+) -> Iterator[str]:
+    yield "a list whose order means something (steps, ranked choices) looks the same: look at the examples"
+    if "{n}" in template.form:
+        yield "numbers stay at their places: what an answer cites as [2] is the second document of the sent order"
+    elif not learned.proves_by_number:
+        yield "no number proves a boundary: a document that contains the text around documents is torn, or left alone"
+    pairs = [
+        (known.documents, run.documents)
+        for texts in requests
+        for text in texts
+        if isinstance(known := learned.find(text), Found) and (run := template.find(text)) is not None
+    ]
+    # Documents that were never seen apart are one in the log.
+    differs = sum(len(known) >= len(found) and not _hold(found, known) for known, found in pairs)
+    if differs:
+        yield f"in {differs} of {len(pairs)} requests it finds other documents than the repeats of the log prove"
+    if line := _changing_line(runs):
+        yield (
+            f"a text before the document's own changes from request to request ({line!r}): nothing after it is cached, "
+            "so move it after the text, or leave it out"
+        )
+
+
+def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
+    """Return whether each document has its text, and marks around it."""
+    return len(documents) == len(texts) and all(map(contains, documents, (each.strip() for each in texts)))
+
+
+def _changing_line(runs: Sequence[DocumentRun]) -> str:
+    """Return the first line of documents that are the same but for it, most of the time, or ""."""
+    firsts: defaultdict[str, set[str]] = defaultdict(set)
+    times: Counter[str] = Counter()
+    for run in runs:
+        for document in run.documents:
+            lines = document.strip().splitlines()
+            for at in range(1, min(4, len(lines))):
+                rest = _digest("\n".join(lines[at:]))
+                times[rest] += 1
+                firsts[rest].add(lines[at - 1])
+    repeated = [rest for rest, count in times.items() if count > 1]
+    changing = [rest for rest in repeated if len(firsts[rest]) > 1]
+    return min(firsts[changing[0]]) if len(changing) > 0.5 * max(1, len(repeated)) else ""
+
+
+def _saving(runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]) -> Saving | None:
+    """`name` returns what a document is known by: not its number."""
+    seen: list[Observation] = []
+    orderer = ObservedOrderer(Orderer(capacity_tokens=capacity_tokens), [_Kept(seen)], shadow=True)
+    for run in runs:
+        documents = [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents]
+        lengths = Lengths(_tokens(run.head), _tokens(run.tail))
+        orderer.order(documents, scope=_digest(run.head), lengths=lengths).confirm()
+    compared = [each for each in seen if each.ordered_tokens is not None and each.retrieval_tokens is not None]
+    if not compared:
+        return None
+    return Saving(
+        sum(each.documents_end for each in compared),
+        sum(each.ordered_tokens or 0 for each in compared),
+        sum(each.retrieval_tokens or 0 for each in compared),
+    )
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _tokens(text: str) -> int:
+    return max(1, len(text) // _CHARACTERS_PER_TOKEN)
+
+
+class _Kept:
+    """Watcher that keeps each observation."""
+
+    def __init__(self, seen: list[Observation]) -> None:
+        self._seen = seen
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        self._seen.append(observation)
+        return _ignore
+
+
+def _ignore(outcome: RequestOutcome) -> None: ...

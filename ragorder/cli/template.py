@@ -1,0 +1,104 @@
+"""The command `ragorder template`: how an application joins documents into its prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from ragorder.cli.options import Command, option, section
+from ragorder.cli.values import Count
+
+if TYPE_CHECKING:
+    from ragorder.adapters.learning.suggestion import Suggestion
+    from ragorder.adapters.proxy.bodies.template import DocumentRun
+
+__all__ = ["template"]
+
+_SHOWN = 60
+
+
+@click.command(
+    cls=Command,
+    examples=["ragorder template requests.jsonl", "ragorder template requests.jsonl -o app.toml"],
+)
+@click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@section(
+    "Template",
+    option(
+        "-o",
+        "--out",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Write the template, for `ragorder serve --template FILE`.",
+    ),
+    option(
+        "--capacity-tokens",
+        type=Count(1),
+        default=131_072,
+        show_default=True,
+        metavar="TOKENS",
+        help="Cache for which the saving is predicted.",
+    ),
+)
+def template(requests: Path, out: Path | None, capacity_tokens: int) -> None:
+    """Learn from a log of requests how an application joins documents into its prompts.
+
+    REQUESTS has JSON lines with the bodies of requests in the order in which they were sent, plain or compressed, as
+    for `ragorder doctor`; 100 to 300 are enough if documents recur. Known applications need no log: see `ragorder serve
+    --help`.
+
+    Nothing is used live before you say so: look at the examples, then give the file to `ragorder serve`. The exit
+    status is 1 if no template is found.
+    """
+    from ragorder.adapters.doctor.request_log import read_log
+    from ragorder.adapters.learning.suggestion import suggest
+
+    log = read_log(requests)
+    texts = [[message.text for message in each.messages if message.role != "tools"] for each in log.requests]
+    found = suggest(texts, capacity_tokens)
+    if isinstance(found, str):
+        raise click.ClickException(f"no template in {len(texts):,} requests: {found}")
+    _show(found)
+    if found.refused:
+        raise click.ClickException(f"not to be used live: {found.refused}")
+    if out is not None:
+        out.write_text(found.toml(), "utf-8")
+        click.echo(f"next: ragorder serve --upstream URL --template {out}")
+
+
+def _show(found: Suggestion) -> None:
+    console = Console()
+    click.echo(found.toml())
+    console.print(f"documents in {found.fits:,} of {found.seen:,} requests")
+    if found.saving is not None:
+        console.print(f"saving: {100 * found.saving.share:.1f} % of the prefill, four characters a token")
+    for doubt in found.doubts:
+        console.print(Text(f"! {doubt}", "yellow"))
+    for number, run in enumerate(found.examples, 1):
+        console.print(Panel(_marked(run), title=f"example {number}", title_align="left"))
+
+
+def _marked(run: DocumentRun) -> Text:
+    """Return a prompt with the beginning and the end of each document, and what stands between them."""
+    text = Text(_end(run.head))
+    for place, document in enumerate(run.documents):
+        text.append(_both_ends(document), "reverse")
+        text.append(run.gaps[place] if place < len(run.gaps) else "")
+    return text.append(_beginning(run.tail))
+
+
+def _both_ends(document: str) -> str:
+    return document if len(document) <= 2 * _SHOWN else f"{document[:_SHOWN]} … {document[-_SHOWN:]}"
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"… {text[-_SHOWN:]}"
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
