@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,6 +22,7 @@ __all__ = ["Saving", "Suggestion", "suggest"]
 
 _CHARACTERS_PER_TOKEN = 4
 _EXAMPLES = 3
+_FIRST_LINES = 3
 _MOST_REQUESTS = 300
 
 
@@ -204,19 +205,18 @@ def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
 
 
 def _changing_line(runs: Sequence[DocumentRun]) -> str:
-    """Return the first line of documents that are the same but for it, most of the time, or ""."""
-    firsts: defaultdict[str, set[str]] = defaultdict(set)
-    times: Counter[str] = Counter()
-    for run in runs:
-        for document in run.documents:
-            lines = document.strip().splitlines()
-            for at in range(1, min(4, len(lines))):
-                rest = _digest("\n".join(lines[at:]))
-                times[rest] += 1
-                firsts[rest].add(lines[at - 1])
-    repeated = [rest for rest, count in times.items() if count > 1]
-    changing = [rest for rest in repeated if len(firsts[rest]) > 1]
-    return min(firsts[changing[0]]) if len(changing) > 0.5 * max(1, len(repeated)) else ""
+    """Return a line near the beginning of documents that differs while the rest is mostly the same, or ""."""
+    documents = [document.strip().splitlines() for run in runs for document in run.documents]
+    for at in range(_FIRST_LINES):
+        lines: defaultdict[str, list[str]] = defaultdict(list)
+        for document in documents:
+            if len(document) > at + 1:
+                lines[_digest("\n".join(document[at + 1 :]))].append(document[at])
+        repeated = [each for each in lines.values() if len(each) > 1]
+        changing = [each for each in repeated if len(set(each)) > 1]
+        if len(changing) > 0.5 * max(1, len(repeated)):
+            return min(changing[0])
+    return ""
 
 
 def _saving(runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]) -> Saving | None:

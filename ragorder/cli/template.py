@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ragorder.cli.options import Command, option, section
 from ragorder.cli.values import Count
+from ragorder.common.jsonl import JSONLinesError
 
 if TYPE_CHECKING:
     from ragorder.adapters.learning.suggestion import Suggestion
@@ -58,7 +59,10 @@ def template(requests: Path, out: Path | None, capacity_tokens: int) -> None:
     from ragorder.adapters.doctor.request_log import read_log
     from ragorder.adapters.learning.suggestion import suggest
 
-    log = read_log(requests)
+    try:
+        log = read_log(requests)
+    except JSONLinesError as error:
+        raise click.ClickException(str(error)) from None
     texts = [[message.text for message in each.messages if message.role != "tools"] for each in log.requests]
     found = suggest(texts, capacity_tokens)
     if isinstance(found, str):

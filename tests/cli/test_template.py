@@ -1,0 +1,153 @@
+"""`ragorder template`: how an application joins documents, learned from a log of its requests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("msgspec")
+
+from ragorder.adapters.proxy.bodies.presets import find_templates
+from ragorder.cli import main
+
+WORDS = [
+    *("order", "refund", "invoice", "carrier", "label", "engine", "window", "policy", "account", "holder", "return"),
+    *("parcel", "battery", "charger", "lamp", "socket", "voltage", "manual", "gasket", "torque", "bolt", "sleeve"),
+    *("printer", "toner", "drum", "valve", "pump", "filter", "sensor", "cable", "fuse", "relay"),
+]
+Write = Callable[[Sequence[str], str], list[dict[str, str]]]
+
+
+def sentence(draw: random.Random) -> str:
+    words = draw.choices(WORDS, k=draw.randint(8, 16))
+    words.insert(draw.randrange(8), str(draw.randint(1, 900)))
+    return " ".join(words).capitalize() + draw.choice(".?!;:")
+
+
+def texts(draw: random.Random, count: int = 60) -> list[str]:
+    return ["\n".join(sentence(draw) for _ in range(draw.randint(3, 8))) for _ in range(count)]
+
+
+def retrieved(count: int = 160, seed: int = 0) -> list[tuple[list[str], str]]:
+    """Requests for five of the eight documents of a topic, in any order, with a question each."""
+    draw = random.Random(seed)
+    documents = texts(draw)
+    topics = [documents[at : at + 8] for at in range(0, 52, 4)]
+    return [(draw.sample(draw.choice(topics), 5), f"Question {at}: {sentence(draw)}") for at in range(count)]
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def numbered(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "".join(f"[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]\n\n" for n, text in enumerate(documents))
+    return [{"role": "system", "content": f"You are a helper.\nContext:\n{found}"}, *user(question)]
+
+
+def xml(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "\n".join(f'<doc index="{n}">\n{text}\n</doc>' for n, text in enumerate(documents, 1))
+    return user(f"<docs>\n{found}\n</docs>\n\n{question}")
+
+
+def with_ids(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    ids = {text: 100 + len(text) * 7 for text in documents}
+    found = "\n".join(f"### Source ({ids[text]}) ###\n{text}" for text in documents)
+    return user(f"Answer from these notes.\n\n{found}\n\nEND OF NOTES. Question:\n{question}")
+
+
+def scored(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    draw = random.Random(question)
+    found = "\n".join(f"<hit>Relevance: 0.{draw.randint(1000, 9999)}\n{text}\n</hit>" for text in documents)
+    return user(f"<hits>\n{found}\n</hits>\n\n{question}")
+
+
+def plain(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    return user("Use this context, please.\n<<<\n" + "\n".join(documents) + f"\n>>>\nNow answer: {question}")
+
+
+def log(path: Path, bodies: Sequence[list[dict[str, str]]]) -> Path:
+    path.write_text("".join(json.dumps({"model": "m", "messages": each}) + "\n" for each in bodies), "utf-8")
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["template", *map(str, arguments)])
+
+
+class TestAnApplicationWithMarks:
+    @pytest.mark.parametrize("write", [numbered, xml, with_ids], ids=lambda write: write.__name__)
+    def test_its_file_arranges_prompts_as_the_application_writes_them(self, write: Write, tmp_path: Path) -> None:
+        requests = retrieved()
+        file = tmp_path / "app.toml"
+        done = run(log(tmp_path / "log.jsonl", [write(*each) for each in requests]), "-o", file)
+        assert done.exit_code == 0, done.output
+        assert "documents in 160 of 160 requests" in done.output
+        assert f"--template {file}" in done.output
+        (template,) = find_templates(str(file))
+        for documents, question in retrieved(20, seed=1):
+            for order in list(permutations(range(5)))[::29]:
+                wanted = write([documents[rank] for rank in order], question)
+                for message, other in zip(write(documents, question), wanted, strict=True):
+                    found = template.find(message["content"])
+                    if found is not None:
+                        parts = [template.split(each) for each in found.documents]
+                        placed = [parts[rank].with_id(parts[place].id) for place, rank in enumerate(order)]
+                        moved = placed if template.shows_number else [found.documents[rank] for rank in order]
+                        assert found.filled(moved) == other["content"]
+
+    def test_examples_are_shown_with_a_predicted_saving(self, tmp_path: Path) -> None:
+        done = run(log(tmp_path / "log.jsonl", [xml(*each) for each in retrieved()]))
+        assert "saving: " in done.output and "example 3" in done.output
+        assert "cites as [2]" in done.output and "looks the same" in done.output
+
+    def test_a_score_before_the_text_is_said_with_its_line(self, tmp_path: Path) -> None:
+        done = run(log(tmp_path / "log.jsonl", [scored(*each) for each in retrieved()]))
+        assert "Relevance: 0." in done.output and "nothing after it is cached" in done.output
+
+
+class TestWhatIsNotToBeUsed:
+    def test_a_plain_separator_is_reported_and_not_written(self, tmp_path: Path) -> None:
+        file = tmp_path / "app.toml"
+        done = run(log(tmp_path / "log.jsonl", [plain(*each) for each in retrieved()]), "-o", file)
+        assert done.exit_code == 1
+        assert "too plain" in done.output or "no template" in done.output
+        assert not file.exists()
+
+    @pytest.mark.parametrize("kind", ["history", "glossary", "unique"])
+    def test_what_is_no_list_of_documents_has_no_template(self, kind: str, tmp_path: Path) -> None:
+        draw = random.Random(2)
+        known = texts(draw)
+        if kind == "history":
+            lists = [known[:end] for _ in range(4) for end in range(2, 40)]
+        elif kind == "glossary":
+            lists = [sorted(draw.sample(known, 6), key=known.index) for _ in range(160)]
+        else:
+            lists = [texts(draw, 5) for _ in range(160)]
+        bodies = [xml(each, f"Question {at}: {sentence(draw)}") for at, each in enumerate(lists)]
+        done = run(log(tmp_path / "log.jsonl", bodies))
+        assert done.exit_code == 1
+        assert "no template in" in done.output
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("nonsense", "log.jsonl:1"),
+            ('{"documents": ["a"]}', 'has neither "messages" nor "prompt"'),
+            ('{"messages": []}', "no template in 1 requests"),
+        ],
+    )
+    def test_is_named_with_its_line(self, line: str, words: str, tmp_path: Path) -> None:
+        path = tmp_path / "log.jsonl"
+        path.write_text(line + "\n", "utf-8")
+        done = run(path)
+        assert done.exit_code == 1 and words in done.output
+        assert "Traceback" not in done.output
