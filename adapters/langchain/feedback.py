@@ -66,13 +66,13 @@ class FeedbackHandler(BaseCallbackHandler):
     def waiting_orderings(self) -> int:
         return self._runs.waiting
 
-    def on_chain_start(
-        self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+    # LangChain gives what starts a run by position, and a tool's `inputs` among the others.
+    def _start(
+        self, serialized: Any, given: Any, /, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
         self._handle(self._runs.begin, run_id, parent_run_id)
 
-    # LangChain gives the inputs by position.
-    on_tool_start = on_retriever_start = on_chain_start  # type: ignore[assignment]
+    on_chain_start = on_tool_start = on_retriever_start = _start  # type: ignore[assignment]
 
     def on_chat_model_start(
         self,

@@ -1896,6 +1896,7 @@ class TestServeOptions:
     def test_numbers_by_place(self, serving: Callable[..., Served]) -> None:
         assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
         assert serving("--number-by-place").options["number_by_place"] is True
+        assert serving("--stable-tools").options["stable_tools"] is True
         assert serving().options["number_by_place"] is False
 
     def test_repeats_are_named(self, serving: Callable[..., Served]) -> None:
