@@ -556,8 +556,8 @@ class TestTheFinding:
 
     def test_says_when_only_one_was_measured(self, tmp_path: Path) -> None:
         cell = {"workload": "paper"}
-        runs = [a_run(policy=policy, cell=cell) for policy in ("retrieval", "free")]
-        found = make_report(read_results(written(tmp_path, *runs)), {})
+        runs = [a_run(suite="table-1", policy=policy, cell=cell) for policy in ("retrieval", "free")]
+        found = make_report(read_results(written(tmp_path, *runs)), load_suites())
         assert "only paper was measured" in found.finding[0]
         assert found.side_by_side is None
 
