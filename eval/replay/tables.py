@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ragorder.common.extras import install_hint
 from ragorder.eval.replay.record import ReplayRecord
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
@@ -43,7 +44,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     try:
         part.compared = [_compared(report) for report in reports if report.compared_policy is not None]
     except ImportError:
-        part.words = [*part.words, "Intervals need scipy: pip install 'ragorder[eval]'."]
+        part.words = [*part.words, f"Intervals need scipy: {install_hint('eval')}."]
     return part
 
 

@@ -421,16 +421,22 @@ class TestCommands:
             assert (sum(run["rows"]["cached_tokens"]) == 0) == (run["policy"] == "none")
 
     def test_quality_is_asked_of_it(self, served_model: Path, tmp_path: Path) -> None:
-        context = [[f"Title {number}", ["Some words about it. "]] for number in range(3)]
-        record = {"_id": "1", "question": "What?", "answer": "words", "type": "bridge", "level": "easy"}
-        records = [{**record, "_id": str(number), "context": context, "supporting_facts": []} for number in range(3)]
-        (tmp_path / "hotpotqa.json").write_text(json.dumps(records), "utf-8")
-        options = ["--data", tmp_path / "hotpotqa.json", "--engine", "torch", "--model", served_model]
+        folder = tmp_path / "corpus"
+        folder.mkdir()
+        ids = [f"d{number}" for number in range(3)]
+        files: dict[str, list[dict[str, Any]]] = {
+            "documents": [{"id": id, "title": f"Title {id}", "text": "Some words about it."} for id in ids],
+            "questions": [{"id": f"q{id}", "question": "What?", "answers": ["words"]} for id in ids],
+            "run_own": [{"id": f"q{id}", "chunks": ids} for id in ids],
+        }
+        for name, lines in files.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        options = ["--data", folder, "--top-k", "3", "--engine", "torch", "--model", served_model]
         options += ["--policy", "retrieval", "--policy", "free", "--output-tokens", "4", "-o", tmp_path / "results"]
-        done = run_command(ragorder, "eval", "quality", "hotpotqa", *options)
+        done = run_command(ragorder, "eval", "quality", "corpus", *options)
         assert done.exit_code == 0, done.output
-        lines = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
-        asked = [line for line in map(json.loads, lines) if line["type"] == "quality"]
+        kept = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
+        asked = [line for line in map(json.loads, kept) if line["type"] == "quality"]
         assert {line["policy"] for line in asked} == {"retrieval", "free"}
         assert all((line["engine"]["name"], line["failures"]) == ("torch", 0) for line in asked)
 

