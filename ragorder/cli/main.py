@@ -41,7 +41,8 @@ _COMMANDS = {
         "ragorder.cli.serve:serve", "Run a proxy that orders documents for a server with OpenAI's or Anthropic's API."
     ),
     "template": LazyCommand(
-        "ragorder.cli.template:template", "Learn from a log of requests how an application joins documents."
+        "ragorder.cli.template:template",
+        "Learn from a log of requests how an application joins documents into its prompts.",
     ),
     "engine": LazyCommand(
         "ragorder.cli.engine:engine", "Run a model in this process, and a proxy that orders documents for it."
