@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, BatchingCell
+from ragorder.benchmarks.doll.batching.cells import BatchingCell
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS
 from ragorder.benchmarks.doll.batching.generation import (
     ANSWER_TOKENS,
     QUESTION_TOKENS,

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.doll.batching_live.experiment import BatchingLiveCell
+from ragorder.benchmarks.doll.batching_live.cells import BatchingLiveCell
 from ragorder.benchmarks.doll.batching_live.measuring import POLICIES, LiveParts, serve_live
 
 pytestmark = pytest.mark.merge

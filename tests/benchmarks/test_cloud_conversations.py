@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 from support.rings import grid
 
-from ragorder.benchmarks.chats.clouds.experiment import CloudsCell, CloudsRecord
+from ragorder.benchmarks.chats.clouds.cells import CloudsCell
+from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord
 from ragorder.benchmarks.chats.clouds.policies import CHATS
 from ragorder.benchmarks.chats.clouds.serving import serve_conversations, talks
 from ragorder.cli import main

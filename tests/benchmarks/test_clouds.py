@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 from support.rings import grid
 
-from ragorder.benchmarks.chats.clouds.experiment import Clouds, CloudsCell, CloudsRecord
+from ragorder.benchmarks.chats.clouds.cells import CloudsCell
+from ragorder.benchmarks.chats.clouds.experiment import Clouds, CloudsRecord
 from ragorder.benchmarks.chats.clouds.policies import POLICIES
 from ragorder.benchmarks.chats.clouds.serving import serve
 from ragorder.cli import main

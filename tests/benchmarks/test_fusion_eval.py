@@ -19,13 +19,12 @@ pytest.importorskip("scipy")
 import torch
 
 from ragorder.benchmarks.fusion.fusion import training
+from ragorder.benchmarks.fusion.fusion.cells import RATIOS, Arm
 from ragorder.benchmarks.fusion.fusion.experiment import (
     ARMS,
     BASELINE,
-    RATIOS,
     REUSE,
     SHIPPED,
-    Arm,
     FusionCell,
     FusionRecord,
     checkpoint,

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from click.testing import CliRunner
 
-from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell
+from ragorder.benchmarks.doll.streaming.cells import StreamingCell
+from ragorder.benchmarks.doll.streaming.experiment import SLOTS
 from ragorder.benchmarks.doll.streaming.measuring import Bench, ThrottledSource, TokenBucket, write_model
 from ragorder.cli import main
 from ragorder.kernels.offload import Checkpoint

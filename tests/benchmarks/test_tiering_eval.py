@@ -21,7 +21,8 @@ from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
-from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, ROOMS, make_sizes, make_stream
+from ragorder.benchmarks.ragcache.tiering.cells import ARMS
+from ragorder.benchmarks.ragcache.tiering.experiment import ROOMS, make_sizes, make_stream
 from ragorder.benchmarks.ragcache.tiering.report import TierVerdict, judge
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Trace, TraceRequest

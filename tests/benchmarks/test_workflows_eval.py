@@ -13,7 +13,8 @@ np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index
 from ragorder.benchmarks.hedra.workflows import measuring
-from ragorder.benchmarks.hedra.workflows.experiment import MODELS, SYSTEMS, System, WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.cells import MODELS, System, WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS
 from ragorder.benchmarks.hedra.workflows.measuring import Lockstep, Materials, Stages, serve
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Embedder, Script, WordTokenizer, without_marks
 from ragorder.document import Document

@@ -24,7 +24,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.benchmarks.kernels.embedded.experiment import BLOCKING, FUSED, HALF, EmbeddedCell, EmbeddedRecord
+from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord
 from ragorder.benchmarks.kernels.embedded.models import SHAPES, Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
 from ragorder.benchmarks.kernels.embedded.report import judge, make_part, median, required

@@ -604,7 +604,7 @@ class TestTheBenchmark:
         assert "times need a GPU, and there is none here: attention-check checks results without one" in report
 
     def test_shows_times_and_the_fastest_other(self) -> None:
-        from ragorder.benchmarks.kernels.attention.experiment import AttentionRecord
+        from ragorder.benchmarks.kernels.attention.cells import AttentionRecord
         from ragorder.benchmarks.kernels.attention.report import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}

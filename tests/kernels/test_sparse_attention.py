@@ -494,7 +494,7 @@ class TestTheBenchmark:
             assert times == []
 
     def test_refuses_more_rows_than_tokens(self) -> None:
-        from ragorder.benchmarks.kernels.attention.experiment import AttentionCell
+        from ragorder.benchmarks.kernels.attention.cells import AttentionCell
 
         with pytest.raises(ValueError, match="41 tokens cannot be scattered among 40"):
             AttentionCell(query=41, context=40, scattered=True)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
+from ragorder.benchmarks.chats.clouds.cells import CloudsCell
 from ragorder.benchmarks.chats.clouds.policies import CHATS, POLICIES
 from ragorder.benchmarks.chats.clouds.serving import serve, serve_conversations, talks
 from ragorder.clouds import CacheRules, cache_rules
@@ -15,41 +14,14 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry, Tone
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell, SuiteError
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["WINDOW", "Clouds", "CloudsCell", "CloudsRecord"]
+__all__ = ["WINDOW", "Clouds", "CloudsRecord"]
 
 WINDOW = 1000
 """Requests over which the worst cost is taken."""
-
-
-class CloudsCell(SuiteCell):
-    """Requests of a workload to `model` of `provider`, each `gap_s` after the one before on average, at random times.
-
-    A prompt is a system prompt, documents and a question of the given tokens; the answer's first token comes after
-    `first_token_s`, its last one after `answer_s`. The workload "conversations" has conversations of `turns` turns,
-    whose next question comes `pause_s` after an answer on average.
-    """
-
-    workload: str
-    provider: Literal["anthropic", "bedrock", "deepseek", "openai"] = "anthropic"
-    model: str = "claude-opus-5"
-    ttl: str | None = None
-    gap_s: float = Field(2.0, gt=0)
-    requests: int = Field(1500, ge=1)
-    system_tokens: int = Field(600, ge=1)
-    document_tokens: int = Field(600, ge=16)
-    question_tokens: int = Field(60, ge=16)
-    first_token_s: float = Field(1.0, ge=0)
-    answer_s: float = Field(5.0, ge=0)
-    turns: int = Field(6, ge=1)
-    pause_s: float = Field(60.0, gt=0)
-
-    @property
-    def converses(self) -> bool:
-        return self.workload == "conversations"
 
 
 class CloudsRecord(Record):
@@ -110,8 +82,13 @@ class CloudsRecord(Record):
 
 
 _OURS = "ragorder"
+
+
 _APPENDS = "automatic"
+
+
 _MOST = 103.0
+
 
 _CHAT_WORDS: Mapping[str, str] = {
     "automatic": "appended as retrieved, the provider's automatic mark",
@@ -119,6 +96,7 @@ _CHAT_WORDS: Mapping[str, str] = {
     "sorted by id, four": "appended sorted by id, four marks",
     _OURS: "ragorder's turns for the cloud",
 }
+
 
 _WORDS: Mapping[str, str] = {
     "automatic": "as retrieved, the provider's automatic mark",

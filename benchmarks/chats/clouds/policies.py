@@ -10,7 +10,7 @@ from ragorder import Document, Orderer, Ordering, PromptBuilder, Turn
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, openai_content, read_cloud_usage
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.chats.clouds.experiment import CloudsCell
+    from ragorder.benchmarks.chats.clouds.cells import CloudsCell
 
 __all__ = [
     "CHATS",

@@ -25,7 +25,7 @@ from ragorder.clouds import CacheRules
 from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.chats.clouds.experiment import CloudsCell
+    from ragorder.benchmarks.chats.clouds.cells import CloudsCell
 
 __all__ = ["serve", "serve_conversations", "talks"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 from typing import Any
 
-from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, Batching, BatchingCell
+from ragorder.benchmarks.doll.batching.cells import BatchingCell
+from ragorder.benchmarks.doll.batching.experiment import SYSTEMS, Batching
 from ragorder.benchmarks.doll.batching.settings import SETTINGS
 from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.part import Part

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder import Orderer, Ordering
-from ragorder.benchmarks.doll.batching.experiment import BatchingCell, System
+from ragorder.benchmarks.doll.batching.cells import BatchingCell, System
 from ragorder.benchmarks.doll.batching.generation import (
     ANSWER_TOKENS,
     QUESTION_TOKENS,

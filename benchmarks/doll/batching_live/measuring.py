@@ -23,8 +23,8 @@ from ragorder.adapters.openai.prompts import OrderedPrompts, Question
 from ragorder.benchmarks.common.vectors import clustered
 from ragorder.benchmarks.doll.batching.generation import RateSizes
 from ragorder.benchmarks.doll.batching.serving import rates
-from ragorder.benchmarks.doll.batching_live.experiment import BatchingLiveCell
-from ragorder.benchmarks.doll.streaming.experiment import StreamingCell
+from ragorder.benchmarks.doll.batching_live.cells import BatchingLiveCell
+from ragorder.benchmarks.doll.streaming.cells import StreamingCell
 from ragorder.benchmarks.doll.streaming.measuring import VOCABULARY, ThrottledSource, TokenBucket, write_model
 from ragorder.benchmarks.hedra.workflows.script import WordTokenizer
 from ragorder.benchmarks.hedra.workflows_live.measuring import ScriptedEngine

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from ragorder.benchmarks.doll.streaming.experiment import SLOTS, StreamingCell
+from ragorder.benchmarks.doll.streaming.cells import SLOTS, StreamingCell
 from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, Arm, Order
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.running.cells import SuiteCell
@@ -21,55 +21,23 @@ if TYPE_CHECKING:
 __all__ = [
     "ARMS",
     "BASELINE",
-    "CORPUS_DOCUMENTS",
-    "RATIOS",
     "REUSE",
     "SHIPPED",
-    "Arm",
-    "Copies",
     "Fusion",
     "FusionCell",
     "FusionRecord",
     "FusionTraining",
-    "Order",
     "checkpoint",
 ]
 
-RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-"""Shares of the reused tokens that are recomputed."""
-
 _DEVIATING = (0.0, 0.05)
+
 
 BASELINE, REUSE = "full attention", "full reuse"
 
-CORPUS_DOCUMENTS = 24
 
 NEIGHBOURS = 4
 """Similar documents of the corpus that preprocessing takes."""
-
-Copies = Literal["alone", "similar", "similar, best first", "retrieved", "in front", "served"]
-"""What a document's KV was computed after: the system prompt alone; the KV of the documents most like it (FusionRAG
-3.1), the most similar one last, or first (Eq. 10); the KV of others of the same prompt, or of those before it there,
-which no preprocessing can know; some other documents of an earlier prompt (Cache-Craft)."""
-
-Select = Literal["query", "deviation", "inter", "head", "random"]
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
-    recomputed. In `rounds` after the first, those are taken that the tokens recomputed so far attend to. `on_engine`:
-    whether the engine can do it."""
-
-    select: Select = "query"
-    copies: Copies = "alone"
-    exact: float = 0.0
-    rounds: int = 1
-    ratios: Sequence[float] = RATIOS
-
-    @property
-    def on_engine(self) -> bool:
-        return self.copies == "alone"
 
 
 ARMS: Mapping[str, Arm] = {
@@ -88,10 +56,6 @@ ARMS: Mapping[str, Arm] = {
     "behind those in front of it": Arm(copies="in front", ratios=_DEVIATING),
 }
 """By name: the systems of the paper's figures, ours, and copies to explain what preprocessing leaves."""
-
-
-Order = Literal["in front", "behind", "any"]
-"""Where the document stands that another one refers to."""
 
 
 class FusionCell(SuiteCell):

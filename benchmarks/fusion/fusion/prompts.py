@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS, Arm, Copies, Order
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, Arm, Copies, Order
 from ragorder.benchmarks.fusion.fusion.task import (
     ALIASES,
     ASK,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, RATIOS, REUSE, FusionRecord, FusionTraining
+from ragorder.benchmarks.fusion.fusion.cells import RATIOS
+from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, REUSE, FusionRecord, FusionTraining
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ragorder.benchmarks.fusion.fusion.experiment import Arm
+from ragorder.benchmarks.fusion.fusion.cells import Arm
 from ragorder.benchmarks.fusion.fusion.prompts import Measured, Prompts, Questions
 from ragorder.benchmarks.fusion.fusion.task import ASK, BOS, EPSILON, OPENING, THETA, VOCABULARY, ChainModel
 from ragorder.benchmarks.kernels.embedded.models import timed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 
-from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS
 
 __all__ = [
     "ALIASES",

@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, model_validator
-
+from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, PREPROCESSED, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
@@ -19,7 +18,6 @@ from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
-from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
@@ -27,33 +25,15 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.benchmarks.fusion.fusion_deviation.measuring import Measured
 
-__all__ = ["ALONE", "DeviationCell", "FusionDeviation", "make_part"]
+__all__ = ["FusionDeviation", "make_part"]
 
-ALONE, PREPROCESSED = "alone", "preprocessed"
 COPIES = (ALONE, PREPROCESSED)
 """What documents' KV was computed after: the system prompt, or also KV of similar documents (FusionRAG 3.1)."""
 
 
-class DeviationCell(SuiteCell):
-    """Prompts of `documents` best ones of a corpus, cut to `document_tokens`. Preprocessing takes the `neighbours` most
-    similar ones, as `by` says (see `ragorder fuse`). `recompute`: the share of tokens that selections choose."""
-
-    corpus: str = "pydocs"
-    documents: int = Field(10, ge=2)
-    document_tokens: int = Field(200, ge=10)
-    neighbours: int = Field(10, ge=1)
-    by: str = "embedding"
-    recompute: float = Field(0.15, gt=0, lt=1)
-
-    @model_validator(mode="after")
-    def _known_choice(self) -> Self:
-        from ragorder.kernels.preprocessing.neighbours import neighbours
-
-        neighbours.check(self.by.partition(":")[0])
-        return self
-
-
 _OTHER_ENGINE = "KV is compared in the embedded engine: give --engine torch, or none"
+
+
 # Of a system prompt and a question.
 _MORE_TOKENS = 1024
 
@@ -130,13 +110,21 @@ class FusionDeviation(Experiment):
 
 
 _Group = RecordGroup[Record]
+
+
 _LOOKS = {ALONE: "retrieval", PREPROCESSED: "earned", "query": "earned", "deviation": "greedy"}
+
+
 _NAMES = {"query": "question's attention", "deviation": "KV deviation"}
+
+
 _RANDOM = (
     "With random weights attention is almost even: deviation grows with what a document does not see, and what "
     "is selected says nothing about texts. Only a trained model shows which tokens matter, and what similar documents "
     "restore."
 )
+
+
 _Grid = Sequence[Sequence[float]]
 
 

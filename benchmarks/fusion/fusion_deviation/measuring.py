@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragorder.benchmarks.common.vectors import nearest_documents
-from ragorder.benchmarks.fusion.fusion_deviation.experiment import ALONE, DeviationCell
+from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.kernels.engine.scoring import Scorer, ScoringInput

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fusion.experiment import CORPUS_DOCUMENTS, SHIPPED, checkpoint
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS
+from ragorder.benchmarks.fusion.fusion.experiment import SHIPPED, checkpoint
 from ragorder.benchmarks.fusion.fusion.report import TOY
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.canvas import Picture, draw, name_marks, style, titled

@@ -12,14 +12,7 @@ from typing import Any, Generic, TypeVar
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts
-from ragorder.benchmarks.hedra.workflows.experiment import (
-    FAST,
-    MODELS,
-    SEARCH,
-    SYSTEM_PROMPT_WORDS,
-    System,
-    WorkflowsCell,
-)
+from ragorder.benchmarks.hedra.workflows.cells import FAST, MODELS, SEARCH, SYSTEM_PROMPT_WORDS, System, WorkflowsCell
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.document import Document
 from ragorder.eval.virtual.costs import SearchCosts

@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ragorder.benchmarks.common.served import late_s, mean_s, share
-from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS, Workflows, WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.cells import WorkflowsCell
+from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS, Workflows
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, range_words

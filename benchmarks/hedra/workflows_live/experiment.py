@@ -15,8 +15,8 @@ from pydantic import Field
 
 from ragorder.benchmarks.common.served import late_s, mean_s, share_column
 from ragorder.benchmarks.common.vectors import embedded
+from ragorder.benchmarks.hedra.workflows.cells import System
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS as VIRTUAL
-from ragorder.benchmarks.hedra.workflows.experiment import System
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS
 from ragorder.common.extras import install_hint
 from ragorder.eval.data.arrivals import poisson_arrivals

@@ -19,7 +19,7 @@ from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.openai.endpoint import OpenAIStreams
 from ragorder.adapters.openai.pipelined import PromptLoad, WatchedEngine
 from ragorder.adapters.openai.prompts import PromptRequest
-from ragorder.benchmarks.hedra.workflows.experiment import SYSTEM_PROMPT_WORDS, System
+from ragorder.benchmarks.hedra.workflows.cells import SYSTEM_PROMPT_WORDS, System
 from ragorder.benchmarks.hedra.workflows.measuring import ordered_prompts, play, stage_by_stage
 from ragorder.benchmarks.hedra.workflows.script import Embedder, RankedPrompts, Script, WordTokenizer, compiled
 from ragorder.common.extras import needs

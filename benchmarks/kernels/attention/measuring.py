@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ragorder.benchmarks.kernels.attention.cells import TOLERANCE
 from ragorder.benchmarks.kernels.attention.contenders import (
     CONTENDERS,
     AttentionProblem,
@@ -18,7 +19,6 @@ from ragorder.benchmarks.kernels.attention.contenders import (
     MissingError,
     make_problem,
 )
-from ragorder.benchmarks.kernels.attention.experiment import TOLERANCE
 from ragorder.kernels.attention.table import SCATTERED_ROWS, architecture, choose_splits, choose_tile, count_programs
 
 __all__ = ["measure", "reference", "splits_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ragorder.benchmarks.kernels.attention.experiment import TOLERANCE, AttentionCell, AttentionRecord
+from ragorder.benchmarks.kernels.attention.cells import TOLERANCE, AttentionCell, AttentionRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part

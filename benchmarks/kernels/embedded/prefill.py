@@ -15,7 +15,7 @@ from secrets import token_bytes
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ragorder.benchmarks.kernels.embedded.experiment import (
+from ragorder.benchmarks.kernels.embedded.cells import (
     BLOCKING,
     EXACTLY,
     FUSED,

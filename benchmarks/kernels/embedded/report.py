@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from ragorder.benchmarks.kernels.embedded.experiment import (
+from ragorder.benchmarks.kernels.embedded.cells import (
     BLOCKING,
     EXACTLY,
     FUSED,
@@ -18,8 +18,8 @@ from ragorder.benchmarks.kernels.embedded.experiment import (
     PLAIN,
     TIERS,
     EmbeddedCell,
-    EmbeddedRecord,
 )
+from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord
 from ragorder.benchmarks.kernels.embedded.models import ONE_THREAD
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.groups import RecordGroup, group_runs

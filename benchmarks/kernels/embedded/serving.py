@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from ragorder.benchmarks.kernels.embedded.experiment import CacheSetup, EmbeddedCell
+from ragorder.benchmarks.kernels.embedded.cells import CacheSetup, EmbeddedCell
 from ragorder.benchmarks.kernels.embedded.models import RandomPrompts, timed
 from ragorder.benchmarks.ragcache.replacement.experiment import TierSize
 from ragorder.benchmarks.ragcache.replacement.streams import SKEWED, skewed_stream, stream_of_trace

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ragorder.adapters.observing.tier_stats import SOURCES
+from ragorder.benchmarks.ragcache.tiering.cells import ARMS, PromptStream, TierSizes
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, trace_of_corpus
@@ -25,44 +26,28 @@ if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
     from ragorder.eval.running.record import Floats
 
-__all__ = [
-    "ARMS",
-    "ROOMS",
-    "PromptStream",
-    "TierSizes",
-    "Tiering",
-    "TieringRecord",
-    "kv_bytes_per_token",
-    "make_sizes",
-    "make_stream",
-]
+__all__ = ["ROOMS", "Tiering", "TieringRecord", "kv_bytes_per_token", "make_sizes", "make_stream"]
 
-ARMS = ("apc", "tiers")
-"""vLLM's prefix cache alone, and with tiers."""
 _ROOM = 1.25
 """Size of a tier that holds the whole working set, as a multiple of it: answers and warm-up need room."""
+
+
 _SHARES: dict[str, tuple[float, float, float | None]] = {
     "device": (_ROOM, _ROOM, None),
     "host": (0.25, _ROOM, None),
     "beyond": (0.25, 0.5, None),
     "disk": (0.25, 0.5, _ROOM),
 }
+
+
 ROOMS = tuple(_SHARES)
 """Places that the working set fits: the device's pool, the host, neither, the disk."""
+
+
 _NO_SERVER = "tiers are measured on two servers, which are started: use --engine openai"
+
+
 _OWN_SERVERS = "tiers are measured on two servers with pools of a size that is asked for: leave out --base-url"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptStream:
-    """`working_set_tokens` is the reusable KV of the prompts: whole blocks, each prefix once."""
-
-    prompts: Sequence[Sequence[int]]
-    working_set_tokens: int
-
-    @property
-    def longest_tokens(self) -> int:
-        return max(map(len, self.prompts))
 
 
 def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> PromptStream:
@@ -79,16 +64,6 @@ def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:
             prefix = hash((prefix, tuple(prompt[start : start + block_size])))
             seen.add(prefix)
     return len(seen) * block_size
-
-
-@dataclass(frozen=True, slots=True)
-class TierSizes:
-    """`disk_bytes` is None without a disk."""
-
-    blocks: int
-    host_bytes: int
-    disk_bytes: int | None
-    working_set_tokens: int
 
 
 def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:

@@ -15,7 +15,7 @@ from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import Hits, fetch_hits
 from ragorder.adapters.vllm.server_profile import measure_server
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, PromptStream, TierSizes
+from ragorder.benchmarks.ragcache.tiering.cells import ARMS, PromptStream, TierSizes
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer

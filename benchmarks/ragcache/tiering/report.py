@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, TieringRecord
+from ragorder.benchmarks.ragcache.tiering.cells import ARMS
+from ragorder.benchmarks.ragcache.tiering.experiment import TieringRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
