@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any
 
 import click
@@ -29,6 +31,20 @@ from ragorder.eval.running.specs import Bench
 __all__ = ["bench"]
 
 _DELAY_S = 0.05
+_COLUMNS = (
+    "moved: places between a document and its retrieval rank, on average.",
+    "predicted: requests of which the policy predicted the cached tokens to within one block.",
+)
+_POLICIES = {
+    "none": "no prefix cache",
+    "retrieval": "documents as retrieval ranked them",
+    "greedy": "Algorithm 1 of RAGCache++: at each node of the tree the cached child with the best retrieval rank",
+    "prefix": "the longest cached prefix, the rest as ranked",
+    "earned": "the default: the longest cached prefix, the rest as free while that has paid, else as ranked",
+    "free": "the longest cached prefix, the rest in the order that later requests are expected to share",
+    "events": "free, told by the server's KV events what is cached",
+    "oracle": "reads the engine's cache, and does not look ahead",
+}
 
 
 @click.command(
@@ -179,6 +195,9 @@ def bench(
     The simulated engine counts cached tokens exactly and has no clock; the others also measure time to first token.
     With --concurrency or --arrivals a table shows each tenth of the run. Differences are to retrieval order, paired
     request by request, with 95 % intervals. With -o the runs are kept, and `ragorder report` makes a page of them.
+
+    In the tables, "moved" is the mean distance of a document from its retrieval rank; "predicted" is the share of
+    requests whose cached tokens were predicted to within one block.
     """
     from ragorder.eval.data.arrivals import Arrivals
     from ragorder.eval.data.corpora import PYDOCS, CorpusError
@@ -239,6 +258,10 @@ def bench(
                 for line in measured:
                     lines.append(line)
         _show(lines, pipelines=pipeline is not None)
+        if pipeline is None:
+            names = dict.fromkeys(line["policy"] for line in lines.lines[1:])
+            said = [f"{policy_words(name)}: {_POLICIES[name]}." for name in names if name in _POLICIES]
+            click.secho(fill(" ".join([*_COLUMNS, *said]), get_terminal_size().columns), dim=True, err=lines.to_stdout)
     except (PolicyError, WorkloadError) as error:
         raise click.UsageError(str(error)) from None
     except (CorpusError, EngineError, StoreError, ImportError, OSError, ValueError) as error:
