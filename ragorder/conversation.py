@@ -100,7 +100,7 @@ class Turn:
     - `ordering`: of the documents `new`, which are sent, in prompt order
     - `repeated`: documents named instead of sent, best first
     - `rebased`: the engine had evicted the conversation: `new` are documents of all its turns, and this turn's are
-    `repeated`
+      `repeated`
     """
 
     messages: list[dict[str, Any]]

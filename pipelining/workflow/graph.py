@@ -46,7 +46,7 @@ class RAGraph:
     - The user's question is {query} or {input}. `inputs`: further names that the state of each run must have.
     - `max_rounds`: the most runs of a node in a request. A graph with a loop needs it.
     - Successors of a node run in parallel. A node where branches meet runs once, after all branches that can still
-    reach it; in a loop, once in each round.
+      reach it; in a loop, once in each round.
     """
 
     def __init__(

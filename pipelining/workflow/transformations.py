@@ -160,7 +160,7 @@ class SpeculateGeneration:
     """Starts the generation that follows a search with the documents found so far.
 
     - `bound`: of the generations on the engine, 16 in the paper. Searches whose results are nearest to their query go
-    first.
+      first.
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
     - `across`: also with results of a speculative search, while the generation before it still runs
     - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)

@@ -86,9 +86,9 @@ class WorkItem:
     - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
     - `released`: the speculative generation has been answered, and is no longer on the engine
     - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
-    engine
+      engine
     - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
-    distance between the last two predicted queries
+      distance between the last two predicted queries
     """
 
     request: Request
@@ -243,7 +243,7 @@ class Measurements:
     """Measurements of all requests; a mean is None before the first value.
 
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
-    searches of its request
+      searches of its request
     - `cached_share`: of the prompt tokens of generations that show documents
     - `speculative_embeddings`: predicted queries that are being embedded
     """

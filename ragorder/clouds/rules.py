@@ -31,10 +31,10 @@ class CacheRules:
 
     - `minimum_tokens`: shorter prefixes are not cached, without an error
     - `resume`: a request resumes at breakpoints of earlier requests ("marks"), at any multiple of `interval_tokens`
-    ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
+      ("interval"), or at the last multiple in an earlier prompt and where requests diverged before ("junctions")
     - `marks`: maximum breakpoints per request
     - `read_marks`: (first, latest) numbers of breakpoints that are looked up in a request with more than `marks`;
-    default: such a request is refused
+      default: such a request is refused
     - `lookback_parts`: content parts before each breakpoint at whose ends an entry is looked up
     - `ttl_s`: seconds from the start of the last request that used the entry; `ttl`: the provider's name of it
     - `write`, `read`: prices in multiples of the plain input price

@@ -1,10 +1,10 @@
 """Prompt lengths learned from the engine's reports.
 
 - Prefix: with `x` tokens of whole documents held, the engine reuses `cached = floor((prefix + x) / block) * block`
-tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where more than half of the latest intervals
-meet. With estimated lengths only `x = 0` counts.
+  tokens, so `cached - x <= prefix < cached - x + block`. The prefix lies where more than half of the latest intervals
+  meet. With estimated lengths only `x = 0` counts.
 - Tokens per estimated token: the median of `(cached - prefix) / x`, or the least-squares slope of prompt tokens over
-estimated document tokens, with the smaller standard error.
+  estimated document tokens, with the smaller standard error.
 """
 
 from __future__ import annotations
