@@ -105,13 +105,16 @@ def _share(cached: int, prompt: int) -> float:
 
 
 class StatsPages:
-    """`/metrics`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then) and `/ragorder` (live
-    HTML). The application adds `routes` and runs `history.keep` in the background."""
+    """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then) and `/ragorder`
+    (live HTML). The application adds `routes` and runs `history.keep` in the background."""
 
-    def __init__(self, metrics: Metrics, admission: AdmissionQueue | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, admission: AdmissionQueue | None = None, *, metrics_path: str = "/metrics"
+    ) -> None:
         self.history = History(lambda: Stats.of(metrics.whole.collect()))
         self._metrics = metrics
         self._admission = admission
+        self._metrics_path = metrics_path
         self._page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
         self._headers = {
             "Content-Security-Policy": _policy(self._page),
@@ -122,7 +125,7 @@ class StatsPages:
     @property
     def routes(self) -> list[Route]:
         return [
-            Route("/metrics", self._show_metrics),
+            Route(self._metrics_path, self._show_metrics),
             Route("/ragorder/stats", self._show_stats),
             Route("/ragorder", self._show_page),
         ]

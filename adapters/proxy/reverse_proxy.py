@@ -24,7 +24,17 @@ from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicR
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
 
-__all__ = ["Head", "ReverseProxy", "ServerProxy", "forward_answer", "pieces", "read_head", "with_length"]
+__all__ = [
+    "ClientAnswer",
+    "Head",
+    "ReverseProxy",
+    "ServerProxy",
+    "forward_answer",
+    "pieces",
+    "read_head",
+    "route_of",
+    "with_length",
+]
 
 _ROUTES: dict[str, Route] = {
     "chat/completions": "chat",
@@ -166,7 +176,7 @@ def read_head(scope: Scope) -> Head:
     """Raises HTTPError for a path that could leave the upstream address, and for an encoding that may hide a tag."""
     headers: Headers = scope["headers"]
     is_post = scope["method"] == "POST"
-    target, route = _target(scope), _route_of(scope["path"]) if is_post else None
+    target, route = _target(scope), route_of(scope["path"]) if is_post else None
     is_queued = is_post and (route is not None or scope["path"].startswith("/v1/"))
     encoding = encoding_of(headers)
     if route is not None and encoding is not None:
@@ -181,14 +191,52 @@ def read_head(scope: Scope) -> Head:
     return Head(scope["method"], target, without(headers, b"content-encoding"), route, is_queued, encoding)
 
 
-def _route_of(path: str) -> Route | None:
-    """Accept doubled and trailing slashes, as some servers do."""
+def route_of(path: str) -> Route | None:
+    """Return the protocol of a path, or None. Doubled and trailing slashes are accepted, as by some servers."""
     found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
     return None if found is None else _ROUTES[next(filter(None, found.groups()))]
 
 
 def with_length(headers: Headers, body: bytes) -> Headers:
     return [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
+
+
+class ClientAnswer:
+    """The answer to one client, read for its usage and translated on the way."""
+
+    def __init__(self, send: Send, sent: SentRequest | None) -> None:
+        self._send = send
+        self._sent = sent
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        sent = self._sent
+        if sent is not None:
+            sent.begin(status, headers)
+            if sent.translator is not None and 200 <= status < 300:
+                headers = sent.translator.begin(headers)
+            else:
+                sent.translator = None
+            headers = headers + sent.headers()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def feed(self, chunk: bytes) -> None:
+        sent = self._sent
+        if sent is not None:
+            sent.feed(chunk)
+            if sent.translator is not None:
+                chunk = sent.translator.feed(chunk)
+                if not chunk:
+                    return
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        sent, last = self._sent, b""
+        if sent is not None:
+            # Before the client sees the end: it may send the next request at once.
+            sent.complete = True
+            sent.end()
+            last = b"" if sent.translator is None else sent.translator.end()
+        await self._send({"type": "http.response.body", "body": last})
 
 
 async def forward_answer(
@@ -202,28 +250,11 @@ async def forward_answer(
         headers = without(headers, b"content-length")
     if not 200 <= status < 600 or any(_INVALID_IN_HEADER.search(value) for _, value in headers):
         raise HTTPError(502, "The upstream server's answer is not valid HTTP.", code="upstream_unavailable")
-    if sent is not None:
-        sent.begin(status, headers)
-        if sent.translator is not None and 200 <= status < 300:
-            headers = sent.translator.begin(headers)
-        else:
-            sent.translator = None
-        headers = headers + sent.headers()
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    answer = ClientAnswer(send, sent)
+    await answer.begin(status, headers)
     async for chunk in chunks:
-        if sent is not None:
-            sent.feed(chunk)
-            if sent.translator is not None:
-                chunk = sent.translator.feed(chunk)
-                if not chunk:
-                    continue
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    if sent is not None:
-        # Before the client sees the end: it may send the next request at once.
-        sent.complete = True
-        sent.end()
-    last = b"" if sent is None or sent.translator is None else sent.translator.end()
-    await send({"type": "http.response.body", "body": last})
+        await answer.feed(chunk)
+    await answer.end()
 
 
 async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:

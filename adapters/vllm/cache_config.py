@@ -11,7 +11,7 @@ from ragorder.common.extras import needs
 from ragorder.settings import Settings
 from ragorder.trie.policies import POLICIES
 
-__all__ = ["CacheConfig", "ServerError", "read_cache_config", "requests_on"]
+__all__ = ["CacheConfig", "ServerError", "engine_cache_config", "read_cache_config", "requests_on"]
 
 _GAUGE = "vllm:cache_config_info"
 _CAPACITY = re.compile(
@@ -60,6 +60,14 @@ def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | N
         return cache_config(server)
 
 
+def engine_cache_config(vllm_config: Any) -> CacheConfig:
+    """Return the cache configuration of a vLLM in this process, by its `VllmConfig`. Raises ServerError if the engine
+    has not started."""
+    facts = {name: str(value) for name, value in vars(vllm_config.cache_config).items()}
+    engines = vllm_config.parallel_config.data_parallel_size
+    return replace(_one_engine(facts, engines, "the engine"), engines=engines)
+
+
 def cache_config(server: Server) -> CacheConfig:
     with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
@@ -78,7 +86,7 @@ def cache_config(server: Server) -> CacheConfig:
     except ValueError:
         raise ServerError(f"{server.root}/metrics cannot be read: give vLLM's own address, or {_BY_HAND}") from None
     engines = {sample.labels.get("engine", ""): sample.labels for sample in samples}
-    caches = [_one_engine(labels, len(engines), server.root) for labels in engines.values()]
+    caches = [_one_engine(labels, len(engines), f"{server.root}/metrics") for labels in engines.values()]
     least = min(caches, key=lambda cache: cache.capacity_tokens)
     return replace(least, **_tiers(page, sum(cache.capacity_tokens for cache in caches), len(engines)))
 
@@ -95,12 +103,12 @@ def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
     return {"host_tokens": tokens["host"], "disk_tokens": tokens["disk"], "tier_policy": policy[1]}
 
 
-def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfig:
+def _one_engine(labels: dict[str, str], engines: int, source: str) -> CacheConfig:
     def number(name: str) -> int:
         value = _integer(labels.get(name))
         if value is None:
             found = repr(labels[name]) if name in labels else "missing"
-            message = f"{server}/metrics does not say how large the cache is ({name} is {found})"
+            message = f"{source} does not say how large the cache is ({name} is {found})"
             raise ServerError(f"{message}: wait until the server has started, or {_BY_HAND}")
         return value
 
@@ -112,7 +120,7 @@ def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfi
     # If layers differ (sliding windows and full attention) a token takes a block for each kind of layer.
     tokens = min(tokens, _integer(labels.get("kv_cache_size_tokens")) or tokens)
     if tokens < block_size:
-        raise ServerError(f"{server} has a KV cache smaller than a block: raise --kv-cache-memory-bytes")
+        raise ServerError(f"{source}: the KV cache is smaller than a block: raise --kv-cache-memory-bytes")
     caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
     # vLLM sets the mode of each model that has such layers. With "all" states are stored at every block.
     mode = labels.get("mamba_cache_mode")

@@ -84,8 +84,8 @@ class VLLMServer:
         with VLLMServer(model, blocks=2048) as server: ...
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
-    bfloat16 where that is fast, else float32; `environment` is added to this process's variables. Raises EngineError,
-    with the end of the server's log, if it does not start."""
+    bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the name of a class.
+    Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"
     events_topic = _TOPIC
@@ -103,6 +103,7 @@ class VLLMServer:
         dtype: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        middleware: str | None = None,
         launch: Launch = launch_process,
     ) -> None:
         port, replay = _free_ports(2)
@@ -142,6 +143,8 @@ class VLLMServer:
         }
         if kv_transfer_config is not None:
             options["kv-transfer-config"] = json.dumps(kv_transfer_config)
+        if middleware is not None:
+            options["middleware"] = middleware
         flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
         flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
         self._options = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]

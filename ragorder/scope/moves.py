@@ -153,6 +153,7 @@ class EarnedMoves:
         self._tail = tail
         self._best = BestPlace(settings)
         self._guards = settings.guards or None
+        self._is_free = settings.best == "any" and self._guards is None
         self._prefix_tokens = settings.prefix_tokens
         self._moved, self._ranked = Shadow(settings.prefix_tokens), Shadow(settings.prefix_tokens)
         self._gain = 0.0
@@ -169,19 +170,30 @@ class EarnedMoves:
     def _serve(
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
+        """Return the tokens found, and whether the prompt leaves the order that it would have without a cache."""
         if shadow.oldest < held_since:
             shadow.evict(held_since)
         keys, ranks = request.keys, request.ranks
-        guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
-        found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)
-        prefix = ranks_on_path(found, ranks)
-        placed = set(prefix)
-        rest = [rank for rank in range(len(keys)) if rank not in placed] if prefix else [*range(len(keys))]
-        first, rest, last = self._best.split(prefix, rest)
-        if shadow is self._moved and rest:
-            rest = self._tail.forecast(request, prefix + first, rest)
-        rest = first + rest + last
-        if guards is not None:
-            rest = guards.complete(prefix, prefix + rest)[len(prefix) :]
-        shadow.serve(found, keys, tokens, rest, stamp)
-        return found.end, prefix + rest != self._best.order(len(keys))
+        ranked = [*range(len(keys))]
+        if self._is_free:
+            # The usual settings, without the calls: this is on the path of each request.
+            found = self._find(shadow.tree, ranks)
+            prefix = ranks_on_path(found, ranks)
+            rest = [rank for rank in ranked if rank not in prefix] if prefix else ranked
+            order = prefix + self._rest(shadow, request, prefix, rest)
+        else:
+            guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
+            found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)
+            prefix = ranks_on_path(found, ranks)
+            first, rest, last = self._best.split(prefix, [rank for rank in ranked if rank not in prefix])
+            order = prefix + first + self._rest(shadow, request, prefix + first, rest) + last
+            if guards is not None:
+                order = guards.complete(prefix, order)
+            ranked = self._best.order(len(keys))
+        shadow.serve(found, keys, tokens, order[len(prefix) :], stamp)
+        return found.end, order != ranked
+
+    def _rest(
+        self, shadow: Shadow, request: OrderRequest[Any], placed: Sequence[int], rest: list[int]
+    ) -> Sequence[int]:
+        return self._tail.forecast(request, placed, rest) if rest and shadow is self._moved else rest

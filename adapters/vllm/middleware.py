@@ -1,0 +1,306 @@
+"""Ordering of documents inside vLLM's own server, or another ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import PydanticBaseSettingsSource, TomlConfigSettingsSource
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import header
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.proxy.app import BODY_LIMIT
+from ragorder.adapters.proxy.bodies import schema
+from ragorder.adapters.proxy.bodies.parsed import Route as Protocol
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
+from ragorder.adapters.proxy.bodies.presets import NONE, PromptRecogniser, find_templates
+from ragorder.adapters.proxy.bodies.template import TemplateError
+from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
+from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
+from ragorder.adapters.proxy.pages import StatsPages
+from ragorder.adapters.proxy.reverse_proxy import ClientAnswer, route_of, with_length
+from ragorder.adapters.proxy.upstream import error_content
+from ragorder.adapters.proxy.workers import Workers
+from ragorder.adapters.vllm.cache_config import ServerError, engine_cache_config
+from ragorder.orderer import Orderer
+from ragorder.prompt import PromptBuilder
+from ragorder.settings import Settings
+
+__all__ = ["MiddlewareSettings", "OrderDocuments"]
+
+_FILE = "RAGORDER_CONFIG"
+_TAG = b'"%s"' % schema.FIELD.encode()
+_logger = logging.getLogger("ragorder")
+
+
+class MiddlewareSettings(Settings):
+    """Settings of `OrderDocuments`: those of the orderer, and how documents are found.
+
+    The environment sets them (RAGORDER_TEMPLATE=auto), and so does a TOML file with the same names that RAGORDER_CONFIG
+    names. Arguments come first, then the environment.
+    """
+
+    template: str | None = Field(
+        None, description="How documents are found in messages that are not tagged: see --template of `ragorder serve`."
+    )
+    number_by_place: bool = Field(
+        False, description="Replace ids that are retrieval ranks by places in the prompt: see --number-by-place."
+    )
+    stable_tools: bool = Field(False, description="Send tools in the order of their names: see --stable-tools.")
+    shared_orders: str | None = Field(
+        None, description="Valkey or Redis server by which several processes of one server share orders."
+    )
+    shadow: bool = Field(False, description="Serve retrieval order, and compute what ragorder's order would save.")
+    body_limit: int = Field(BODY_LIMIT, ge=1, description="Longest body that is read for documents, in bytes.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: Any,
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Raises ValueError for a file that does not exist or is not TOML."""
+        file = os.environ.get(_FILE)
+        if file is None:
+            return init_settings, env_settings
+        if not Path(file).is_file():
+            raise ValueError(f"{_FILE}: there is no file {file}")
+        try:
+            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=file)
+        except ValueError as error:
+            raise ValueError(f"{_FILE}: {file}: {error}") from None
+
+
+class OrderDocuments:
+    """ASGI middleware that orders the documents in requests to an application with OpenAI's, Anthropic's or Cohere's
+    API: the proxy of `ragorder serve` without a process of its own.
+
+        vllm serve MODEL --middleware ragorder.adapters.vllm.OrderDocuments
+        app.add_middleware(OrderDocuments, capacity_tokens=100_000)  # FastAPI, Starlette
+
+    In vLLM's server block size and capacity are those of its engine. `options` are fields of `MiddlewareSettings`. After
+    an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the saving
+    (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. Raises ValueError for invalid settings.
+    """
+
+    def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:
+        self._app = app
+        self._settings = MiddlewareSettings(**options) if settings is None else settings
+        try:
+            self._templates = [] if self._settings.template is None else find_templates(self._settings.template)
+        except TemplateError as error:
+            raise ValueError(f"template (RAGORDER_TEMPLATE): {error}") from None
+        shown = [each.shows_id or each.shows_number for each in self._templates]
+        if self._settings.number_by_place and not all(shown):
+            raise ValueError("number_by_place needs {id} or {n} in the template")
+        self._metrics = Metrics()
+        pages = StatsPages(self._metrics, metrics_path="/ragorder/metrics")
+        self._history = pages.history
+        self._pages = Router([*pages.routes, Route("/ragorder/served", self._served)], redirect_slashes=False)
+        self._paths = frozenset(route.path for route in self._pages.routes if isinstance(route, Route))
+        self._workers = Workers()
+        self._order: Callable[[Protocol, bytes], SentRequest | None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            async with self._running():
+                await self._app(scope, receive, send)
+            return
+        route = None
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path in self._paths:
+                await self._pages(scope, receive, send)
+                return
+            # A server that reads an encoding hides the body from this layer.
+            if scope["method"] == "POST" and header(scope["headers"], b"content-encoding") is None:
+                route = route_of(path)
+        if route is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._exchange(route, scope, receive, send)
+
+    async def _exchange(self, route: Protocol, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if body is None:
+            return
+        try:
+            sent = await self._ordered(scope, route, body)
+        except HTTPError as error:
+            await error.send(send, error_content(scope["path"], error))
+            return
+        headers = scope["headers"]
+        if sent is not None:
+            body = sent.take_body(body)
+            headers = with_length(sent.request_headers(headers), body)
+        content: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body
+
+        async def replay() -> Message:
+            return content.pop() if content else await receive()
+
+        if sent is None:
+            await self._app(scope, replay, send)
+            return
+        answer = ClientAnswer(send, sent)
+
+        async def answered(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await answer.begin(message["status"], list(message.get("headers", ())))
+            elif message["type"] == "http.response.body":
+                if chunk := message.get("body", b""):
+                    await answer.feed(chunk)
+                if not message.get("more_body", False):
+                    await answer.end()
+            else:
+                await send(message)
+
+        try:
+            await self._app({**scope, "headers": headers}, replay, answered)
+        finally:
+            sent.end()
+
+    async def _ordered(self, scope: Scope, route: Protocol, body: bytes) -> SentRequest | None:
+        """Return what to send, or None for the request as it came. Raises HTTPError for a tagged body that cannot be
+        ordered: the application would answer without its documents."""
+        try:
+            if len(body) > self._settings.body_limit:
+                message = f"The body is longer than {self._settings.body_limit:,} bytes (RAGORDER_BODY_LIMIT)."
+                raise HTTPError(413, message, code="body_too_large")
+            if self._order is None:
+                self._order = self._make(scope)
+            work = partial(self._order, route, body)
+            return await self._workers.run(work, len(body), abandoned=methodcaller("end"))
+        except HTTPError:
+            if _TAG in body:
+                raise
+        except Exception as error:
+            # An error's message may quote a prompt.
+            _logger.error("a request is answered as it came: %s", type(error).__name__)
+            if _TAG in body:
+                message = "The documents could not be ordered: the server's log has the type of the error."
+                raise HTTPError(500, message, code="ordering_failed") from None
+        return None
+
+    def _make(self, scope: Scope) -> Callable[[Protocol, bytes], SentRequest | None]:
+        """Return the work on a body, with the sizes of the engine whose server this is."""
+        own = self._settings
+        settings, missing = _completed(own, scope)
+        shared = None if own.shared_orders is None else _sharing(own.shared_orders, settings)
+        orderer = ObservedOrderer(shared or Orderer(settings), [self._metrics], shadow=own.shadow)
+        for reason in missing:
+            orderer.degrade(reason)
+        builder = PromptBuilder("")
+        recognises = own.template != NONE
+        parser = BodyParser(
+            builder,
+            TokenCounter(builder),
+            self._templates,
+            warn=orderer.degrade,
+            finds_native=recognises,
+            stable_tools=own.stable_tools,
+            recogniser=PromptRecogniser(settings, self._metrics.recognised) if recognises else None,
+            number_by_place=own.number_by_place,
+            # Its cache finds any common prefix.
+            heeds_client_marks=False,
+            on_passed=self._metrics.passed,
+        )
+        on_sent = None if shared is None or own.shadow else shared.share
+        requests = RequestOrderer(orderer, on_tbt=self._metrics.token_times, on_sent=on_sent)
+
+        def order(route: Protocol, body: bytes) -> SentRequest | None:
+            parsed = parser.parse(route, body)
+            return None if parsed is None else requests.order(parsed)
+
+        return order
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        keeping = asyncio.create_task(self._history.keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeping
+            self._workers.close()
+
+    async def _served(self, _: Request) -> JSONResponse:
+        template = ", ".join(each.form for each in self._templates) or None
+        about = {"servers": ["this one"], "models": [], "more_models": 0, "template": template, "lengths": "estimated"}
+        return JSONResponse(about, headers={"Cache-Control": "no-store"})
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Return the body, or None if the client is gone. The application would keep all of it, too."""
+    chunks: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+def _completed(own: MiddlewareSettings, scope: Scope) -> tuple[Settings, list[str]]:
+    """Return the orderer's settings, with the sizes of vLLM's engine, and what is missing."""
+    given = {name: getattr(own, name) for name in own.model_fields_set & Settings.model_fields.keys()}
+    settings = Settings().model_copy(update=given)
+    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+    if config is None:
+        unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
+        names = " and ".join(f"RAGORDER_{name.upper()}" for name in sorted(unknown, reverse=True))
+        return settings, [f"the size of the server's cache is unknown: set {names}"] if unknown else []
+    try:
+        cache = engine_cache_config(config)
+    except (ServerError, AttributeError) as error:
+        return settings, [f"the size of the server's cache is unknown: {error}"]
+    missing = []
+    if cache.prefix_caching is False:
+        missing.append("the server's prefix cache is off: start it with --enable-prefix-caching")
+    if cache.hybrid:
+        missing.append(
+            "the server's model is a hybrid one (Mamba, GDN) and resumes only where its state was kept, so predictions "
+            "are too high: Orderer.for_vllm orders for that"
+        )
+    if cache.engines > 1:
+        missing.append(
+            f"the server has {cache.engines} engines, each with its own cache: `ragorder serve --data-parallel-ranks "
+            f"{cache.engines}` knows them apart"
+        )
+    processes = getattr(config.parallel_config, "_api_process_count", 1)
+    if processes > 1 and own.shared_orders is None:
+        missing.append(
+            f"{processes} API server processes order for one cache, each by what it has served itself: set "
+            "RAGORDER_SHARED_ORDERS=redis://HOST:PORT/0, or fewer tokens may be cached than in retrieval order"
+        )
+    return settings.model_copy(update=cache.completes(settings)), missing
+
+
+def _sharing(url: str, settings: Settings) -> Any:
+    from ragorder.adapters.shared_orders import SharedOrderer
+
+    try:
+        return SharedOrderer(url, settings, at_once=False)
+    except ValueError:
+        # The error itself may quote a password of the URL.
+        raise ValueError("shared_orders: not a URL such as redis://127.0.0.1:6379/0") from None

@@ -1,0 +1,310 @@
+"""Documents ordered inside a server: what the application gets and answers, beside the proxy, and real vLLM."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from support.requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
+from support.serve_process import ServeProcess, launching
+from support.serving_app import serving
+
+from ragorder import Orderer
+from ragorder.adapters.proxy import DocumentTemplate, make_app
+from ragorder.adapters.vllm import OrderDocuments
+from ragorder.common.degraded import DegradedWarning
+
+FORM = '<document id="{id}">\n{text}\n</document>'
+SIZES = {"capacity_tokens": 2000, "block_size": 16}
+USAGE = {"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+class Application:
+    """Keeps the bodies that it gets, and echoes other paths."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.lengths: list[str | None] = []
+        self.state: Any = None
+
+    def app(self, **options: Any) -> Starlette:
+        chats = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
+        routes = [Route(path, self._chat, methods=["POST"]) for path in chats]
+        routes += [Route("/v1/embeddings", self._echo, methods=["POST"]), Route("/health", self._health)]
+        app = Starlette(routes=routes)
+        if options:
+            app.add_middleware(OrderDocuments, **options)
+        if self.state is not None:
+            app.state.vllm_config = self.state
+        return app
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.body()
+        self.bodies.append(body)
+        self.lengths.append(request.headers.get("content-length"))
+        if request.headers.get("content-encoding"):
+            return PlainTextResponse("compressed", 400)
+        fields = json.loads(body)
+        if fields.get("fails"):
+            return JSONResponse({"error": "no"}, 400)
+        if not fields.get("stream"):
+            return JSONResponse({"choices": [{"message": {"content": "yes"}}], "usage": USAGE})
+
+        async def events() -> Any:
+            yield 'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+            yield f'data: {{"choices":[],"usage":{json.dumps(USAGE)}}}\n\ndata: [DONE]\n\n'
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _echo(self, request: Request) -> Response:
+        return Response(await request.body())
+
+    async def _health(self, _: Request) -> Response:
+        return PlainTextResponse("ok")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+def draws(count: int, seed: int = 0) -> list[list[str]]:
+    rng = random.Random(seed)
+    return [rng.sample("abcdef", 4) for _ in range(count)]
+
+
+def chat(names: list[str], number: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [user(asked(names) + str(number))], **fields}
+
+
+class TestBesideTheProxy:
+    @pytest.mark.parametrize("options", [{}, {"number_by_place": True}, {"stable_tools": True}])
+    def test_the_application_gets_the_same_bodies(
+        self, serve: Callable[[Any], str], application: Application, options: dict[str, bool]
+    ) -> None:
+        """Written into messages, tagged, in the API's own form, and without documents; whole answers and streams."""
+        other = Application()
+        proxied = serve(
+            make_app(Orderer(**SIZES), upstream=serve(other.app()), template=DocumentTemplate(FORM), **options)
+        )
+        inside = serve(application.app(template=FORM, **SIZES, **options))
+        tools = [{"type": "function", "function": {"name": name}} for name in "ba"]
+        bodies: list[dict[str, Any]] = []
+        for number, names in enumerate(draws(60)):
+            bodies.append(chat(names, number, stream=number % 2 == 0, tools=tools))
+            bodies.append(tagged(names, str(number)))
+            texts = [{"title": name, "text": TEXTS[name]} for name in names]
+            bodies.append({"model": "m", "messages": [user(str(number))], "documents": texts})
+            bodies.append({"model": "m", "messages": [user("Hello.")], "tools": tools})
+        moved = 0
+        for body in bodies:
+            answers = [post(url, body) for url in (proxied, inside)]
+            assert answers[0].content == answers[1].content
+            names = ("x-ragorder-permutation", "x-ragorder-predicted-cached-tokens", "content-type")
+            heads = [[answer.headers.get(name) for name in names] for answer in answers]
+            assert heads[0] == heads[1]
+            assert application.bodies[-1] == other.bodies[-1]
+            assert application.lengths[-1] == str(len(application.bodies[-1]))
+            moved += heads[1][0] not in (None, "0,1,2,3")
+        assert moved > 20
+
+
+class TestAsItCame:
+    def test_a_request_without_documents(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(template=FORM, **SIZES))
+        content = b'{ "model" : "m", "messages": [{"role": "user", "content": "\\u00e9 one <document>"}] }'
+        answer = httpx2.post(f"{url}{CHAT}", content=content, verify=CERTIFICATES)
+        assert answer.status_code == 200
+        assert application.bodies == [content]
+
+    def test_other_paths_and_encoded_bodies(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(template=FORM, **SIZES))
+        echoed = httpx2.post(f"{url}/v1/embeddings", content=b"\x00\xff", verify=CERTIFICATES)
+        assert echoed.content == b"\x00\xff"
+        assert get(f"{url}/health").text == "ok"
+        packed = gzip.compress(json.dumps(chat(list("ab"))).encode())
+        answer = httpx2.post(
+            f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES
+        )
+        assert (answer.status_code, application.bodies) == (400, [packed])
+
+    def test_after_an_error_inside(
+        self, serve: Callable[[Any], str], application: Application, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But a tagged one is refused: the application would answer it without its documents."""
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.BodyParser.parse", fail)
+        url = serve(application.app(template=FORM, **SIZES))
+        body = chat(list("ab"))
+        assert post(url, body).status_code == 200
+        assert [json.loads(each) for each in application.bodies] == [body]
+        refused = post(url, tagged("ab"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "ordering_failed")
+        assert "secret" not in refused.text
+        assert len(application.bodies) == 1
+
+    def test_a_body_beyond_the_limit(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(template=FORM, body_limit=1000, **SIZES))
+        body = chat(list("abcd"))
+        assert post(url, body).status_code == 200
+        assert [json.loads(each) for each in application.bodies] == [body]
+        refused = post(url, tagged("abcd"))
+        assert refused.status_code == 413
+        assert "RAGORDER_BODY_LIMIT" in refused.text
+
+    def test_a_malformed_tag_is_refused_with_the_field(
+        self, serve: Callable[[Any], str], application: Application
+    ) -> None:
+        url = serve(application.app(**SIZES))
+        refused = post(url, tagged("ab") | {"ragorder": tag("ab") | {"documents": 3}})
+        assert refused.status_code == 400
+        assert "ragorder.documents" in refused.text
+        assert not application.bodies
+
+
+class TestTheSaving:
+    def test_is_shown_at_the_servers_own_address(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(template=FORM, **SIZES))
+        for number, names in enumerate(draws(8)):
+            post(url, chat(names, number))
+        post(url, chat(list("ab"), fails=True))
+        stats = get(f"{url}/ragorder/stats").json()
+        assert (stats["served"], stats["discarded"]) == (8, 1)
+        assert "ragorder_settled_requests" in get(f"{url}/ragorder/metrics").text
+        assert "<h1>ragorder</h1>" in get(f"{url}/ragorder").text
+        assert get(f"{url}/ragorder/served").json()["template"] == FORM
+
+    def test_in_shadow_mode_nothing_moves(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(template=FORM, shadow=True, **SIZES))
+        bodies = [chat(names, number) for number, names in enumerate(draws(30))]
+        for body in bodies:
+            post(url, body)
+        assert [json.loads(each) for each in application.bodies] == bodies
+        assert get(f"{url}/ragorder/stats").json()["shadow"] is True
+
+
+class TestSettings:
+    def test_come_from_the_environment_and_a_file(
+        self,
+        serve: Callable[[Any], str],
+        application: Application,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        file = tmp_path / "ragorder.toml"
+        file.write_text(f"template = '''{FORM}'''\nkeep_first = 4\ncapacity_tokens = 3000\nblock_size = 16\n")
+        monkeypatch.setenv("RAGORDER_CONFIG", str(file))
+        url = serve(application.app(shadow=False))
+        bodies = [chat(names, number) for number, names in enumerate(draws(20))]
+        for body in bodies:
+            assert "x-ragorder-permutation" in post(url, body).headers
+        assert [json.loads(each) for each in application.bodies] == bodies
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "0")
+        freed = Application()
+        url = serve(freed.app(shadow=False))
+        for body in bodies:
+            post(url, body)
+        assert [json.loads(each) for each in freed.bodies] != bodies
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"template": "nothing"}, "RAGORDER_TEMPLATE"),
+            ({"number_by_place": True, "template": "- {text}"}, "number_by_place needs"),
+            ({"keep_frist": 1}, "did you mean keep_first"),
+        ],
+    )
+    def test_are_checked_at_the_start(self, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            OrderDocuments(Application().app(), **options)
+
+    @pytest.mark.parametrize(("content", "said"), [(None, "there is no file"), ("keep_first =", "ragorder.toml")])
+    def test_a_file_that_cannot_be_read(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, said: str
+    ) -> None:
+        file = tmp_path / "ragorder.toml"
+        if content is not None:
+            file.write_text(content)
+        monkeypatch.setenv("RAGORDER_CONFIG", str(file))
+        with pytest.raises(ValueError, match=said):
+            OrderDocuments(Application().app())
+
+    def test_an_unknown_size_of_the_cache_is_said(
+        self, serve: Callable[[Any], str], application: Application
+    ) -> None:
+        app = application.app(template=FORM)
+        with pytest.warns(DegradedWarning, match="RAGORDER_CAPACITY_TOKENS and RAGORDER_BLOCK_SIZE"):
+            post(serve(app), chat(list("ab")))
+
+    def test_without_the_extra_the_error_names_it(self, python: Callable[..., Any]) -> None:
+        done = python("-c", "from ragorder.adapters.vllm import OrderDocuments", blocked=("starlette",))
+        assert done.returncode
+        assert ".[proxy]" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+class TestVLLM:
+    """`vllm serve --middleware` on real vLLM."""
+
+    def test_it_hits_as_through_the_proxy_to_the_token(self, vllm_model: Path) -> None:
+        pytest.importorskip("vllm")
+        from ragorder.eval.data.workloads import make_workload
+        from ragorder.eval.engines.server import VLLMServer
+
+        texts = [each.text[:300] for each in make_workload("paper-shuf", 0, requests=1).documents[:12]]
+        rng = random.Random(1)
+        lists = [rng.sample(range(len(texts)), 4) for _ in range(40)]
+
+        def body(ranks: list[int], number: int) -> dict[str, Any]:
+            written = "\n".join(FORM.format(id=rank, text=texts[rank]) for rank in ranks)
+            messages = [user(f"{written}\nQuestion {number}?")]
+            return {"model": "served", "messages": messages, "max_tokens": 1, "temperature": 0}
+
+        def cached(url: str) -> tuple[list[int], list[str]]:
+            tokens, orders = [], []
+            for number, ranks in enumerate(lists):
+                answer = post(url, body(ranks, number))
+                assert answer.status_code == 200, answer.text
+                tokens.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+                orders.append(answer.headers["x-ragorder-permutation"])
+            return tokens, orders
+
+        command = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
+        name = "ragorder.adapters.vllm.OrderDocuments"
+        environment = {"RAGORDER_TEMPLATE": FORM}
+        with VLLMServer(vllm_model, blocks=64, middleware=name, environment=environment) as server:
+            inside, orders = cached(server.base_url)
+            assert get(f"{server.base_url}/ragorder/stats").json()["served"] == len(lists)
+        with (
+            VLLMServer(vllm_model, blocks=64) as server,
+            launching(ServeProcess, *command, "--template", FORM, PYTHONPATH="") as launch,
+        ):
+            proxy = launch("--upstream", server.base_url)
+            assert cached(proxy.url) == (inside, orders)
+        assert sum(inside) > 0
+        assert len(set(orders)) > 1
