@@ -234,8 +234,8 @@ class TestSettings:
         ("options", "said"),
         [
             ({"template": "nothing"}, "RAGORDER_TEMPLATE"),
-            ({"number_by_place": True, "template": "- {text}"}, "number_by_place needs"),
-            ({"keep_frist": 1}, "did you mean keep_first"),
+            ({"number_by_place": True, "template": "<d>{text}</d>"}, "number_by_place needs"),
+            ({"keep_frist": 1}, "did you mean 'keep_first'"),
         ],
     )
     def test_are_checked_at_the_start(self, options: dict[str, Any], said: str) -> None:
