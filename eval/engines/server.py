@@ -84,8 +84,8 @@ class VLLMServer:
         with VLLMServer(model, blocks=2048) as server: ...
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
-    bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the name of a class.
-    Raises EngineError, with the end of the server's log, if it does not start."""
+    bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the
+    name of a class. Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"
     events_topic = _TOPIC

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,7 +30,7 @@ from ragorder.adapters.vllm import OrderDocuments
 from ragorder.common.degraded import DegradedWarning
 
 FORM = '<document id="{id}">\n{text}\n</document>'
-SIZES = {"capacity_tokens": 2000, "block_size": 16}
+SIZES: dict[str, Any] = {"capacity_tokens": 2000, "block_size": 16}
 USAGE = {"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
@@ -48,7 +48,7 @@ class Application:
         routes += [Route("/v1/embeddings", self._echo, methods=["POST"]), Route("/health", self._health)]
         app = Starlette(routes=routes)
         if options:
-            app.add_middleware(OrderDocuments, **options)
+            app.add_middleware(cast(Any, OrderDocuments), **options)
         if self.state is not None:
             app.state.vllm_config = self.state
         return app
@@ -101,7 +101,7 @@ def chat(names: list[str], number: int = 0, **fields: Any) -> dict[str, Any]:
 class TestBesideTheProxy:
     @pytest.mark.parametrize("options", [{}, {"number_by_place": True}, {"stable_tools": True}])
     def test_the_application_gets_the_same_bodies(
-        self, serve: Callable[[Any], str], application: Application, options: dict[str, bool]
+        self, serve: Callable[[Any], str], application: Application, options: dict[str, Any]
     ) -> None:
         """Written into messages, tagged, in the API's own form, and without documents; whole answers and streams."""
         other = Application()
@@ -121,8 +121,8 @@ class TestBesideTheProxy:
         for body in bodies:
             answers = [post(url, body) for url in (proxied, inside)]
             assert answers[0].content == answers[1].content
-            names = ("x-ragorder-permutation", "x-ragorder-predicted-cached-tokens", "content-type")
-            heads = [[answer.headers.get(name) for name in names] for answer in answers]
+            shown = ("x-ragorder-permutation", "x-ragorder-predicted-cached-tokens", "content-type")
+            heads = [[answer.headers.get(name) for name in shown] for answer in answers]
             assert heads[0] == heads[1]
             assert application.bodies[-1] == other.bodies[-1]
             assert application.lengths[-1] == str(len(application.bodies[-1]))
@@ -144,9 +144,7 @@ class TestAsItCame:
         assert echoed.content == b"\x00\xff"
         assert get(f"{url}/health").text == "ok"
         packed = gzip.compress(json.dumps(chat(list("ab"))).encode())
-        answer = httpx2.post(
-            f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES
-        )
+        answer = httpx2.post(f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES)
         assert (answer.status_code, application.bodies) == (400, [packed])
 
     def test_after_an_error_inside(
@@ -253,9 +251,7 @@ class TestSettings:
         with pytest.raises(ValueError, match=said):
             OrderDocuments(Application().app())
 
-    def test_an_unknown_size_of_the_cache_is_said(
-        self, serve: Callable[[Any], str], application: Application
-    ) -> None:
+    def test_an_unknown_size_of_the_cache_is_said(self, serve: Callable[[Any], str], application: Application) -> None:
         app = application.app(template=FORM)
         with pytest.warns(DegradedWarning, match="RAGORDER_CAPACITY_TOKENS and RAGORDER_BLOCK_SIZE"):
             post(serve(app), chat(list("ab")))
