@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.bodies import Bodies
 from support.inside import runner_of
 from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
@@ -402,6 +403,31 @@ class TestChats:
             body = {"messages": turn, "max_tokens": 2, "ignore_eos": True}
             usage = (await client.post(CHAT, json=body)).json()["usage"]
         assert usage == {**usage, "prompt_tokens": answer["count"], "completion_tokens": 2}
+
+    async def test_of_agents_are_counted_by_the_proxy_as_the_server_renders_them(
+        self, load: Callable[..., EngineWorker]
+    ) -> None:
+        worker = load()
+        tokenizer = worker.engine.tokenizer
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }}"
+            "{% for c in m.tool_calls %} {{ c.function.arguments | tojson }}{% endfor %} {{ m.content }}\n{% endfor %}"
+        )
+        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, "x"]}'}}
+        found = "".join(f"<doc>{TEXTS[name]}</doc>" for name in "ab")
+        body = {
+            "messages": [
+                {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "x"},
+                {"role": "user", "content": f"{found} Which?"},
+            ]
+        }
+        bodies = Bodies("<doc>{text}</doc>", tokenizer=deepcopy(tokenizer))
+        parsed = bodies.parse("chat", json.dumps(body).encode())
+        assert parsed is not None
+        async with reaching(make_engine_app(worker)) as client:
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        assert tokenizer.decode(tokens[: parsed.prefix_tokens]) == ('assistant hm {"at": [1, "x"]} \ntool  x\nuser  ')
 
     async def test_what_the_template_refuses_is_refused(self, load: Callable[..., EngineWorker]) -> None:
         worker = load()
