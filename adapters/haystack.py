@@ -82,10 +82,10 @@ class CacheOrderRanker:
 
     @component.output_types(documents=list[Document])
     def run(
-        self, documents: list[Document], top_k: int | None = None, scope: str | None = None
+        self, documents: list[Document], top_k: int | None = None, scope: str | None = None, query: str | None = None
     ) -> dict[str, list[Document]]:
-        """Return the ordered `documents`; `top_k` and `scope` override the ranker's own. Raises ValueError for a
-        `top_k` below 1."""
+        """Return the ordered `documents`. `top_k` and `scope` override the ranker's own; `query`, which other rankers
+        take, changes nothing. Raises ValueError for a `top_k` below 1."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -94,7 +94,7 @@ class CacheOrderRanker:
 
     @component.output_types(documents=list[Document])
     async def run_async(
-        self, documents: list[Document], top_k: int | None = None, scope: str | None = None
+        self, documents: list[Document], top_k: int | None = None, scope: str | None = None, query: str | None = None
     ) -> dict[str, list[Document]]:
         # Ordering takes a fraction of a millisecond, without waiting.
         return self.run(documents, top_k, scope)

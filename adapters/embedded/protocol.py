@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -113,10 +113,29 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 
 
 @readable_by_threads
+class CalledFunction(msgspec.Struct):
+    name: str
+    # JSON text in OpenAI's API; templates show its value.
+    arguments: str | dict[str, Any] = ""
+
+
+@readable_by_threads
+class ToolCall(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+@readable_by_threads
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[TextPart] = ""
     name: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    # Its other name, in servers and templates.
+    reasoning_content: str | None = None
 
 
 @readable_by_threads
@@ -182,6 +201,8 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
         raise _no_json() from None
     if not isinstance(body, TokenizeRequest):
         _check(body)
+    if not isinstance(body, CompletionRequest):
+        _read_arguments(body.messages or [])
     return body
 
 
@@ -207,9 +228,22 @@ def _no_json() -> HTTPError:
     return HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json")
 
 
-def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
+def _read_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Replace arguments of tool calls by their values. Together they have as many as an option."""
+    counted = 0
+    for place, message in enumerate(messages):
+        for call in message.tool_calls:
+            given = call.function.arguments
+            if isinstance(given, str):
+                content = given.encode()
+                counted += _check_values(content, _MAX_OPTIONS, f"messages[{place}].tool_calls", besides=-counted)
+                with suppress(*NOT_JSON):
+                    call.function.arguments = msgspec.json.decode(content, type=dict[str, Any])
+
+
+def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> int:
     try:
-        count_values(content, limit + besides)
+        return count_values(content, limit + besides)
     except TooManyValuesError:
         code = "context_length_exceeded" if field == "prompt" else "too_many_values"
         what = field or "The body without its prompt"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
+import msgspec
+
 from ragorder.adapters.embedded.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -141,7 +143,7 @@ class RequestTranslator:
     def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
         """Return the number of leading tokens that do not depend on the last message's text."""
         *before, last = body.messages
-        text = self._template([*before, ChatMessage(last.role, PLACEHOLDER)], body)
+        text = self._template([*before, msgspec.structs.replace(last, content=PLACEHOLDER)], body)
         head, slot, _ = text.rpartition(PLACEHOLDER)
         if not slot:
             return 0
@@ -211,8 +213,16 @@ def _salt(body: CommonRequest) -> str | None:
         raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
 
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": text, **named}
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    others = {
+        "name": message.name,
+        "tool_calls": msgspec.to_builtins(message.tool_calls) or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning": reasoning,
+        "reasoning_content": reasoning,
+    }
+    given = {name: value for name, value in others.items() if value is not None}
+    return {"role": message.role, "content": text, **given}

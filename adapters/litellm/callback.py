@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import litellm
@@ -35,9 +36,15 @@ _ROUTES: Mapping[str, Route] = {
     "text_completion": "completions",
     "atext_completion": "completions",
     "anthropic_messages": "messages",
+    "aanthropic_messages": "messages",
     "responses": "responses",
     "aresponses": "responses",
 }
+# Gemini's own API. Its contents are read as a chat's messages, of a route whose bodies take no breakpoints.
+_OF_GEMINI = frozenset({"generate_content", "agenerate_content", "generate_content_stream", "agenerate_content_stream"})
+_GEMINI: Route = "cohere"
+_GEMINI_ROLES = {"model": "assistant", "function": "tool"}
+_INSTRUCTIONS = ("systemInstruction", "system_instruction")
 _PROMPT = ("input", "instructions", "messages", "prompt", "prompt_cache_key", "prompt_cache_options", "system")
 _READ = (
     *_PROMPT,
@@ -65,8 +72,8 @@ _METADATA = ("litellm_metadata", "metadata")
 
 
 class OrderDocuments(CustomLogger):  # type: ignore[misc]
-    """Callback that orders the documents of chats, completions, messages and responses in LiteLLM's proxy, and learns
-    from their answers. Thread-safe.
+    """Callback that orders the documents of chats, completions, messages, responses and Gemini's contents in LiteLLM's
+    proxy, and learns from their answers. Thread-safe.
 
     - `template` finds documents in messages; documents in a field "ragorder" need none (docs/proxy.md)
     - `repeated` names documents that an earlier message has instead of sending them again
@@ -117,7 +124,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
     ) -> dict[str, Any]:
-        route = _ROUTES.get(str(call_type))
+        is_gemini = call_type in _OF_GEMINI
+        route = _GEMINI if is_gemini else _ROUTES.get(call_type)
         if route is None:
             if FIELD in data:
                 raise _bad_request(
@@ -125,7 +133,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
                 )
             return data
         try:
-            content = self._content(data, user_api_key_dict)
+            content = self._content(data | _messages_of(data) if is_gemini else data, user_api_key_dict)
             sent = await self._workers.run(partial(self._order, route, content), len(content), abandoned=_end)
         except HTTPError as error:
             raise _bad_request(str(error), data) from None
@@ -137,7 +145,10 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             changed = decode_any(sent.take_body())
             # A tag's tenant is also the engine's.
             names = _PROMPT if self._scope is not None else (*_PROMPT, "cache_salt")
-            ordered = data | {name: changed[name] for name in names if name in changed}
+            if is_gemini:
+                ordered = data | _contents_of(data, changed["messages"])
+            else:
+                ordered = data | {name: changed[name] for name in names if name in changed}
             ordered.pop(FIELD, None)
             self._finish(_name_in(data), None)
             name = _give_name(ordered)
@@ -215,6 +226,25 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         # An error's message may quote a prompt.
         kind = type(error).__name__
         self._orderer.degrade(f"ordering for LiteLLM failed with {kind}: such requests are sent unchanged, or refused")
+
+
+def _messages_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages of a request in Gemini's API, none for contents that it would refuse."""
+    try:
+        said = [(_GEMINI_ROLES.get(each.get("role"), "user"), each["parts"]) for each in data["contents"]]
+        given = [("system", data[name]["parts"]) for name in _INSTRUCTIONS if data.get(name)]
+    except (AttributeError, KeyError, TypeError):
+        return {"messages": []}
+    return {"messages": [{"role": role, "content": parts} for role, parts in [*given, *said]]}
+
+
+def _contents_of(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields that `_messages_of` read, with the parts of these messages. A tagged request has one more."""
+    parts = [each["content"] if isinstance(each["content"], list) else [{"text": each["content"]}] for each in messages]
+    given = [name for name in _INSTRUCTIONS if data.get(name)]
+    instructions = {name: data[name] | {"parts": own} for name, own in zip(given, parts, strict=False)}
+    said = zip_longest(data["contents"], parts[len(given) :], fillvalue={"role": "user"})
+    return {**instructions, "contents": [content | {"parts": own} for content, own in said]}
 
 
 def _give_name(ordered: dict[str, Any]) -> str:

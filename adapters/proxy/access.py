@@ -15,7 +15,7 @@ from ragorder.adapters.http_server.headers import header
 from ragorder.adapters.proxy.bodies.parsed import PassReason, digest_of
 from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "RenamedIds", "UnorderedRequests"]
+__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "RenamedIds", "UnorderedRequests", "UnsharedRequests"]
 
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
 # Without this header a page of another origin cannot read an error. Its key or origin has been checked, or the error
@@ -112,8 +112,9 @@ def _refused(what: str, header: str, code: str) -> HTTPError:
     return HTTPError(403, message, code=code)
 
 
-# Requests, or texts, needed for a verdict.
+# Requests, or texts, needed for a verdict; requests without a document that came before.
 _ENOUGH = 20
+_MANY = 100
 _REMEMBERED = 16384
 
 _NEVER_FOUND = (
@@ -139,6 +140,14 @@ _OR_BY_PLACE = (
 )
 _NO_PLACES = (
     "; these ids are not 1, 2, … by position (do they number sources?), so --number-by-place would not change them"
+)
+_NEVER_THE_SAME_FRONT = (
+    f"none of {_ENOUGH} requests shares anything with another: the text before their documents is never the same; put "
+    "what changes (a date, a name, the question, other text that was found) after the documents"
+)
+_NEVER_THE_SAME_DOCUMENT = (
+    f"none of {_MANY} requests shares anything with another: no document was in two of them; leave what changes (a "
+    "rank, a score, a date) out of their texts, and compare two prompts with the same document"
 )
 _KEPT = (
     "--number-by-place did not change ids that are not 1, 2, … by position: names, or numbers of sources that several "
@@ -223,6 +232,44 @@ class RenamedIds:
         self._are_places = self._are_places and are_places
         if self._renamed >= _ENOUGH and 2 * self._renamed > self._again:
             self._end(_RENAMED + (_OR_BY_PLACE if self._are_places else _NO_PLACES))
+
+    def _end(self, said: str) -> None:
+        self._watching = False
+        self._warn(said)
+
+
+class UnsharedRequests:
+    """Detector of ordered requests that share nothing with any other. Warns once: after 20 requests whose texts
+    before the documents are all different, or 100 without a document that came before. The first request of a tenant
+    does not count."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._known: LRUCache[bool] = LRUCache(_REMEMBERED)
+        self._requests = self._fronts = 0
+        self._watching = True
+
+    def look(self, salt: str | None, scope: bytes, keys: Iterable[str], *, shares: bool) -> None:
+        """`keys` are the documents'; `shares`: part of the prompt should be cached."""
+        if not self._watching:
+            return
+        has_tenant, has_front = self._is_known(digest_of(salt)), self._is_known(digest_of("front", scope))
+        # A document that is twice in a request says nothing about the next one.
+        known = [self._is_known(key) for key in {digest_of("document", scope, key) for key in keys}]
+        if shares or any(known):
+            self._watching = False
+        elif has_tenant:
+            self._requests += 1
+            self._fronts += not has_front
+            if self._fronts == self._requests == _ENOUGH:
+                self._end(_NEVER_THE_SAME_FRONT)
+            elif self._requests == _MANY:
+                self._end(_NEVER_THE_SAME_DOCUMENT)
+
+    def _is_known(self, key: bytes) -> bool:
+        known = self._known.get(key) is not None
+        self._known.put(key, True)
+        return known
 
     def _end(self, said: str) -> None:
         self._watching = False

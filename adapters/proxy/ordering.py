@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from operator import add
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
+from ragorder.adapters.proxy.access import UnsharedRequests
 from ragorder.adapters.proxy.bodies.body import encode
 from ragorder.adapters.proxy.bodies.parsed import AnswerTranslator, ParsedBody
 from ragorder.adapters.proxy.bodies.schema import NAMED, PERMUTATION, PREDICTED
@@ -244,6 +246,7 @@ class RequestOrderer:
         self._answer_length = AnswerLength()
         self._on_tbt = on_tbt or _ignore
         self._on_sent = on_sent
+        self._unshared = UnsharedRequests(orderer.degrade)
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         if parsed.error is not None or parsed.left is not None:
@@ -291,6 +294,8 @@ class RequestOrderer:
                 elif list(sent) != list(ordering.permutation):
                     ordering.discard()
                     ordering = order(history=_history(follows, sent))
+            if orderer is self._orderer:
+                self._look(parsed, ordering)
         try:
             permutation = ordering.permutation if sent is None else sent
             if is_kept := list(permutation) != list(ordering.permutation):
@@ -331,6 +336,12 @@ class RequestOrderer:
         except BaseException:
             ordering.discard()
             raise
+
+    def _look(self, parsed: ParsedBody, ordering: Ordering[Document]) -> None:
+        # A warning must not fail the request.
+        with suppress(Exception):
+            keys = (each.key for each in parsed.documents)
+            self._unshared.look(parsed.salt, parsed.scope, keys, shares=ordering.cached_tokens > 0)
 
     def _follows(self, parsed: ParsedBody) -> Sequence[Segment]:
         """Return no segments if breakpoints at ends of turns cover them."""

@@ -39,8 +39,8 @@ _PROCESSES_FROM = 5_000
         default="ragorder",
         show_default=True,
         help="Source of LOG: your application (below), Mooncake's traces, or an export of Langfuse's "
-        "observations, LangSmith's runs, OpenTelemetry's traces (OTLP JSON lines; OpenInference or GenAI) or LiteLLM's "
-        "spend logs.",
+        "observations, LangSmith's runs, OpenTelemetry's traces (OTLP JSON lines: OpenInference, GenAI, OpenLLMetry), "
+        "MLflow's traces or LiteLLM's spend logs.",
     ),
     option(
         "--policy",
@@ -136,8 +136,9 @@ def replay(
     "output_tokens", as in the options below, and "prompt_tokens" instead of "suffix_tokens". Other fields are ignored,
     with one warning. `ragorder order` and `ragorder plan` read the same lines.
 
-    In exports (--format) each retrieval with documents is a request; other lines are skipped. A document is identified
-    by its id or, without one, by its text, from which its length is estimated.
+    In exports (--format) each retrieval with documents is a request, of retrievals inside one another the outermost;
+    other lines are skipped. A document is identified by its id or, without one, by its text, from which its length is
+    estimated.
 
     Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they arrive at their
     recorded times at a simulated engine: prompts are prefilled one after another, answers are decoded concurrently, and

@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.bodies import Bodies
 from support.inside import runner_of
 from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
@@ -371,6 +372,63 @@ class TestChats:
         assert more["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
         assert error["param"] == "chat_template_kwargs.chat_template"
 
+    async def test_show_the_calls_and_the_reasoning_of_earlier_turns(self, load: Callable[..., EngineWorker]) -> None:
+        """As templates expect them: reasoning under either name, arguments as an object."""
+        worker = load()
+        worker.engine.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.content }}"
+            "{% for c in m.tool_calls %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+            " {{ m.tool_call_id }}\n{% endfor %}"
+        )
+        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, "x"]}'}}
+        broken = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{at"}}
+        turn = [
+            {"role": "user", "content": "Which?"},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call, broken]},
+            {"role": "tool", "tool_call_id": "c1", "content": "a"},
+            {"role": "assistant", "reasoning": "so", "content": "a", "tool_calls": None, "refusal": None},
+            {"role": "user", "content": "And then?"},
+        ]
+        lines = [
+            "user  Which? ",
+            'assistant hm  look {"at": [1, "x"]} look "{at" ',
+            "tool  a c1",
+            "assistant so a ",
+            "user  And then? ",
+            "",
+        ]
+        async with reaching(make_engine_app(worker)) as client:
+            answer = (await client.post("/tokenize", json={"messages": turn})).json()
+            assert worker.engine.tokenizer.decode(answer["tokens"]) == "\n".join(lines)
+            body = {"messages": turn, "max_tokens": 2, "ignore_eos": True}
+            usage = (await client.post(CHAT, json=body)).json()["usage"]
+        assert usage == {**usage, "prompt_tokens": answer["count"], "completion_tokens": 2}
+
+    async def test_of_agents_are_counted_by_the_proxy_as_the_server_renders_them(
+        self, load: Callable[..., EngineWorker]
+    ) -> None:
+        worker = load()
+        tokenizer = worker.engine.tokenizer
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }}"
+            "{% for c in m.tool_calls %} {{ c.function.arguments | tojson }}{% endfor %} {{ m.content }}\n{% endfor %}"
+        )
+        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, "x"]}'}}
+        found = "".join(f"<doc>{TEXTS[name]}</doc>" for name in "ab")
+        body = {
+            "messages": [
+                {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "x"},
+                {"role": "user", "content": f"{found} Which?"},
+            ]
+        }
+        bodies = Bodies("<doc>{text}</doc>", tokenizer=deepcopy(tokenizer))
+        parsed = bodies.parse("chat", json.dumps(body).encode())
+        assert parsed is not None
+        async with reaching(make_engine_app(worker)) as client:
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        assert tokenizer.decode(tokens[: parsed.prefix_tokens]) == ('assistant hm {"at": [1, "x"]} \ntool  x\nuser  ')
+
     async def test_what_the_template_refuses_is_refused(self, load: Callable[..., EngineWorker]) -> None:
         worker = load()
         worker.engine.tokenizer.chat_template = "{{ raise_exception('Roles must alternate') }}"
@@ -703,7 +761,9 @@ class TestRefusals:
             (CHAT, {"messages": "hello"}, "messages"),
             (CHAT, {"messages": [{}]}, "messages[0]"),
             (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-            (CHAT, {"messages": [SYSTEM | {"tool_calls": [{"id": "1"}]}]}, "messages[0]"),
+            (CHAT, {"messages": [SYSTEM | {"tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
+            (CHAT, {"messages": [SYSTEM | {"reasoning": 1}]}, "messages[0].reasoning"),
+            (CHAT, {"messages": [SYSTEM | {"audio": {"id": "1"}}]}, "messages[0]"),
             (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
             (CHAT, {"messages": [SYSTEM], "top_logprobs": 3}, "top_logprobs"),
             (CHAT, {"messages": [SYSTEM], "logprobs": 3}, "logprobs"),
@@ -805,6 +865,18 @@ class TestBodies:
         body = f'{{"messages":[{{"role":"user","content":"a"}}],"{field}":{{{names(20_000)}}}}}'
         error = await refusal(client, CHAT, body.encode())
         assert (error["code"], error["param"]) == ("too_many_values", field)
+
+    async def test_so_have_arguments_of_calls_together(self, client: httpx2.AsyncClient) -> None:
+        """They are JSON in a text of the body."""
+        call = {"function": {"name": "look", "arguments": f"{{{names(9_000)}}}"}}
+        messages = [SYSTEM, *({"role": "assistant", "tool_calls": [call]} for _ in range(2))]
+        error = await refusal(client, CHAT, {"messages": messages})
+        assert (error["code"], error["param"]) == ("too_many_values", "messages[2].tool_calls")
+        deep = {"function": {"name": "look", "arguments": '{"a":' * 10_000}}
+        told = await client.post(
+            CHAT, json={"messages": [{"role": "assistant", "tool_calls": [deep]}], "max_tokens": 1}
+        )
+        assert told.status_code == 200, "what is no JSON stays a text"
 
     async def test_token_ids_are_counted_apart(self, client: httpx2.AsyncClient) -> None:
         """As many as several prompts have; each must fit into the context."""

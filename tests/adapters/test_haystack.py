@@ -21,10 +21,11 @@ pytest.importorskip("haystack")
 
 from haystack import DeserializationError, Document, Pipeline, component
 from haystack.components.builders import PromptBuilder
+from haystack.components.rankers import LLMRanker
 from haystack.components.retrievers.in_memory import InMemoryBM25Retriever
 from haystack.core.errors import SerializationError
 from haystack.core.serialization import component_from_dict, component_to_dict
-from haystack.dataclasses import ByteStream, SparseEmbedding
+from haystack.dataclasses import ByteStream, ChatMessage, SparseEmbedding
 from haystack.document_stores.in_memory import InMemoryDocumentStore
 from haystack.document_stores.types import DuplicatePolicy
 from hypothesis import strategies as st
@@ -233,10 +234,19 @@ class Prompts:
         return {"text": prompt}
 
 
+@component
+class Judge:
+    """Stands for the model that a ranker asks."""
+
+    @component.output_types(replies=list[ChatMessage])
+    def run(self, messages: list[ChatMessage]) -> dict[str, list[ChatMessage]]:
+        return {"replies": [ChatMessage.from_assistant('{"documents": [{"index": 2}, {"index": 1}, {"index": 3}]}')]}
+
+
 class TestInAPipeline:
     TEXTS = ("lamp lamp lamp lens", "lens lens lens lamp", "lamp lamp lens keeper", "lens lamp harbour")
 
-    def pipeline(self, ranker: CacheOrderRanker | None) -> Pipeline:
+    def pipeline(self, ranker: CacheOrderRanker | LLMRanker | None) -> Pipeline:
         store = InMemoryDocumentStore()
         store.write_documents([Document(content=text) for text in self.TEXTS], policy=DuplicatePolicy.SKIP)
         pipeline = Pipeline()
@@ -278,6 +288,14 @@ class TestInAPipeline:
         assert self.lines(pipeline.run(self.data("lens", scope="theirs"))) == second
         assert self.lines(pipeline.run(self.data("lens", scope="ours"))) == first
         assert len(self.lines(pipeline.run(self.data("lens", top_k=2)))) == 2
+
+    async def test_it_takes_what_the_pipeline_feeds_to_the_ranker_that_it_replaces(self, orderer: Orderer) -> None:
+        data = self.data("lamp", query="lamp", top_k=2)
+        replaced = self.pipeline(LLMRanker(chat_generator=Judge()))
+        assert len(self.lines(replaced.run(data))) == 2
+        pipeline = self.pipeline(CacheOrderRanker(orderer))
+        best_two = self.lines(self.pipeline(None).run(self.data("lamp")))[:2]
+        assert self.lines(pipeline.run(data)) == self.lines(await pipeline.run_async(data)) == best_two
 
     def test_a_pipeline_comes_back_from_yaml_and_works(self) -> None:
         ranker = CacheOrderRanker(Orderer(block_size=1), top_k=4, scope="a tenant", key=by_title)

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +21,10 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
 pytest.importorskip("starlette")
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
 from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, user
 from support.serving_app import serving
@@ -78,6 +84,7 @@ class TestHook:
             ("completion", "messages", lambda names: [user(asked(names))]),
             ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": asked(names)}])]),
             ("anthropic_messages", "system", asked),
+            ("aanthropic_messages", "messages", lambda names: [user(asked(names))]),
             ("aresponses", "input", asked),
             ("atext_completion", "prompt", asked),
         ],
@@ -89,6 +96,43 @@ class TestHook:
             data = {"model": "m", "messages": [], field: content(names)}
             ordered = await hook(callback, data, call_type)
         assert ordered[field] == content("abc")
+
+    @pytest.mark.parametrize("call_type", ["generate_content", "agenerate_content_stream"])
+    async def test_contents_of_gemini_are_ordered_without_breakpoints(
+        self, call_type: str, orderer: RecordingOrderer
+    ) -> None:
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), marks=True)
+        image = {"inline_data": {"mime_type": "image/png", "data": "AAAA"}}
+
+        def request(names: str) -> dict[str, Any]:
+            contents = [
+                {"role": "user", "parts": [{"text": asked(names)}, image]},
+                {"role": "model", "parts": [{"text": "a"}]},
+                {"parts": [{"text": "And then?"}]},
+            ]
+            return {"model": "gemini-3", "contents": contents, "systemInstruction": {"parts": [{"text": "Be brief."}]}}
+
+        for names in ("abc", "cba"):
+            given = request(names)
+            ordered = await hook(callback, given, call_type)
+            assert given == request(names), "the caller's is not changed"
+            del ordered["metadata"]
+            assert ordered == request("abc")
+
+    @pytest.mark.parametrize("contents", [None, "text", ["text"], [{"role": "user"}], {"parts": []}])
+    async def test_contents_that_gemini_would_refuse_go_on_as_they_came(
+        self, contents: Any, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        data = {"contents": contents}
+        assert await hook(callback, data, "agenerate_content") is data
+        assert not orderer.degraded
+
+    async def test_tagged_documents_of_gemini_become_its_last_content(self, orderer: RecordingOrderer) -> None:
+        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}
+        hello = {"role": "user", "parts": [{"text": "Hello"}]}
+        ordered = await hook(OrderDocuments(orderer), {"contents": [hello], "ragorder": tag}, "agenerate_content")
+        assert ordered["contents"][0] == hello and ordered["contents"][1]["role"] == "user"
+        assert ordered["contents"][1]["parts"][0]["text"].startswith("[a]\na") and "messages" not in ordered
 
     @pytest.mark.parametrize("call_type", ["embeddings", "aembedding", "moderation", "mcp_call", "new"])
     async def test_other_calls_go_on_as_they_came(self, call_type: str, callback: OrderDocuments) -> None:
@@ -240,6 +284,38 @@ class TestOutcomes:
             await wait_for(lambda: len(orderer.finished) == 2)
         assert orderer.finished == [SERVED, SERVED]
         assert "".join(dict.fromkeys(re.findall(r"(\w) is a document", str(cloud.last)))) == "abc"
+
+    async def test_so_is_one_of_gemini(
+        self, registered: OrderDocuments, orderer: RecordingOrderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # LiteLLM imports a package for audio here, which its SDK does not install.
+        monkeypatch.setitem(sys.modules, "soundfile", ModuleType("soundfile"))
+        bodies = []
+
+        async def gemini(request: Request) -> JSONResponse:
+            bodies.append(await request.json())
+            usage = {
+                "promptTokenCount": PROMPT,
+                "cachedContentTokenCount": CACHED,
+                "candidatesTokenCount": COMPLETION,
+                "totalTokenCount": PROMPT + COMPLETION,
+            }
+            said = {"content": {"role": "model", "parts": [{"text": "yes"}]}, "finishReason": "STOP", "index": 0}
+            return JSONResponse({"candidates": [said], "usageMetadata": usage})
+
+        with serving() as serve:
+            url = serve(Starlette(routes=[Route("/{path:path}", gemini, methods=["POST"])]))
+            for names in ("abc", "cba"):
+                given = {
+                    "model": "gemini/gemini-2.5-flash",
+                    "contents": [{"role": "user", "parts": [{"text": asked(names)}]}],
+                }
+                data = await hook(registered, given, "agenerate_content")
+                await litellm.google_genai.agenerate_content(**data, api_base=url, api_key="none")
+            await wait_for(lambda: len(orderer.finished) == 2)
+        assert orderer.finished == [SERVED, SERVED]
+        assert [body["contents"] for body in bodies] == [[{"role": "user", "parts": [{"text": asked("abc")}]}]] * 2
+        assert "ragorder" not in json.dumps(bodies)
 
     async def test_a_failed_request_is_discarded(self, registered: OrderDocuments, orderer: RecordingOrderer) -> None:
         cloud = Cloud()

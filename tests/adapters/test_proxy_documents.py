@@ -20,6 +20,7 @@ import httpx2
 from support.bodies import Bodies
 from support.requests import TEMPLATE, TEXTS, assistant, part, user, written
 
+from ragorder.adapters.observing import ObservedOrderer
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.bodies.body import BOUNDARY
 from ragorder.adapters.proxy.bodies.parsing import ParsedBody
@@ -269,6 +270,52 @@ class TestWithoutDocuments:
             bodies.served({"messages": [user(written("ab"))]})
             for _ in range(40):
                 bodies.served({"messages": [user("Hello")]})
+        assert complaints(caplog, recwarn) == []
+
+
+class TestOrderedRequestsThatShareNothing:
+    """The answers have all headers of an ordering, and nothing is saved."""
+
+    def asked(self, number: int, front: str, names: str = "", **fields: Any) -> dict[str, Any]:
+        documents = written(names) if names else "".join(TEMPLATE.format(id=i, text=f"{number} {i}") for i in "ab")
+        return {"messages": [user(f"{front}\n{documents}\nWhich?")], **fields}
+
+    @pytest.mark.parametrize("shadow", [False, True])
+    def test_is_said_once_if_the_text_before_the_documents_is_never_the_same(
+        self, shadow: bool, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bodies = WatchedBodies(orderer=ObservedOrderer(Orderer(), shadow=shadow))
+        for number in range(20):
+            bodies.served(self.asked(number, f"It is {number} o'clock, secret.", "abc"))
+        assert complaints(caplog, recwarn) == [], "the first one cannot share anything"
+        for number in range(20, 200):
+            bodies.served(self.asked(number, f"It is {number} o'clock, secret.", "abc"))
+        (said,) = complaints(caplog, recwarn)
+        assert "the text before their documents is never the same" in said and "secret" not in said
+
+    def test_is_said_later_if_no_document_comes_again(
+        self, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bodies = WatchedBodies()
+        for number in range(100):
+            bodies.served(self.asked(number, "Hi."))
+        assert complaints(caplog, recwarn) == [], "the first questions of a large corpus have no document in common"
+        for number in range(100, 300):
+            bodies.served(self.asked(number, "Hi."))
+        (said,) = complaints(caplog, recwarn)
+        assert "no document was in two of them" in said
+
+    @pytest.mark.parametrize("kind", ["a document again", "a long prefix", "tenants that came once"])
+    def test_is_not_said_of_those_that_could(
+        self, kind: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bodies = WatchedBodies()
+        if kind == "a document again":
+            for names in ("ab", "cb"):
+                bodies.served(self.asked(0, "Hi.", names))
+        for number in range(120):
+            fields = {"cache_salt": f"tenant {number}"} if kind == "tenants that came once" else {}
+            bodies.served(self.asked(number, "Be brief. " * 40 if kind == "a long prefix" else f"{number}", **fields))
         assert complaints(caplog, recwarn) == []
 
 

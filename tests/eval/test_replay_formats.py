@@ -3,6 +3,7 @@ LiteLLM record them. The examples are written after the documentation of each fo
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -64,7 +65,7 @@ def attribute(key: str, value: Any) -> JSON:
     return {"key": key, "value": {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value}}
 
 
-def span(*attributes: JSON, second: int = 0) -> JSON:
+def span(*attributes: JSON, second: int = 0, **fields: Any) -> JSON:
     start = 1_738_324_800_000_000_000 + second * 1_000_000_000
     return {
         "traceId": "00",
@@ -72,7 +73,7 @@ def span(*attributes: JSON, second: int = 0) -> JSON:
         "name": "retrieve",
         "startTimeUnixNano": str(start),
         "attributes": [*attributes],
-    }
+    } | fields
 
 
 def openinference(*documents: tuple[str | int | None, str | None], second: int = 0) -> JSON:
@@ -82,6 +83,24 @@ def openinference(*documents: tuple[str | int | None, str | None], second: int =
         kind += [attribute(f"{prefix}.id", id)] if id is not None else []
         kind += [attribute(f"{prefix}.content", text)] if text is not None else []
     return span(*kind, second=second)
+
+
+def mlflow(*spans: JSON) -> JSON:
+    """A trace as MLflow writes it: each attribute is JSON text."""
+    return {"info": {"trace_id": "tr-1", "state": "OK"}, "data": {"spans": [*spans]}}
+
+
+def mlflow_span(type: str, outputs: Any, second: int = 0, **fields: Any) -> JSON:
+    attributes = {"mlflow.spanType": json.dumps(type), "mlflow.spanOutputs": json.dumps(outputs)}
+    start = 1_738_324_800_000_000_000 + second * 1_000_000_000
+    return {"span_id": "AA==", "start_time_unix_nano": start, "attributes": attributes} | fields
+
+
+def found(id: str, text: str, kind: str = "query") -> JSON:
+    """An event of a vector database's span."""
+    fields = {"id": id, "distance": "0.5"} | ({"document": text} if kind == "query" else {"entity": text})
+    attributes = [attribute(f"db.{kind}.result.{name}", value) for name, value in fields.items()]
+    return {"name": f"db.{kind}.result", "attributes": attributes}
 
 
 def traces(*spans: JSON) -> JSON:
@@ -118,6 +137,11 @@ EXPORTS: dict[str, list[JSON]] = {
     "otel": [
         traces(span(attribute("gen_ai.operation.name", "chat"), second=1), openinference(A, B)),
         traces(openinference(B, A, C, second=3)),
+    ],
+    "mlflow": [
+        mlflow(mlflow_span("RETRIEVER", [langchain(*A), langchain(*B)]), mlflow_span("CHAIN", QUERY)),
+        mlflow(mlflow_span("CHAT_MODEL", [{"role": "assistant", "content": QUERY}], 1)),
+        mlflow(mlflow_span("RETRIEVER", [langchain(*B), langchain(*A), langchain(*C)], 3)),
     ],
     "litellm": [
         spend(result(*A), result(*B)),
@@ -200,6 +224,185 @@ class TestDocuments:
         times = (1_738_324_800_000, 1_738_324_802_500)
         log = read("langsmith", *(run({"documents": [langchain(*A)]}, start_time=time) for time in times))
         assert log.at_s.tolist() == [0.0, 2.5]
+
+
+OUTPUT = json.dumps({"documents": [langchain(*A), langchain(*B)], "count": 2})
+NODES = json.dumps([json.dumps({"node": {"id_": id, "text": text}, "score": 0.5}) for id, text in (A, B)])
+PARTS = json.dumps(
+    {"documents": [{"lc": 1, "id": ["Document"], "kwargs": {"page_content": text}} for _, text in (A, B)]}
+)
+
+
+class TestSpansOfOtherConventions:
+    """OpenInference's without flat attributes, OpenLLMetry's, and MLflow's in OTLP."""
+
+    @pytest.mark.parametrize(
+        "attributes",
+        {
+            "OpenInference": {"openinference.span.kind": "RETRIEVER", "output.value": OUTPUT},
+            "OpenInference, serialised by LangChain": {"openinference.span.kind": "RETRIEVER", "output.value": PARTS},
+            "OpenLLMetry for LangChain": {
+                "traceloop.span.kind": "task",
+                "gen_ai.operation.name": "vector_db_retrieve",
+                "traceloop.entity.output": OUTPUT,
+            },
+            "OpenLLMetry for LlamaIndex": {"traceloop.entity.name": "retrieve", "traceloop.entity.output": NODES},
+            "its newer names": {"traceloop.entity.name": "VectorIndexRetriever.task", "traceloop.entity.output": NODES},
+            "MLflow": {"mlflow.spanType": '"RETRIEVER"', "mlflow.spanOutputs": OUTPUT},
+        }.values(),
+    )
+    def test_have_their_documents_in_the_output(self, attributes: dict[str, str]) -> None:
+        log = read("otel", traces(span(*(attribute(*each) for each in attributes.items()))))
+        assert lengths(log) == [[10, 20]]
+
+    def test_of_vector_databases_have_them_in_events(self) -> None:
+        events = [{"name": "db.query.embeddings", "attributes": []}, found(*A), found(*B)]
+        log = read("otel", traces(span(attribute("db.system", "chroma"), events=events)))
+        assert lengths(log) == [[10, 20]]
+
+    def test_of_several_searches_are_several_requests(self) -> None:
+        numbered = [found(id, QUERY, "search") for id in "abc"]
+        for event, query in zip(numbered, (0, 0, 1), strict=True):
+            event["attributes"].append(attribute("db.search.query.id", query))
+        assert rankings(read("otel", traces(span(events=numbered)))) == [[0, 1], [2]]
+        queries = attribute("db.chroma.query.texts_count", 2)
+        found_by_two = [found(*each) for each in (A, B, C, A)]
+        assert rankings(read("otel", traces(span(queries, events=found_by_two)))) == [[0, 1], [2, 0]]
+        with pytest.raises(LogError, match="events of 2 queries cannot be told apart: send one at a time"):
+            read("otel", traces(span(queries, events=found_by_two[:3])))
+
+    def test_named_as_an_engine_that_retrieves_and_answers_are_none(self) -> None:
+        answer = attribute("traceloop.entity.output", json.dumps({"response": QUERY, "source_nodes": []}))
+        engine = span(attribute("traceloop.entity.name", "RetrieverQueryEngine.workflow"), answer)
+        assert len(read("otel", traces(engine, openinference(A, B)))) == 1
+
+
+class TestRetrievalsInsideOneAnother:
+    """A reranking retriever, the retriever that it asks, and its database are a step each of one retrieval."""
+
+    def test_are_one_request_with_the_documents_of_the_outermost(self) -> None:
+        def name(id: str, parent: str = "") -> JSON:
+            return {"spanId": id, "parentSpanId": parent}
+
+        inner = span(events=[found(*A), found(*B), found(*C)], **name("c", "b"))
+        between = span(attribute("gen_ai.operation.name", "embeddings"), **name("b", "a"))
+        outer = span(attribute("gen_ai.retrieval.documents", json.dumps([{"id": "a"}])), **name("a", "root"))
+        # A line each, ended before its parent, as exporters without batches write them.
+        log = read("otel", traces(inner), traces(between), traces(outer))
+        assert lengths(log) == [[100]]
+        assert log.working_set_tokens == 100, "the others never were in a prompt"
+
+    @pytest.mark.parametrize(
+        ("format", "child", "parent"),
+        [
+            (
+                "langfuse",
+                observation([langchain(*A), langchain(*B)], parent_observation_id="o1"),
+                observation([langchain(*B)], 1),
+            ),
+            (
+                "langfuse",
+                observation([langchain(*A), langchain(*B)], parentObservationId="o1"),
+                observation([langchain(*B)], 1),
+            ),
+            ("langsmith", run([langchain(*A), langchain(*B)], parent_run_id="r1"), run([langchain(*B)], 1)),
+            (
+                "mlflow",
+                mlflow(mlflow_span("RETRIEVER", [langchain(*A), langchain(*B)], parent_span_id="p")),
+                mlflow(mlflow_span("RETRIEVER", [langchain(*B)], 1, span_id="p")),
+            ),
+        ],
+    )
+    def test_are_told_by_their_parents(self, format: str, child: JSON, parent: JSON) -> None:
+        for log in (read(format, child, parent), read(format, parent, child, limit=1)):
+            assert lengths(log) == [[20]]
+
+    def test_beside_one_another_are_two(self) -> None:
+        log = read("langsmith", *(run([langchain(*A)], at, parent_run_id="chain") for at in (0, 1)))
+        assert len(log) == 2
+
+
+class TestOlderAndOtherExportsOfLangfuse:
+    def test_spans_that_are_named_after_a_retriever_are_retrievals(self) -> None:
+        spans = [
+            observation({"documents": [langchain(*A), langchain(*B)]}, type="SPAN", name="VectorStoreRetriever"),
+            observation([langchain(*C)], 1, type="SPAN", name="format_docs"),
+            observation(QUERY, 2, type="SPAN", name="retrieval_chain"),
+        ]
+        assert lengths(read("langfuse", *spans)) == [[10, 20]]
+
+    @pytest.mark.parametrize("cell", [str, json.dumps], ids=["plain", "each a JSON text"])
+    @pytest.mark.parametrize("end", ["\n", "\r\n"])
+    def test_tables_in_csv_are_read(self, cell: Any, end: str) -> None:
+        rows = [
+            {"id": "o0", "type": "RETRIEVER", "startTime": "2025-01-31T12:00:00.000Z"},
+            {"id": "o1", "type": "GENERATION", "startTime": "2025-01-31T12:00:01.000Z"},
+            {"id": "o2", "type": "RETRIEVER", "startTime": "2025-01-31T12:00:03.000Z"},
+        ]
+        outputs = [[langchain(*A), langchain(*B)], QUERY, [langchain(*B)]]
+        text = io.StringIO(newline="")
+        table = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator=end)
+        table.writerow([*rows[0], "output", "input", "completionStartTime"])
+        for row, output in zip(rows, outputs, strict=True):
+            json_text = json.dumps(output)
+            table.writerow([*map(cell, row.values()), json_text, cell("two\nlines, and one"), ""])
+        log = read_log(io.BytesIO(text.getvalue().encode()), format="langfuse", lengths=LENGTHS)
+        assert log.at_s.tolist() == [0.0, 3.0] and lengths(log) == [[10, 20], [20]]
+
+    def test_so_are_a_databases_own(self) -> None:
+        row = spend(result(*A), result(*B))
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, row)
+        table.writeheader()
+        table.writerow(row)
+        log = read_log(io.BytesIO(text.getvalue().encode()), format="litellm", lengths=LENGTHS)
+        assert lengths(log) == [[10, 20]] and log.output_tokens.tolist() == [40]
+
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            (
+                '"type","startTime"\n"RETRIEVER","2025-01-31T12:00:00Z"\n"RETRIEVER","soon"\n',
+                ':3: "startTime" is not an',
+            ),
+            ('"type","output"\n"RETRIEVER",""\n', ':2: "start_time" is missing'),
+            ('"type","startTime"\n"RETRIEVER","2025\n', ":2: not CSV"),
+            ('[{"type": "RETRIEVER"}]\n', ":1: a JSON array: write one object a line (jq -c '.[]' does)"),
+            ('[\n{"type": "RETRIEVER"}\n]\n', ":1: a JSON array: write one object a line"),
+            ('{\n"type": "RETRIEVER"\n}\n', ":1: JSON over several lines: write one object a line (jq -c '.' does)"),
+        ],
+    )
+    def test_others_are_refused_with_what_to_do(self, tmp_path: Path, data: str, said: str) -> None:
+        path = tmp_path / "export"
+        path.write_text(data)
+        with pytest.raises(LogError) as refused:
+            read_log(path, format="langfuse")
+        assert f"{path}{said}" in str(refused.value)
+
+
+class TestALogWhoseRetrievalsCannotBeRead:
+    @pytest.mark.parametrize(
+        ("format", "line", "reason"),
+        [
+            ("langfuse", observation(None), "1 retrievals without documents"),
+            ("langfuse", observation([langchain(*A)], type="SPAN", name="step"), "give them the type RETRIEVER"),
+            ("langsmith", run({}), "1 retrievals without documents"),
+            ("litellm", spend(metadata={"vector_store_request_metadata": [{}]}), "1 retrievals without documents"),
+            ("mlflow", mlflow(mlflow_span("RETRIEVER", None)), "1 retrievals without documents"),
+            ("mlflow", mlflow(mlflow_span("TOOL", [langchain(*A)])), "1 spans with documents that are not marked"),
+            ("otel", traces(span(attribute("gen_ai.operation.name", "retrieval"))), "1 retrievals without documents"),
+            ("otel", traces(span(attribute("db.operation", "search"))), "let your tracing record their content"),
+            (
+                "otel",
+                traces(span(attribute("openinference.span.kind", "TOOL"), attribute("output.value", OUTPUT))),
+                "not marked as retrievals: set openinference.span.kind to RETRIEVER",
+            ),
+        ],
+    )
+    def test_says_how_many_and_what_to_do(self, format: str, line: JSON, reason: str) -> None:
+        with pytest.raises(LogError, match="no requests in it") as refused:
+            read(format, line)
+        assert reason in str(refused.value)
 
 
 class TestBadLines:

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
+from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, count_values
 from ragorder.adapters.proxy.bodies.body import (
     Body,
     PromptPrefix,
@@ -127,6 +128,7 @@ class TokenCounter:
 
     def _rendered(self, body: Body, prefix: PromptPrefix) -> int:
         messages = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
+        _read_calls(messages)
         tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
         turn = {"role": prefix.role, "content": prefix.text + PLACEHOLDER}
         rendered = self._tokenizer.apply_chat_template(
@@ -148,6 +150,23 @@ class TokenCounter:
     def _encode(self, text: str) -> int:
         encode = self._tokenizer.encode
         return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in split_text(text))
+
+
+def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Change earlier turns to the form in which servers give them to a template: arguments of calls as values,
+    reasoning under both of its names."""
+    room = MAX_VALUES
+    for message in messages:
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        if reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(arguments := function["arguments"], str):
+                content = arguments.encode("utf-8", "replace")
+                room -= count_values(content, room)
+                read = decode(content, dict[str, Any])
+                function["arguments"] = arguments if read is None else read
 
 
 def _characters(raw: Raw, around: int = _AROUND) -> int:

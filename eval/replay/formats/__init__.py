@@ -5,7 +5,7 @@ from ragorder.eval.replay.formats.langfuse import LangfuseObservation
 from ragorder.eval.replay.formats.langsmith import LangSmithRun
 from ragorder.eval.replay.formats.litellm import LiteLLMSpendLog
 from ragorder.eval.replay.formats.mooncake import MooncakeRequest
-from ragorder.eval.replay.formats.otel import OTelTraces
+from ragorder.eval.replay.formats.otel import MLflowTrace, OTelTraces
 
 __all__ = ["FORMATS", "ExportLine"]
 
@@ -15,5 +15,6 @@ FORMATS: dict[str, type[ExportLine]] = {
     "langfuse": LangfuseObservation,
     "langsmith": LangSmithRun,
     "otel": OTelTraces,
+    "mlflow": MLflowTrace,
     "litellm": LiteLLMSpendLog,
 }

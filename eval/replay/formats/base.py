@@ -4,27 +4,41 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from ragorder.common.request_lines import EXAMPLE, RequestLine, Time
 
-__all__ = ["ExportLine", "OwnLine"]
+__all__ = ["EMPTY", "ExportLine", "OwnLine", "Step"]
+
+EMPTY = "retrievals without documents: let your tracing record their content"
+
+
+class Step(NamedTuple):
+    """A step of a trace, with its id and its parent's; a retrieval has a `request`.
+
+    `unread`: why a step that may be a retrieval has none."""
+
+    request: RequestLine | None = None
+    id: str | None = None
+    parent: str | None = None
+    unread: str = ""
 
 
 class ExportLine(BaseModel):
     """A line of a log, as the documentation of its software describes it; fields that are not used are ignored.
 
-    `EXAMPLE` shows in messages what a line looks like."""
+    `EXAMPLE` shows in messages what a line looks like. `IS_ROW`: it is also a row of a table in CSV."""
 
     EXAMPLE: ClassVar[str]
+    IS_ROW: ClassVar[bool] = False
 
     model_config = ConfigDict(strict=True)
 
     @abstractmethod
-    def requests(self) -> Iterable[RequestLine]:
-        """Its requests, in order, with their times: none if the line records something other than a retrieval.
+    def steps(self) -> Iterable[Step]:
+        """Its steps, in order, whose requests have their times.
 
         Raises ValueError, with a message that quotes nothing of the line."""
 
@@ -36,5 +50,5 @@ class OwnLine(RequestLine, ExportLine):
 
     time: Time
 
-    def requests(self) -> Iterable[RequestLine]:
-        return (self,)
+    def steps(self) -> Iterable[Step]:
+        return (Step(self),)

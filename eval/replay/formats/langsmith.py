@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from ragorder.common.request_lines import RequestLine, Time
-from ragorder.eval.replay.formats.base import ExportLine
+from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_documents
 
 __all__ = ["LangSmithRun"]
@@ -27,10 +27,18 @@ class LangSmithRun(ExportLine):
         '"outputs": {"documents": [{"page_content": "…"}]}}'
     )
 
+    IS_ROW = True
+
+    id: str | None = None
+    parent: str | None = Field(default=None, validation_alias=AliasChoices("parent_run_id", "parent_id"))
     run_type: str
     start_time: Annotated[Time, BeforeValidator(_from_milliseconds)]
     outputs: Any = None
 
-    def requests(self) -> Iterable[RequestLine]:
-        if self.run_type.lower() == "retriever" and (documents := exported_documents(self.outputs, "outputs")):
-            yield RequestLine(time=self.start_time, documents=[*documents])
+    def steps(self) -> Iterable[Step]:
+        request, unread = None, ""
+        if self.run_type.lower() == "retriever":
+            documents = exported_documents(self.outputs, "outputs")
+            request = RequestLine(time=self.start_time, documents=[*documents]) if documents else None
+            unread = EMPTY
+        yield Step(request, self.id, self.parent, unread)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from ragorder.common.jsonl import problem_of
 from ragorder.common.request_lines import Length, LineDocument, RequestLine, Time
-from ragorder.eval.replay.formats.base import ExportLine
+from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_document, structure
 
 __all__ = ["LiteLLMSpendLog"]
@@ -56,11 +56,13 @@ class LiteLLMSpendLog(ExportLine):
         '[{"vector_store_search_response": {"data": [{"file_id": "a", "content": [{"text": "…"}]}]}}]}}'
     )
 
+    IS_ROW = True
+
     startTime: Time  # noqa: N815
     completion_tokens: Length | None = None
     metadata: Any = None
 
-    def requests(self) -> Iterable[RequestLine]:
+    def steps(self) -> Iterable[Step]:
         metadata = structure(self.metadata, "metadata") or {}
         try:
             searches = _Metadata.model_validate(metadata).vector_store_request_metadata or ()
@@ -70,4 +72,6 @@ class LiteLLMSpendLog(ExportLine):
         responses = [each.vector_store_search_response for each in searches if each.vector_store_search_response]
         documents = [result.document(field) for response in responses for result in response.data or ()]
         if documents:
-            yield RequestLine(time=self.startTime, documents=[*documents], output_tokens=self.completion_tokens)
+            yield Step(RequestLine(time=self.startTime, documents=[*documents], output_tokens=self.completion_tokens))
+        elif searches:
+            yield Step(unread=EMPTY)

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ragorder.common.request_lines import Length, PositiveLength, RequestLine
-from ragorder.eval.replay.formats.base import ExportLine
+from ragorder.eval.replay.formats.base import ExportLine, Step
 
 __all__ = ["MooncakeRequest"]
 
@@ -29,11 +29,11 @@ class MooncakeRequest(ExportLine):
     output_length: Length
     hash_ids: list[int]
 
-    def requests(self) -> Iterable[RequestLine]:
+    def steps(self) -> Iterable[Step]:
         blocks = (self.input_length - 1) // _BLOCK_TOKENS
         if len(self.hash_ids) < blocks:
             raise ValueError(f'"hash_ids" has too few blocks of {_BLOCK_TOKENS} tokens for "input_length"')
-        yield RequestLine(
+        request = RequestLine(
             time=self.timestamp / 1_000,
             documents=[*self.hash_ids[:blocks]],
             tokens=_BLOCK_TOKENS,
@@ -41,3 +41,4 @@ class MooncakeRequest(ExportLine):
             suffix_tokens=self.input_length - blocks * _BLOCK_TOKENS,
             output_tokens=self.output_length,
         )
+        yield Step(request)
