@@ -263,17 +263,15 @@ async def _read(receive: Receive) -> bytes | None:
 
 def _completed(own: MiddlewareSettings, scope: Scope) -> tuple[Settings, list[str]]:
     """Return the orderer's settings, with the sizes of vLLM's engine, and what is missing."""
-    given = {name: getattr(own, name) for name in own.model_fields_set & Settings.model_fields.keys()}
-    settings = Settings().model_copy(update=given)
     config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
     if config is None:
-        unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
+        unknown = {"capacity_tokens", "block_size"} - own.model_fields_set
         names = " and ".join(f"RAGORDER_{name.upper()}" for name in sorted(unknown, reverse=True))
-        return settings, [f"the size of the server's cache is unknown: set {names}"] if unknown else []
+        return own, [f"the size of the server's cache is unknown: set {names}"] if unknown else []
     try:
         cache = engine_cache_config(config)
     except (ServerError, AttributeError) as error:
-        return settings, [f"the size of the server's cache is unknown: {error}"]
+        return own, [f"the size of the server's cache is unknown: {error}"]
     missing = []
     if cache.prefix_caching is False:
         missing.append("the server's prefix cache is off: start it with --enable-prefix-caching")
@@ -293,7 +291,7 @@ def _completed(own: MiddlewareSettings, scope: Scope) -> tuple[Settings, list[st
             f"{processes} API server processes order for one cache, each by what it has served itself: set "
             "RAGORDER_SHARED_ORDERS=redis://HOST:PORT/0, or fewer tokens may be cached than in retrieval order"
         )
-    return settings.model_copy(update=cache.completes(settings)), missing
+    return own.model_copy(update=cache.completes(own)), missing
 
 
 def _sharing(url: str, settings: Settings) -> Any:

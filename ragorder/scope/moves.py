@@ -193,7 +193,5 @@ class EarnedMoves:
         shadow.serve(found, keys, tokens, order[len(prefix) :], stamp)
         return found.end, order != ranked
 
-    def _rest(
-        self, shadow: Shadow, request: OrderRequest[Any], placed: Sequence[int], rest: list[int]
-    ) -> Sequence[int]:
+    def _rest(self, shadow: Shadow, request: OrderRequest[Any], placed: Sequence[int], rest: list[int]) -> list[int]:
         return self._tail.forecast(request, placed, rest) if rest and shadow is self._moved else rest
