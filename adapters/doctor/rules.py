@@ -20,6 +20,7 @@ from ragorder.adapters.doctor.case import (
     counted,
     graded,
 )
+from ragorder.adapters.doctor.forms import fitting_template
 from ragorder.adapters.doctor.front import (
     CERTAIN_FIELDS,
     separations,
@@ -432,6 +433,7 @@ def _writes(case: Case) -> Finding:
 RULES: Sequence[Callable[[Case], Finding]] = (
     _document_order,
     _fields,
+    fitting_template,
     _granularity,
     _history,
     _lists,

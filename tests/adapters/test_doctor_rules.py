@@ -283,6 +283,68 @@ class TestListsInFront:
         assert examine(lines)["tools"].verdict == "good"
 
 
+class TestForm:
+    """Five of the eight documents of a topic, in any order."""
+
+    def written(self, write: Callable[[Sequence[str]], str], requests: int = 120) -> Lines:
+        draw = random.Random(5)
+        texts = [document(name).partition("\n")[2].strip() for name in NAMES]
+        topics = [texts[start : start + 8] for start in range(0, 36, 4)]
+        lists = [draw.sample(draw.choice(topics), 5) for _ in range(requests)]
+        return [
+            {
+                "messages": [
+                    {"role": "system", "content": write(texts)},
+                    {"role": "user", "content": f"{document(f'question {number}', 1)}?"},
+                ]
+            }
+            for number, texts in enumerate(lists)
+        ]
+
+    def anythingllm(self, texts: Sequence[str]) -> str:
+        found = "".join(f"[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]\n\n" for n, text in enumerate(texts))
+        return f"Help.\nContext:\n{found}"
+
+    def webpages(self, texts: Sequence[str]) -> str:
+        return "\n".join(f"[webpage {n} begin]{text}[webpage {n} end]" for n, text in enumerate(texts, 1))
+
+    def own(self, texts: Sequence[str]) -> str:
+        found = "\n".join(f'<hit rank="{n}">\n{text}\n</hit>' for n, text in enumerate(texts, 1))
+        return f"<hits>\n{found}\n</hits>\n\nUse them."
+
+    @pytest.mark.parametrize(
+        ("form", "application", "says"),
+        [
+            ("anythingllm", "in the form of AnythingLLM", "`ragorder serve --template anythingllm` would save about"),
+            ("webpages", "search results", "numbers that answers cite then mean places"),
+            ("own", "in one form that can be learned", "`ragorder template LOG -o app.toml`"),
+        ],
+    )
+    def test_that_a_template_fits_is_said_with_its_saving(
+        self, examine: Callable[..., dict[str, Finding]], form: str, application: str, says: str
+    ) -> None:
+        found = examine(self.written(getattr(self, form)))["documents' form"]
+        assert found.verdict == "warning"
+        assert found.found.startswith("120 of 120 requests have documents") and application in found.found
+        assert says in str(found.advice)
+        assert 10 < int(re.findall(r"about (\d+) % of the prefill", str(found.advice))[0]) <= 100
+
+    def test_a_score_before_each_text_leaves_nothing_to_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        draw = random.Random(6)
+
+        def librechat(texts: Sequence[str]) -> str:
+            return "\n---\n".join(
+                f"File: a.pdf\nRelevance: 0.{draw.randint(1000, 9999)}\nContent: {text}\n" for text in texts
+            )
+
+        found = examine(self.written(librechat))["documents' form"]
+        assert found.verdict == "good" and "score" in found.found
+
+    def test_a_plain_separator_has_no_template(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        found = examine(self.written("\n".join))["documents' form"]
+        assert found.verdict == "good" and "template" not in str(found.advice)
+
+
 class TestEarlierTurns:
     def test_that_are_sent_again_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
         found = examine(conversations(list), block_size=16)["earlier turns"]
