@@ -145,7 +145,7 @@ def engine(
             from ragorder.adapters.observing.observed import ObservedOrderer
 
             orderer = ObservedOrderer(Orderer(backend.settings), [metrics], shadow=shadow)
-            return server.app(metrics, orderer, backend, documents, marks=False)
+            return server.app(metrics, orderer, backend, documents, marks=False, learns=shadow and template is None)
 
         announce_cache(backend, settings)
         mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
