@@ -29,7 +29,7 @@ def fitting_template(case: Case) -> Finding:
     except ImportError:
         return Finding(_CHECK, "unknown", "not checked", install_hint("proxy"))
     texts = [
-        [each.text for each in request.messages if each.role not in ("tools", "assistant")]
+        [each.text for each in request.messages if each.role not in ("tools", "documents", "assistant")]
         for request in case.log.requests
     ]
     least = max(2, _LEAST_SHARE * len(texts))

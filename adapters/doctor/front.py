@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -94,7 +94,7 @@ def with_one_tools_order(requests: Sequence[LoggedRequest]) -> list[LoggedReques
 
 
 class _List(NamedTuple):
-    """Lines from `start` to `end` of a text, each with its mark ("- "), or none of them with one."""
+    """Items from `start` to `end` of a text, each with its mark ("- "), or lines that have none."""
 
     start: int
     end: int
@@ -115,7 +115,7 @@ def list_changes(requests: Sequence[LoggedRequest]) -> dict[int, ListChange]:
                 continue
             if tuple(sorted(each.items)) in orders[scope]:
                 found[request.line] = "order"
-            elif all(each.marks) and _item_at(request.text, shared.characters) in known[scope]:
+            elif all(each.marks) and _item_at(each, shared.characters) in known[scope]:
                 found[request.line] = "items"
         orders[scope] |= {order for each in lists for order in (each.items, tuple(sorted(each.items)))}
         known[scope].update(item for each in lists for item in each.items)
@@ -137,21 +137,35 @@ def _sorted(request: LoggedRequest) -> str:
 
 
 def _lists(request: LoggedRequest) -> Iterator[_List]:
-    """Return runs of at least three lines with marks, and other paragraphs of as many lines."""
+    """Return runs of at least three items with marks, and other paragraphs of as many lines."""
     for paragraph in _PARAGRAPH.finditer(request.text, request.tools_end, request.system_end):
         start, runs = paragraph.start(), []
-        for _, group in groupby(paragraph.group().split("\n"), key=lambda line: bool(_ITEM.match(line))):
-            lines = list(group)
-            end = start + sum(map(len, lines)) + len(lines) - 1
-            marks = tuple(match.group() if (match := _ITEM.match(line)) else "" for line in lines)
-            runs.append(_List(start, end, marks, tuple(map(str.removeprefix, lines, marks))))
+        for _, group in groupby(_items(paragraph.group()), key=lambda item: bool(_ITEM.match(item))):
+            items = list(group)
+            end = start + sum(map(len, items)) + len(items) - 1
+            marks = tuple(match.group() if (match := _ITEM.match(item)) else "" for item in items)
+            runs.append(_List(start, end, marks, tuple(map(str.removeprefix, items, marks))))
             start = end + 1
-        lists = [each for each in runs if all(each.marks)]
-        yield from (each for each in lists or runs if len(each.items) >= _FEWEST)
+        lists = [each for each in runs if all(each.marks) and len(each.items) >= _FEWEST]
+        yield from lists or (each for each in runs if len(each.items) >= _FEWEST)
 
 
-def _item_at(text: str, at: int) -> str:
-    end = text.find("\n", at)
-    line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
-    match = _ITEM.match(line)
-    return line[match.end() :] if match else line
+def _items(paragraph: str) -> list[str]:
+    """Return the lines, those that are indented below an item together with it."""
+    items: list[str] = []
+    for line in paragraph.split("\n"):
+        mark = _ITEM.match(items[-1]) if items else None
+        if mark is not None and _indent(line) > _indent(items[-1]):
+            items[-1] += f"\n{line}"
+        else:
+            items.append(line)
+    return items
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
+
+
+def _item_at(found: _List, at: int) -> str:
+    ends = accumulate(len(mark) + len(item) + 1 for mark, item in zip(found.marks, found.items, strict=True))
+    return next(item for item, end in zip(found.items, ends, strict=True) if at < found.start + end)

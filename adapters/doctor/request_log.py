@@ -101,14 +101,12 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
-    tools = _tools(body.get("tools"))
-    messages = tuple(_messages(body, tools))
+    tools = _tools(body.get("tools") or body.get("functions"))
+    said = list(_messages(body, tools))
+    leading = next((at for at, each in enumerate(said) if each.role not in ("tools", *_INSTRUCTIONS)), len(said))
+    # Where a chat template writes them is not known: most do so after the system message.
+    messages = (*said[:leading], *_documents(body.get("documents")), *said[leading:])
     parts = [_shown(each) for each in messages]
-    leading = 0
-    for message, part in zip(messages, parts, strict=True):
-        if message.role not in ("tools", *_INSTRUCTIONS):
-            break
-        leading += len(part)
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
@@ -120,7 +118,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         messages=messages,
         text="".join(parts),
         tools_end=len(parts[0]) if tools else 0,
-        system_end=leading,
+        system_end=sum(map(len, parts[:leading])),
         tools=tools,
         fields={name: json.dumps(body[name], sort_keys=True) for name in _FIELDS if body.get(name) is not None},
         sent=sent if chat else None,
@@ -174,6 +172,11 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, str]) -> Iterator[Mes
     if (prompt := body.get("prompt")) is not None:
         yield Message("prompt", " ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt))
     yield from _tagged(body.get("ragorder"))
+
+
+def _documents(documents: Any) -> Iterator[Message]:
+    if isinstance(documents, list) and documents:
+        yield Message("documents", "\n".join(json.dumps(each, ensure_ascii=False) for each in documents))
 
 
 def _turns(messages: Any) -> Iterable[Message]:

@@ -258,6 +258,8 @@ def _kind(turn: Turn, changed: int) -> str:
     old, new = before[changed], after[changed]
     if old.role in ("system", "developer", "tools") or new.role in ("system", "developer", "tools"):
         return "the tools changed" if "tools" in (old.role, new.role) else "the system message changed"
+    if "documents" in (old.role, new.role):
+        return "the documents changed"
     if new in before[changed + 1 :]:
         return "messages were dropped"
     if old.role != new.role:

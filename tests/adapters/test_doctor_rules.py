@@ -161,6 +161,15 @@ class TestTextBeforeTheDocuments:
         assert "of 19 requests have documents of earlier ones in another order" in order.found
         assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
 
+    def test_so_is_another_order_of_the_field_for_documents(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        draw = random.Random(4)
+        texts = [{"text": document(name).replace("\n", " ")} for name in NAMES[:8]]
+        lines = [counted(asked(number, documents=draw.sample(texts, 5)), 800, 100) for number in range(20)]
+        found = examine(lines)
+        assert "have documents of earlier ones in another order" in found["order of documents"].found
+        assert found["order of documents"].verdict == "warning"
+        assert "too small" not in str(found["requests"].advice)
+
     def test_advice_says_what_an_order_would_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
         """The same five documents in any order: all of them could be reused."""
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
@@ -222,6 +231,12 @@ class TestListsInFront:
         assert (found["requests"].verdict, found["requests"].advice) == ("warning", "see the findings below")
         assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
 
+    def test_of_items_with_several_lines_are_named(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        skills = [f"name: skill {place}\n  about: {fact}" for place, fact in enumerate(FACTS)]
+        bodies = [remembering(number, drawn) for number, drawn in enumerate(self.drawn(skills))]
+        found = examine([counted(body, 900, 32) for body in bodies])["list in the system message"]
+        assert found.verdict == "bad" and "the same lines in another order (19)" in found.found
+
     def test_are_ordered_by_the_template_that_is_advised(
         self, examine: Callable[..., dict[str, Finding]], tmp_path: Path
     ) -> None:
@@ -254,8 +269,11 @@ class TestListsInFront:
         assert found["list in the system message"].verdict == "good"
         assert "a date (19)" in found["text before the documents"].found
 
-    def test_tools_in_another_order_are_named(self, examine: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
-        bodies = [asked(number, tools=tools) for number, tools in enumerate(self.drawn(TOOLS))]
+    @pytest.mark.parametrize("field", ["tools", "functions"])
+    def test_tools_in_another_order_are_named(
+        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path, field: str
+    ) -> None:
+        bodies = [asked(number, **{field: tools}) for number, tools in enumerate(self.drawn(TOOLS))]
         found = examine([counted(body, 1200, 64) for body in bodies])
         each = found["tools"]
         assert each.verdict == "bad" and each.found.startswith("19 of 20 requests")
