@@ -27,6 +27,7 @@ _CAPACITY_TOKENS = 131_072
 _COST_S = 0.001
 _MISSES = 3
 _AGREES = 0.9
+_LEAST_SAVING = 0.02
 _FOUND = (
     "a form of documents was found in {fits:,} of {seen:,} prompts, and ordering them would save {saving:.0f} % of "
     "their prefill: see `ragorder template --from URL -o app.toml`"
@@ -38,13 +39,13 @@ class ShadowLearner:
 
     At most 300 requests and 4 million characters are kept, until a form is learned from them in a thread of its own;
     then none of their text is, but the form's. Learning takes at most 1 ms of processor time a request on average. A
-    form counts once a later window gives the same; if requests have tenants, the window of another tenant, so that no
-    form has text of one tenant alone. It is dropped when three windows in a row do not give it. Nothing is ordered by
-    it.
+    form counts once a later window gives the same, if it saves 2 % of the prefill; if requests have tenants, the window
+    of another tenant, so that no form has text of one tenant alone. It is dropped when three windows in a row do not
+    give it. Nothing is ordered by it.
 
     Whenever a form is confirmed, `on_learned` gets its requests' tokens up to the last document, those of them that
     would be cached in ragorder's order and in retrieval order, and the number of these requests; `warn` gets a sentence
-    the first time. `processor_s` is a clock of the thread's processor time. Thread-safe; `add` never raises.
+    the first time. `processor_s` is a clock of the thread's processor time. Thread-safe.
     """
 
     def __init__(
@@ -130,15 +131,15 @@ class ShadowLearner:
         self._earlier.move_to_end(name)
         if len(self._earlier) > _TENANTS:
             self._earlier.popitem(last=False)
-        if not is_known:
+        saving = found.saving
+        if not is_known or saving is None or saving.share < _LEAST_SAVING:
             self._miss()
             return
-        self._file, self._misses = _file(found), 0
-        if (saving := found.saving) is not None:
-            self._on_learned(saving.tokens, saving.ordered_tokens, saving.retrieval_tokens, found.fits)
+        self._file, self._misses = _file(found, saving.share), 0
+        self._on_learned(saving.tokens, saving.ordered_tokens, saving.retrieval_tokens, found.fits)
         # Said once.
         warn, self._warn = self._warn, _say_nothing
-        warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=_percent(found)))
+        warn(_FOUND.format(fits=found.fits, seen=found.seen, saving=100 * saving.share))
 
     def _miss(self) -> None:
         self._misses += 1
@@ -162,14 +163,10 @@ def _agree(one: DocumentTemplate, other: DocumentTemplate, requests: Sequence[Se
     return bool(found) and sum(found) >= _AGREES * len(found)
 
 
-def _file(found: Suggestion) -> str:
+def _file(found: Suggestion, share: float) -> str:
     return (
         f"# Learned from {found.seen:,} requests, {found.fits:,} of them with documents. Would save "
-        f"{_percent(found):.1f} % of their prefill.\n"
+        f"{100 * share:.1f} % of their prefill.\n"
         "# Lists whose order means something look the same: compare it with a prompt before you use it.\n"
         f"{found.toml()}"
     )
-
-
-def _percent(found: Suggestion) -> float:
-    return 0.0 if found.saving is None else 100 * found.saving.share

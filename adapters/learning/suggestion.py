@@ -100,7 +100,7 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
             suggestion.refused = str(error)
         else:
             runs = [run for texts in requests if (run := _first(template.find, texts)) is not None]
-            _complete(suggestion, runs, capacity_tokens, lambda document: template.split(document).rest)
+            _complete(suggestion, runs, capacity_tokens, _names(template))
             suggestion.doubts += _doubts(learned, template, requests[:_MOST_REQUESTS], runs)
             return suggestion
     else:
@@ -125,7 +125,12 @@ def predict_saving(
         run = _first(template.find, texts)
         if run is not None and (not template.shows_number or _is_numbered(template, run)):
             runs.append(run)
-    return len(runs), _saving(runs, capacity_tokens, lambda document: template.split(document).rest)
+    return len(runs), _saving(runs, capacity_tokens, _names(template))
+
+
+def _names(template: DocumentTemplate) -> Callable[[str], str]:
+    """Return what names a document: its text without the number that stays at its place."""
+    return (lambda document: template.split(document).rest) if template.shows_number else str
 
 
 def _is_numbered(template: DocumentTemplate, run: DocumentRun) -> bool:

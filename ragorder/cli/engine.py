@@ -95,7 +95,8 @@ _FUSED = ("recompute", "select", "select_rounds", "build_idle")
     option(
         "--shadow",
         is_flag=True,
-        help="Serve documents in retrieval order, and compute what ragorder's order would save.",
+        help="Serve documents in retrieval order, and compute what ragorder's order would save. Without --template, "
+        "also learn one from the prompts: see `ragorder template --from`.",
     ),
 )
 @client_options("body_limit")

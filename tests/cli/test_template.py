@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -115,9 +116,11 @@ class TestAnApplicationWithMarks:
         assert "saving: " in done.output and "example 3" in done.output
         assert "cites as [2]" in done.output and "looks the same" in done.output
 
-    def test_a_score_before_the_text_is_said_with_its_line(self, tmp_path: Path) -> None:
+    def test_a_score_before_the_text_is_said_with_its_line_and_saves_nothing(self, tmp_path: Path) -> None:
         done = run(log(tmp_path / "log.jsonl", [scored(*each) for each in retrieved()]))
         assert "Relevance: 0." in done.output and "nothing after it is cached" in done.output
+        saving = re.search(r"saving: ([\d.]+) %", done.output)
+        assert saving is not None and float(saving[1]) < 1
 
 
 class TestWhatIsNotToBeUsed:
@@ -250,6 +253,12 @@ class TestAShadowLearner:
         assert learner.file() is None
         learn(learner, clock, 2, numbered)
         assert "CONTEXT {n}" in str(learner.file())
+
+    def test_gives_no_form_that_saves_nothing(self) -> None:
+        clock = Clock()
+        learner = self.learner(clock)
+        learn(learner, clock, 3, scored)
+        assert learner.file() is None
 
     def test_never_shows_what_one_tenant_alone_has(self) -> None:
         clock = Clock()
