@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.doctor.case import Finding, Verdict, common_length
+from ragorder.adapters.doctor.beginnings import common_length
+from ragorder.adapters.doctor.case import Finding, Verdict
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.common.jsonl import printable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,6 +18,10 @@ EXAMPLE = '{"messages": […], "usage": {…}}'
 _MOST_REQUESTS = 5_000
 _MOST_CHARACTERS = 1 << 27
 _INSTRUCTIONS = ("system", "developer")
+_FIELDS = (
+    *("model", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "chat_template", "reasoning_effort"),
+    *("reasoning", "thinking", "tool_choice"),
+)
 
 
 class Message(NamedTuple):
@@ -29,8 +33,8 @@ class Message(NamedTuple):
 class LoggedRequest:
     """A request's prompt and reported counts (None if not reported).
 
-    The first `system_end` characters of `text` are tools and system message. Requests of the same `scope` (model and
-    salt) share a cache.
+    The first `tools_end` characters of `text` are tools, the first `system_end` tools and system message. Requests of
+    the same `scope` (model and salt) share a cache. `fields` are others that the prompt or its cache depends on.
     """
 
     line: int
@@ -38,11 +42,19 @@ class LoggedRequest:
     scope: tuple[str, str]
     messages: tuple[Message, ...]
     text: str
+    tools_end: int
     system_end: int
+    tools: Mapping[str, str]
+    fields: Mapping[str, str]
     sent: Sequence[Mapping[str, Any]] | None
     prompt_tokens: int | None
     cached_tokens: int | None
     written_tokens: int | None
+
+    def with_tools(self, tools: Mapping[str, str]) -> LoggedRequest:
+        """Return the request with these tools before its messages."""
+        head = _shown(Message("tools", _listed(tools.values())))
+        return replace(self, text=head + self.text[self.tools_end :], tools=tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,8 @@ def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters
         if len(found) == most_requests or characters > most_characters:
             return RequestLog(tuple(found), cut=True)
         body = next((each for name in ("request", "body") if isinstance(each := line.get(name), dict)), line)
+        if isinstance(more := body.get("extra_body"), dict):
+            body = body | more
         if not any(name in body for name in ("messages", "prompt", "input")):
             raise lines.error(number, f'has neither "messages" nor "prompt": a line looks like {EXAMPLE}')
         try:
@@ -87,13 +101,12 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
-    messages = tuple(_messages(body))
-    parts = [f"<{each.role}>\n{each.text}\n" for each in messages]
-    leading = 0
-    for message, part in zip(messages, parts, strict=True):
-        if message.role not in ("tools", *_INSTRUCTIONS):
-            break
-        leading += len(part)
+    tools = _tools(body.get("tools") or body.get("functions"))
+    said = list(_messages(body, tools))
+    leading = next((at for at, each in enumerate(said) if each.role not in ("tools", *_INSTRUCTIONS)), len(said))
+    # Where a chat template writes them is not known: most do so after the system message.
+    messages = (*said[:leading], *_documents(body.get("documents")), *said[leading:])
+    parts = [_shown(each) for each in messages]
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
@@ -104,7 +117,10 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         scope=(model, str(body.get("cache_salt") or body.get("prompt_cache_key") or "")),
         messages=messages,
         text="".join(parts),
-        system_end=leading,
+        tools_end=len(parts[0]) if tools else 0,
+        system_end=sum(map(len, parts[:leading])),
+        tools=tools,
+        fields={name: json.dumps(body[name], sort_keys=True) for name in _FIELDS if body.get(name) is not None},
         sent=sent if chat else None,
         prompt_tokens=report.prompt_tokens,
         cached_tokens=report.cached_tokens,
@@ -126,9 +142,28 @@ def _usage(line: Mapping[str, Any]) -> Any:
     return line.get("usage") or (answer.get("usage") if isinstance(answer, dict) else None)
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    if body.get("tools"):
-        yield Message("tools", json.dumps(body["tools"], ensure_ascii=False))
+def _tools(tools: Any) -> dict[str, str]:
+    """Return the tools by name."""
+    found: dict[str, str] = {}
+    for tool in tools if isinstance(tools, list) else ():
+        text = json.dumps(tool, ensure_ascii=False)
+        of = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = of.get("name") if isinstance(of, dict) else None
+        found[name if isinstance(name, str) and name not in found else text] = text
+    return found
+
+
+def _listed(tools: Iterable[str]) -> str:
+    return f"[{', '.join(tools)}]"
+
+
+def _shown(message: Message) -> str:
+    return f"<{message.role}>\n{message.text}\n"
+
+
+def _messages(body: Mapping[str, Any], tools: Mapping[str, str]) -> Iterator[Message]:
+    if tools:
+        yield Message("tools", _listed(tools.values()))
     for name in ("system", "instructions"):
         if body.get(name):
             yield Message("system", _content(body[name]))
@@ -137,6 +172,11 @@ def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
     if (prompt := body.get("prompt")) is not None:
         yield Message("prompt", " ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt))
     yield from _tagged(body.get("ragorder"))
+
+
+def _documents(documents: Any) -> Iterator[Message]:
+    if isinstance(documents, list) and documents:
+        yield Message("documents", "\n".join(json.dumps(each, ensure_ascii=False) for each in documents))
 
 
 def _turns(messages: Any) -> Iterable[Message]:

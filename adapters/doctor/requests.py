@@ -23,9 +23,7 @@ _REPORTING = (
     "log the usage of each answer (streams have it with stream_options.include_usage), and start vLLM with "
     "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
 )
-_NOTHING_IN_COMMON = (
-    "no cache can help requests that begin differently: see the findings below, and order the documents of each request"
-)
+_NOTHING_IN_COMMON = "no cache can help requests that begin differently: order the documents of each request"
 _EXPLAINED = "see the findings below"
 _LOST = "the cache is too small for the time between two such requests, or several replicas share them"
 
@@ -90,10 +88,12 @@ def _cached(case: Case, others: Sequence[Finding]) -> Finding:
     cached, common = cached_tokens / prompt_tokens, common_tokens / prompt_tokens
     found += f": {100 * cached:.1f} % of {prompt_tokens:,} prompt tokens were cached, "
     found += f"{100 * common:.1f} % were at the beginning of an earlier request"
+    found += " of the same model and salt" if len({each.scope for each in requests}) > 1 else ""
+    is_explained = any(each.verdict in ("warning", "bad") for each in others)
     if common < _LEAST_SHARE and cached < _LEAST_SHARE:
-        return Finding(_CHECK, "warning", found, _NOTHING_IN_COMMON)
+        return Finding(_CHECK, "warning", found, _EXPLAINED if is_explained else _NOTHING_IN_COMMON)
     if cached >= 0.8 * common:
-        return Finding(_CHECK, "good", found)
-    explained = any(each.verdict in ("warning", "bad") for each in others)
-    advice = _EXPLAINED if explained else _LOST
-    return Finding(_CHECK, "warning" if cached >= 0.2 * common else "bad", found, advice)
+        # The cache did what it could: requests that begin differently are no success.
+        is_good = cached >= 0.5 or not is_explained
+        return Finding(_CHECK, "good", found) if is_good else Finding(_CHECK, "warning", found, _EXPLAINED)
+    return Finding(_CHECK, "warning" if cached >= 0.2 * common else "bad", found, _EXPLAINED if is_explained else _LOST)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from math import gcd
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ragorder.adapters.cloud_orderers import find_rules
+from ragorder.adapters.doctor.beginnings import common_length, repeated_parts
 from ragorder.adapters.doctor.case import (
     Case,
     Chat,
     ChatTemplate,
     Finding,
     RenderError,
-    Turn,
-    common_length,
     counted,
     graded,
-    repeated_parts,
+)
+from ragorder.adapters.doctor.forms import fitting_template
+from ragorder.adapters.doctor.front import (
+    CERTAIN_FIELDS,
+    separations,
+    with_one_list_order,
+    with_one_tools_order,
+    without_fields,
 )
 from ragorder.adapters.doctor.prompts import recognise
+from ragorder.adapters.doctor.request_log import LoggedRequest
+from ragorder.adapters.doctor.turns import Turn
 from ragorder.adapters.http_client import ServerError
 from ragorder.clouds import CacheRules
 from ragorder.orderer import Orderer
@@ -58,6 +67,7 @@ _TOPIC_IGNORED = (
     "traps), and check that nothing in between drops it"
 )
 _NEARLY_ALL = 0.9
+_LEAST_GAIN = 1.0
 _NEW_TEXT = "text that no other request has"
 _SHARED_FIRST = "put shared text first, byte for byte the same in all requests, then the documents, then varying text"
 _WRITE, _READ = 1.25, 0.1
@@ -65,6 +75,35 @@ _WRITES = (
     "set a cache breakpoint only after text that is sent again within its TTL, never after the question; "
     "requests sent at the same time all write: let the first one begin to answer before the others"
 )
+
+
+_FIELDS = {
+    "cache_salt": "give requests that may share a cache the same cache_salt, or none: one for each tenant, not one for "
+    "each user or request",
+    "chat_template_kwargs": "send the same chat_template_kwargs in all requests, and what varies (a date) in the "
+    "question: the chat template may write them before everything",
+    "model": "each model and each LoRA adapter has a cache of its own: send requests with the same documents to one",
+    "prompt_cache_key": "give requests that begin alike the same prompt_cache_key: it chooses the machine",
+}
+_OTHER_FIELD = "send fields of the prompt's head the same in all requests"
+_LIST_CHANGES = {"order": "the same lines in another order", "items": "other lines"}
+_ONE_LIST = (
+    "if their order means nothing, send such lines in one order, sorted in the application, or let ragorder order "
+    "them: `ragorder serve --template FILE`, a file with the lines "
+    """form = "- {text}" and between = "\\n", and as tail the text after the list"""
+)
+_TOOL_CHANGES = {
+    "order": "the same tools in another order",
+    "names": "another set of tools",
+    "texts": "the same tools with other texts",
+}
+_TOOLS = {
+    "the same tools in another order": "tools come first in a prompt: send them in one order, sorted by name in the "
+    "application or by `ragorder serve --stable-tools`",
+    "another set of tools": "send the same set of tools in all requests, and allow some of them by tool_choice "
+    "(allowed_tools), or put those that vary last",
+    "the same tools with other texts": "keep their descriptions the same: a date or a path belongs into a message",
+}
 
 
 def _document_order(case: Case) -> Finding:
@@ -76,6 +115,8 @@ def _document_order(case: Case) -> Finding:
     if graded(reordered, len(case.beginnings)) == "good":
         return Finding(check, "good", found)
     plain, ordered = (100 * share for share in _reusable(case))
+    if ordered < plain + _LEAST_GAIN:
+        return Finding(check, "good", f"{found}, which loses nothing")
     advice = (
         "order them with ragorder. With each repeated line as a document and an unlimited cache, "
         f"about {ordered:.0f} % of the prompt tokens could be reused, {plain:.0f} % in the log's order; "
@@ -99,6 +140,55 @@ def _reusable(case: Case) -> tuple[float, float]:
             ordering.confirm()
     tokens = max(1, sum(map(case.length, case.log.requests)))
     return min(1.0, reused[0] / tokens), min(1.0, reused[1] / tokens)
+
+
+def _fields(case: Case) -> Finding:
+    """Count requests whose text began an earlier one that has other fields, unless their answers report hits."""
+    check = "request fields"
+    sharing = [each for each in separations(case.log.requests) if case.tokens(each.characters) >= _LEAST_STEP]
+    kinds: Counter[str] = Counter()
+    separated, is_certain = 0, False
+    for request, characters, names in sharing:
+        reported = request.cached_tokens
+        if names and (reported is None or 2 * reported < case.tokens(characters)):
+            separated += 1
+            kinds.update(names)
+            is_certain = is_certain or reported is not None or not CERTAIN_FIELDS.isdisjoint(names)
+    found = f"{separated:,} of {len(sharing):,} requests begin like earlier ones that all have other fields"
+    verdict = graded(separated, len(sharing))
+    if verdict == "good":
+        return Finding(check, "good", found)
+    found += f": {counted(kinds)}; {case.instead(without_fields(case.log.requests), 'if they were the same')}"
+    advice = "; ".join(dict.fromkeys(_FIELDS.get(name, _OTHER_FIELD) for name, _ in kinds.most_common()))
+    return Finding(check, verdict if is_certain else "warning", found, advice)
+
+
+def _lists(case: Case) -> Finding:
+    """Count requests that part from all earlier ones in the order of a list in the system message."""
+    check = "list in the system message"
+    kinds = Counter(_LIST_CHANGES[each] for each in case.other_lists.values())
+    reordered, changed = kinds[_LIST_CHANGES["order"]], kinds.total()
+    found = f"{changed:,} of {len(case.beginnings):,} requests differ from earlier ones in a list there"
+    verdict = graded(changed, len(case.beginnings))
+    if verdict == "good":
+        return Finding(check, "good", found)
+    found += f": {counted(kinds)}; {case.instead(with_one_list_order(case.log.requests), 'if the lists were sorted')}"
+    return Finding(check, verdict if graded(reordered, len(case.beginnings)) == "bad" else "warning", found, _ONE_LIST)
+
+
+def _tools(case: Case) -> Finding:
+    """Count requests whose tools no earlier request had in this order, with these names or texts."""
+    check = "tools"
+    having = sum(bool(each.tools) for each in case.log.requests)
+    if not having:
+        return Finding(check, "good", "no request has tools")
+    kinds = Counter(_TOOL_CHANGES[each] for each in case.other_tools.values())
+    found = f"{kinds.total():,} of {having:,} requests have tools that no earlier one had so"
+    verdict = graded(kinds.total(), having)
+    if verdict == "good":
+        return Finding(check, "good", found)
+    found += f": {counted(kinds)}; {case.instead(with_one_tools_order(case.log.requests), 'with all in one order')}"
+    return Finding(check, verdict, found, "; ".join(_TOOLS[kind] for kind, _ in kinds.most_common()))
 
 
 def _granularity(case: Case) -> Finding:
@@ -144,8 +234,21 @@ def _history(case: Case) -> Finding:
     verdict = graded(broken, len(turns), bad=0.2, warning=0.02)
     if verdict == "good":
         return Finding(check, "good", found)
-    found += f": {counted(kinds)}; each loses {case.tokens(lost / broken):,} tokens on average"
+    found += f": {counted(kinds)}; each loses {case.tokens(lost / broken):,} tokens on average; "
+    found += case.instead(_continued(case), "if they did")
     return Finding(check, verdict, found, _EARLIER_TURNS)
+
+
+def _continued(case: Case) -> list[LoggedRequest]:
+    """Return the requests of the log, each later turn after the text of the turn before."""
+    before = {id(turn.request): turn.before for turn in case.turns if turn.changed is not None}
+    texts: dict[int, str] = {}
+    for each in case.log.requests:
+        known = before.get(id(each))
+        added = each.messages[-2:]
+        own = "".join(f"<{role}>\n{text}\n" for role, text in added)
+        texts[id(each)] = each.text if known is None else texts.get(id(known), known.text) + own
+    return [replace(each, text=texts[id(each)]) for each in case.log.requests]
 
 
 def _kind(turn: Turn, changed: int) -> str:
@@ -155,6 +258,8 @@ def _kind(turn: Turn, changed: int) -> str:
     old, new = before[changed], after[changed]
     if old.role in ("system", "developer", "tools") or new.role in ("system", "developer", "tools"):
         return "the tools changed" if "tools" in (old.role, new.role) else "the system message changed"
+    if "documents" in (old.role, new.role):
+        return "the documents changed"
     if new in before[changed + 1 :]:
         return "messages were dropped"
     if old.role != new.role:
@@ -278,7 +383,7 @@ def _volatile(case: Case) -> Finding:
     check = "text before the documents"
     kinds: Counter[str] = Counter()
     remedies: Counter[str] = Counter()
-    in_system = 0
+    places: Counter[str] = Counter()
     for each in case.partings:
         if each.at_repeated:
             continue
@@ -287,7 +392,8 @@ def _volatile(case: Case) -> Finding:
         kind, remedy = next((found for found in known if found[0]), ("", ""))
         kinds[kind or _NEW_TEXT] += 1
         remedies[remedy or _SHARED_FIRST] += 1
-        in_system += each.at < each.request.system_end
+        if each.at < each.request.system_end:
+            places["tools" if each.at < each.request.tools_end else "system message"] += 1
     repeating = len(case.partings)
     if not repeating:
         return Finding(check, "good", "no request repeats text of another one after their first difference")
@@ -300,7 +406,7 @@ def _volatile(case: Case) -> Finding:
     verdict = graded(parted, repeating)
     if verdict == "good":
         return Finding(check, "good", found)
-    found += f", {in_system:,} in the system message" if in_system else ""
+    found += "".join(f", {count:,} in the {place}" for place, count in places.most_common())
     advice = "; ".join(remedy for remedy, _ in remedies.most_common(2))
     return Finding(check, verdict, f"{found}: {counted(kinds)}", advice)
 
@@ -328,10 +434,14 @@ def _writes(case: Case) -> Finding:
 
 RULES: Sequence[Callable[[Case], Finding]] = (
     _document_order,
+    _fields,
+    fitting_template,
     _granularity,
     _history,
+    _lists,
     _minimum,
     _template,
+    _tools,
     _topic,
     _volatile,
     _writes,

@@ -13,12 +13,17 @@ from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
 from ragorder.adapters.learning.learner import TemplateLearner
 from ragorder.adapters.learning.texts import END, NUMBER, START
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
-from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.bodies.template import (
+    DocumentRun,
+    DocumentTemplate,
+    TemplateError,
+    numbered_by_place,
+)
 from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
 from ragorder.ordering import RequestOutcome
 
-__all__ = ["Saving", "Suggestion", "suggest"]
+__all__ = ["Saving", "Suggestion", "predict_saving", "suggest"]
 
 _CHARACTERS_PER_TOKEN = 4
 _EXAMPLES = 3
@@ -95,7 +100,7 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
             suggestion.refused = str(error)
         else:
             runs = [run for texts in requests if (run := _first(template.find, texts)) is not None]
-            _complete(suggestion, runs, capacity_tokens, lambda document: template.split(document).rest)
+            _complete(suggestion, runs, capacity_tokens, _names(template))
             suggestion.doubts += _doubts(learned, template, requests[:_MOST_REQUESTS], runs)
             return suggestion
     else:
@@ -108,6 +113,28 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
     runs = [run for texts in requests if (run := _first(proven, texts)) is not None]
     _complete(suggestion, runs, capacity_tokens, str)
     return suggestion
+
+
+def predict_saving(
+    template: DocumentTemplate, requests: Sequence[Sequence[str]], capacity_tokens: int
+) -> tuple[int, Saving | None]:
+    """Return in how many of the requests a template finds documents that it may order, and what that would save on the
+    mirror of a cache of this size."""
+    runs = []
+    for texts in requests:
+        run = _first(template.find, texts)
+        if run is not None and (not template.shows_number or _is_numbered(template, run)):
+            runs.append(run)
+    return len(runs), _saving(runs, capacity_tokens, _names(template))
+
+
+def _names(template: DocumentTemplate) -> Callable[[str], str]:
+    """Return what names a document: its text without the number that stays at its place."""
+    return (lambda document: template.split(document).rest) if template.shows_number else str
+
+
+def _is_numbered(template: DocumentTemplate, run: DocumentRun) -> bool:
+    return numbered_by_place([template.split(each) for each in run.documents], from_0=True) is not None
 
 
 def _complete(

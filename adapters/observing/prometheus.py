@@ -109,9 +109,11 @@ class Metrics(PrometheusMetrics):
         """Count a request forwarded without ordering, for a `reason` in docs/proxy.md."""
         self._passed.labels(reason).inc()
 
-    def recognised(self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int) -> None:
-        """Count a request in which a preset of the proxy's templates finds documents."""
-        self._recognised.labels(preset).inc()
+    def recognised(
+        self, preset: str, prompt_tokens: int, ordered_tokens: int, retrieval_tokens: int, requests: int = 1
+    ) -> None:
+        """Count requests in which a preset of the proxy's templates finds documents, or the `LEARNED` form."""
+        self._recognised.labels(preset).inc(requests)
         for name, tokens in (("prompt", prompt_tokens), ("ragorder", ordered_tokens), ("retrieval", retrieval_tokens)):
             self._recognised_tokens.labels(preset, name).inc(tokens)
 

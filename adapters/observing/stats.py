@@ -15,12 +15,14 @@ from ragorder.common.extras import needs
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Comparison", "Reports", "Stats", "compare", "fetch_stats"]
+__all__ = ["LEARNED", "Comparison", "Reports", "Stats", "compare", "fetch_stats"]
 
 _MIN_REPORTS = 8
 _MAX_ERROR_SHARE = 0.02
 _COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Document(tokens=…)"
 _ENOUGH = 20
+LEARNED = "learned"
+"""The name of a form that is no preset."""
 
 _DERIVED = (
     "saved_tokens",
@@ -106,7 +108,8 @@ class Stats:
     the other order, which `comparison` corrects. `order_us`: percentiles. Of the `ordered` requests, `reordered` have
     moved documents, `reordered_cold` although nothing should be cached, and `best_moved` begin with another document
     than the best. `passed`: unchanged requests by reason, in no other figure. `recognised`: the share of the prefill
-    that a preset of --template would save, by preset, from 20 requests on.
+    that a preset of --template would save, by preset, from 20 requests on; that of a form learned in shadow mode is
+    `LEARNED`.
     """
 
     shadow: bool

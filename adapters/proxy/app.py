@@ -18,7 +18,7 @@ from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
-from ragorder.adapters.proxy.bodies.parsing import BodyParser
+from ragorder.adapters.proxy.bodies.parsing import BodyParser, PromptLearner
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import openapi
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
@@ -55,6 +55,7 @@ def make_app(
     finds_native: bool = True,
     stable_tools: bool = False,
     on_recognised: Callable[[str, int, int, int], None] | None = None,
+    learner: PromptLearner | None = None,
     api_key: str | None = None,
     upstream_api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -84,7 +85,8 @@ def make_app(
     - `template` finds documents in messages that are not tagged; of several templates the first that does.
     - `finds_native`: also orders documents in fields and blocks of the APIs, and translates citations in answers.
     - `stable_tools`: sends tools in the order of their names, in requests without documents too.
-    - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised.
+    - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised. `learner` gets the other requests
+      without documents.
     - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
     - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
@@ -151,6 +153,7 @@ def make_app(
         finds_native=finds_native,
         stable_tools=stable_tools,
         recogniser=None if on_recognised is None or route else PromptRecogniser(orderer.settings, on_recognised),
+        learner=learner,
         send_facts=send_facts,
         number_by_place=number_by_place,
         repeated=repeated,

@@ -105,16 +105,23 @@ def _share(cached: int, prompt: int) -> float:
 
 
 class StatsPages:
-    """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then) and `/ragorder`
-    (live HTML). The application adds `routes` and runs `history.keep` in the background."""
+    """`metrics_path`, `/ragorder/stats` (JSON; `?after=` a time in ms adds the history since then), `/ragorder` (live
+    HTML), and `/ragorder/template` (TOML), the form that `learned` returns. The application adds `routes` and runs
+    `history.keep` in the background."""
 
     def __init__(
-        self, metrics: Metrics, admission: AdmissionQueue | None = None, *, metrics_path: str = "/metrics"
+        self,
+        metrics: Metrics,
+        admission: AdmissionQueue | None = None,
+        *,
+        metrics_path: str = "/metrics",
+        learned: Callable[[], str | None] | None = None,
     ) -> None:
         self.history = History(lambda: Stats.of(metrics.whole.collect()))
         self._metrics = metrics
         self._admission = admission
         self._metrics_path = metrics_path
+        self._learned = learned
         self._page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
         self._headers = {
             "Content-Security-Policy": _policy(self._page),
@@ -128,6 +135,7 @@ class StatsPages:
             Route(self._metrics_path, self._show_metrics),
             Route("/ragorder/stats", self._show_stats),
             Route("/ragorder", self._show_page),
+            Route("/ragorder/template", self._show_template),
         ]
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -145,6 +153,16 @@ class StatsPages:
         with suppress(ValueError):
             figures["history"] = self.history.after(float(after))
         return figures
+
+    async def _show_template(self, request: Request) -> Response:
+        toml = None if self._learned is None else self._learned()
+        if toml is None:
+            why = "this proxy does not learn: it is not in shadow mode, or has a template"
+            if self._learned is not None:
+                why = "no form was found in the prompts so far: it takes a few hundred requests whose documents recur"
+            message = f"There is no template: {why}."
+            raise HTTPError(404, message, code="no_template")
+        return Response(toml, media_type="application/toml", headers={"Cache-Control": "no-store"})
 
     async def _show_page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=self._headers)

@@ -95,7 +95,8 @@ _FUSED = ("recompute", "select", "select_rounds", "build_idle")
     option(
         "--shadow",
         is_flag=True,
-        help="Serve documents in retrieval order, and compute what ragorder's order would save.",
+        help="Serve documents in retrieval order, and compute what ragorder's order would save. Without --template, "
+        "also learn one from the prompts: see `ragorder template --from`.",
     ),
 )
 @client_options("body_limit")
@@ -145,7 +146,7 @@ def engine(
             from ragorder.adapters.observing.observed import ObservedOrderer
 
             orderer = ObservedOrderer(Orderer(backend.settings), [metrics], shadow=shadow)
-            return server.app(metrics, orderer, backend, documents, marks=False)
+            return server.app(metrics, orderer, backend, documents, marks=False, learns=shadow and template is None)
 
         announce_cache(backend, settings)
         mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from ragorder.adapters.http_server.server import Certificate
+    from ragorder.adapters.learning.shadow import ShadowLearner
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.proxy import AdmissionQueue
     from ragorder.cli.documents import Documents
@@ -307,8 +309,10 @@ class ProxyServer:
         documents: Documents,
         *,
         admission: AdmissionQueue | None = None,
+        learns: bool = False,
         **options: Any,
     ) -> ASGIApp:
+        """`learns` a template from prompts in which no documents are found."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.access_log import AccessLog
         from ragorder.adapters.proxy import Timeouts, make_app
@@ -316,7 +320,8 @@ class ProxyServer:
 
         settings = self.settings
         metrics.read_process()
-        pages = StatsPages(metrics, admission)
+        learner = _learner(metrics, orderer) if learns else None
+        pages = StatsPages(metrics, admission, learned=None if learner is None else learner.file)
         try:
             app = make_app(
                 orderer,
@@ -325,6 +330,7 @@ class ProxyServer:
                 template=documents.templates,
                 finds_native=documents.recognises,
                 on_recognised=metrics.recognised if documents.recognises else None,
+                learner=learner,
                 number_by_place=documents.number_by_place,
                 repeated=documents.repeated,
                 on_passed=metrics.passed,
@@ -368,6 +374,13 @@ class ProxyServer:
             certificate=self._certificate,
             on_started=lambda: click.echo(f"Serving on {url}/v1", err=True),
         )
+
+
+def _learner(metrics: Metrics, orderer: OrdererLike) -> ShadowLearner:
+    from ragorder.adapters.learning.shadow import ShadowLearner
+    from ragorder.adapters.observing.stats import LEARNED
+
+    return ShadowLearner(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
 
 def _check_keys(context: click.Context) -> None:

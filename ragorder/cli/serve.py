@@ -177,7 +177,9 @@ _CLOUDS: Mapping[str, Provider] = {
     option(
         "--shadow",
         is_flag=True,
-        help="Serve documents in retrieval order, and compute what ragorder's order would save.",
+        help="Serve documents in retrieval order, and compute what ragorder's order would save. Without --template, "
+        "also learn how the application joins documents into its prompts, and suggest a template: see `ragorder "
+        "template --from`.",
     ),
 )
 @client_options("body_limit", "bodies_limit", "client_timeout_s", "max_connections")
@@ -318,6 +320,7 @@ def serve(
                 clouds=clouds,
                 topic_header=topic_header,
                 stable_tools=stable_tools,
+                learns=shadow and template is None,
                 on_sent=None if shared is None else shared.share,
             )
 

@@ -173,6 +173,8 @@ class _FolderFigures:
 
 
 def _table(read: Stats, prefill_rate: float | None) -> Group:
+    from ragorder.adapters.observing.stats import LEARNED
+
     served, other = ("retrieval order", "ragorder's order") if read.shadow else ("ragorder's order", "retrieval order")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -184,6 +186,11 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
         table.add_row("passed unordered", f"{requests:,}", _PASSED.get(reason, reason))
     for preset, saved in read.recognised.items():
         would = f"prompts look like those of {preset}: --template {preset} would save this share of their prefill"
+        if preset == LEARNED:
+            would = (
+                "a form of documents was found: `ragorder template --from URL -o FILE`, and --template FILE would save"
+            )
+            would += " this share of their prefill"
         table.add_row("recognised", f"{100 * saved:.1f} %", would)
     if not read.served:
         known = "no request yet"

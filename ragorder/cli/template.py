@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ragorder.cli.options import Command, option, section
 from ragorder.cli.values import Count
-from ragorder.common.jsonl import JSONLinesError
+from ragorder.common.jsonl import JSONLinesError, printable
 
 if TYPE_CHECKING:
     from ragorder.adapters.learning.suggestion import Suggestion
@@ -21,13 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["template"]
 
 _SHOWN = 60
+_CAPACITY_TOKENS = 131_072
+_TIMEOUT_S = 30.0
+_NOT_FOUND = 404
+_NONE_LEARNED = (
+    "no template was learned at {}: give the address of a `ragorder serve --shadow` without --template, after a few "
+    "hundred requests whose documents recur"
+)
 
 
 @click.command(
     cls=Command,
-    examples=["ragorder template requests.jsonl", "ragorder template requests.jsonl -o app.toml"],
+    examples=[
+        "ragorder template requests.jsonl",
+        "ragorder template requests.jsonl -o app.toml",
+        "ragorder template --from http://127.0.0.1:8100 -o app.toml",
+    ],
 )
-@click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("requests", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @section(
     "Template",
     option(
@@ -40,22 +51,68 @@ _SHOWN = 60
     option(
         "--capacity-tokens",
         type=Count(1),
-        default=131_072,
-        show_default=True,
         metavar="TOKENS",
         help="Cache for which the saving is predicted.",
+        unset="131072",
     ),
 )
-def template(requests: Path, out: Path | None, capacity_tokens: int) -> None:
+@section(
+    "Proxy",
+    option(
+        "--from",
+        "url",
+        metavar="URL",
+        help="Instead of a log: the template that the `ragorder serve --shadow` at URL has learned from the prompts "
+        "that it forwarded. It has no examples, because the proxy keeps no prompts.",
+    ),
+    option(
+        "--api-key",
+        metavar="KEY",
+        envvar=["RAGORDER_PROXY_API_KEY", "RAGORDER_API_KEY"],
+        show_envvar=True,
+        help="The proxy's key. Other users of this machine can see it unless it comes from the environment.",
+    ),
+)
+def template(
+    requests: Path | None, out: Path | None, capacity_tokens: int | None, url: str | None, api_key: str | None
+) -> None:
     """Learn from a log of requests how an application joins documents into its prompts.
 
     REQUESTS has JSON lines with the bodies of requests in the order in which they were sent, plain or compressed, as
-    for `ragorder doctor`; 100 to 300 are enough if documents recur. Known applications need no log: see `ragorder serve
-    --help`.
+    for `ragorder doctor`; 100 to 300 are enough if documents recur. Without a log, a proxy in shadow mode learns from
+    the requests that it forwards (--from). Known applications need neither: see `ragorder serve --help`.
 
     Nothing is used live before you say so: look at the examples, then give the file to `ragorder serve`. The exit
     status is 1 if no template is found.
     """
+    if (requests is None) == (url is None):
+        raise click.UsageError("give REQUESTS, a log, or --from URL, a proxy in shadow mode")
+    if url is None and requests is not None:
+        toml = _learned(requests, capacity_tokens or _CAPACITY_TOKENS)
+    elif capacity_tokens is not None:
+        raise click.UsageError("--capacity-tokens is of a log: the proxy predicts for its own cache")
+    else:
+        toml = _fetched(str(url), api_key)
+    if out is not None:
+        out.write_text(toml, "utf-8")
+        click.echo(f"next: ragorder serve --upstream URL --template {out}")
+
+
+def _fetched(url: str, api_key: str | None) -> str:
+    from ragorder.adapters.http_client import Server, ServerError
+
+    try:
+        with Server(url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
+            toml = server.get("/ragorder/template")
+    except (ServerError, ImportError) as error:
+        if isinstance(error, ServerError) and error.status == _NOT_FOUND:
+            raise click.ClickException(_NONE_LEARNED.format(printable(url))) from None
+        raise click.ClickException(str(error)) from None
+    click.echo("\n".join(map(printable, toml.splitlines())))
+    return toml
+
+
+def _learned(requests: Path, capacity_tokens: int) -> str:
     from ragorder.adapters.doctor.request_log import read_log
     from ragorder.adapters.learning.suggestion import suggest
 
@@ -70,9 +127,7 @@ def template(requests: Path, out: Path | None, capacity_tokens: int) -> None:
     _show(found)
     if found.refused:
         raise click.ClickException(f"not to be used live: {found.refused}")
-    if out is not None:
-        out.write_text(found.toml(), "utf-8")
-        click.echo(f"next: ragorder serve --upstream URL --template {out}")
+    return found.toml()
 
 
 def _show(found: Suggestion) -> None:

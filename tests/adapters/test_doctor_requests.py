@@ -14,10 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.balancer import Balancer, plain
 from support.commands import run_command
-from support.request_logs import NAMES, SYSTEM, assert_quotes_nothing, chat, examined, healthy, served, write_log
+from support.request_logs import (
+    NAMES,
+    SYSTEM,
+    asked,
+    assert_quotes_nothing,
+    chat,
+    counted,
+    examined,
+    healthy,
+    served,
+    shares,
+    write_log,
+)
 
 from ragorder.adapters.doctor import Finding, examine_requests
-from ragorder.adapters.doctor.case import common_length, shared_beginnings
+from ragorder.adapters.doctor.beginnings import common_length, shared_beginnings
 from ragorder.adapters.doctor.request_log import LoggedRequest, read_log
 from ragorder.cli import main
 from ragorder.common.jsonl import JSONLinesError
@@ -90,6 +102,65 @@ class TestRequests:
     def test_an_empty_log_is_unknown(self, tmp_path: Path) -> None:
         (found,) = examine_requests(write_log(tmp_path / "empty.jsonl", []))
         assert found.verdict == "unknown"
+
+
+class TestRequestFields:
+    """Requests that begin alike and find nothing of each other in the cache."""
+
+    @pytest.mark.parametrize(
+        ("fields", "named", "does"),
+        [
+            (
+                lambda number: {"chat_template_kwargs": {"date_string": f"{number} Nov"}},
+                ["chat_template_kwargs (19)"],
+                "same chat_template_kwargs",
+            ),
+            (
+                lambda number: {"extra_body": {"chat_template_kwargs": {"date_string": f"{number} Nov"}}},
+                ["chat_template_kwargs (19)"],
+                "same chat_template_kwargs",
+            ),
+            (lambda number: {"cache_salt": f"user-{number}"}, ["cache_salt (19)"], "one for each tenant"),
+            (lambda number: {"model": f"lora-{number}"}, ["model (19)"], "each LoRA adapter has a cache of its own"),
+            (
+                lambda number: {"cache_salt": f"user-{number}", "model": f"lora-{number % 7}"},
+                ["cache_salt (19)", "model (19)"],
+                "one for each tenant",
+            ),
+            (lambda number: {"reasoning_effort": str(number)}, ["reasoning_effort (19)"], "same in all requests"),
+        ],
+        ids=["arguments", "arguments in extra_body", "salt", "LoRA", "salt and LoRA", "effort"],
+    )
+    def test_that_differ_are_named(
+        self,
+        examine: Callable[..., dict[str, Finding]],
+        tmp_path: Path,
+        fields: Callable[[int], dict[str, Any]],
+        named: list[str],
+        does: str,
+    ) -> None:
+        found = examine([counted(asked(number, **fields(number)), 300, 0) for number in range(20)])
+        each = found["request fields"]
+        assert each.verdict == "bad" and each.found.startswith("19 of 19 requests begin like earlier ones")
+        assert all(name in each.found for name in named)
+        assert shares(each.found)[0] == 0 and shares(each.found)[1] > 85
+        assert does in str(each.advice)
+        assert found["requests"].advice == "see the findings below"
+        assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
+
+    def test_that_cost_no_hit_are_no_reason(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = [counted(asked(each, chat_template_kwargs={"thinking": str(each)}), 300, 256) for each in range(20)]
+        assert examine(lines)["request fields"].verdict == "good"
+
+    def test_of_which_only_answers_would_tell_are_a_warning(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = [asked(number, chat_template_kwargs={"thinking": str(number)}) for number in range(20)]
+        assert examine(lines)["request fields"].verdict == "warning"
+
+    def test_of_a_few_tenants_and_models_cost_each_its_first_request(
+        self, examine: Callable[..., dict[str, Finding]]
+    ) -> None:
+        lines = [counted(asked(each, cache_salt=f"{each % 3}", model=f"{each % 2}"), 300, 0) for each in range(100)]
+        assert examine(lines)["request fields"].verdict == "good"
 
 
 class TestCommand:
@@ -240,7 +311,7 @@ class TestBeginnings:
 
 
 def request_of(text: str) -> LoggedRequest:
-    return LoggedRequest(1, "", ("", ""), (), text, 0, None, None, None, None)
+    return LoggedRequest(1, "", ("", ""), (), text, 0, 0, {}, {}, None, None, None, None)
 
 
 VALUES = st.recursive(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run_command
 from support.request_logs import (
     NAMES,
     SYSTEM,
     Lines,
+    asked,
     chat,
     conversations,
+    counted,
     document,
     examined,
     healthy,
     of_cloud,
     served,
+    shares,
     texts_of,
 )
 
 from ragorder.adapters.doctor import Finding
+from ragorder.cli import main
+
+doctor = partial(run_command, main, "doctor")
 
 
 @pytest.fixture
@@ -152,6 +161,15 @@ class TestTextBeforeTheDocuments:
         assert "of 19 requests have documents of earlier ones in another order" in order.found
         assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
 
+    def test_so_is_another_order_of_the_field_for_documents(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        draw = random.Random(4)
+        texts = [{"text": document(name).replace("\n", " ")} for name in NAMES[:8]]
+        lines = [counted(asked(number, documents=draw.sample(texts, 5)), 800, 100) for number in range(20)]
+        found = examine(lines)
+        assert "have documents of earlier ones in another order" in found["order of documents"].found
+        assert found["order of documents"].verdict == "warning"
+        assert "too small" not in str(found["requests"].advice)
+
     def test_advice_says_what_an_order_would_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
         """The same five documents in any order: all of them could be reused."""
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
@@ -177,6 +195,172 @@ class TestTextBeforeTheDocuments:
             chat([f"own-{number}" if number % 3 == 0 else NAMES[number % 4], *NAMES[4:8]], "?") for number in range(30)
         )
         assert examine(lines, block_size=16)["text before the documents"].verdict == "good"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": f"tool_{number}", "description": document(f"tool-{number}", 2)}}
+    for number in range(12)
+]
+FACTS = [document(f"fact-{number}", 1).split("\n")[1] for number in range(12)]
+
+
+def remembering(number: int, facts: Sequence[str], mark: str = "- ") -> dict[str, Any]:
+    """A question after a list in the system message."""
+    memory = "".join(f"{mark}{fact}\n" for fact in facts)
+    system = f"[User Memory]\n{memory}\n{document('manual')}"
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": f"q {number}"}]}
+
+
+class TestListsInFront:
+    def drawn(self, items: Sequence[Any], count: int = 12, lists: int = 20) -> list[list[Any]]:
+        draw = random.Random(3)
+        return [draw.sample(items, count) for _ in range(lists)]
+
+    @pytest.mark.parametrize("mark", ["- ", "* ", ""])
+    def test_in_another_order_are_named(
+        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path, mark: str
+    ) -> None:
+        bodies = [remembering(number, facts, mark) for number, facts in enumerate(self.drawn(FACTS))]
+        found = examine([counted(body, 700, 32) for body in bodies])
+        each = found["list in the system message"]
+        assert each.verdict == "bad"
+        assert each.found.startswith("19 of 19 requests") and "the same lines in another order (19)" in each.found
+        assert shares(each.found)[0] == 4.6 and shares(each.found)[1] > 80
+        assert "if their order means nothing" in str(each.advice)
+        assert found["order of documents"].verdict == found["text before the documents"].verdict == "good"
+        assert (found["requests"].verdict, found["requests"].advice) == ("warning", "see the findings below")
+        assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
+
+    def test_of_items_with_several_lines_are_named(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        skills = [f"name: skill {place}\n  about: {fact}" for place, fact in enumerate(FACTS)]
+        bodies = [remembering(number, drawn) for number, drawn in enumerate(self.drawn(skills))]
+        found = examine([counted(body, 900, 32) for body in bodies])["list in the system message"]
+        assert found.verdict == "bad" and "the same lines in another order (19)" in found.found
+
+    def test_are_ordered_by_the_template_that_is_advised(
+        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path
+    ) -> None:
+        pytest.importorskip("msgspec")
+        from ragorder.adapters.proxy.bodies.presets import find_templates
+
+        bodies = [remembering(number, facts) for number, facts in enumerate(self.drawn(FACTS))]
+        advice = str(examine([counted(body, 700, 32) for body in bodies])["list in the system message"].advice)
+        lines = re.findall(r'(?:form|between) = "[^"]*"', advice)
+        tail = f"\n\n{document('manual')[:20]}"
+        (tmp_path / "list.toml").write_text("\n".join([*lines, f"tail = {json.dumps(tail)}"]), "utf-8")
+        (template,) = find_templates(str(tmp_path / "list.toml"))
+        run = template.find(bodies[0]["messages"][0]["content"])
+        assert run is not None and run.documents == [f"- {fact}" for fact in self.drawn(FACTS)[0]]
+
+    def test_of_other_lines_are_a_warning(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        bodies = [remembering(number, facts) for number, facts in enumerate(self.drawn(FACTS, 6))]
+        each = examine([counted(body, 500, 32) for body in bodies])["list in the system message"]
+        assert each.verdict == "warning" and "other lines (" in each.found
+
+    def test_in_one_order_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        found = examine([counted(remembering(number, FACTS), 700, 640) for number in range(20)])
+        assert {each.verdict for each in found.values()} == {"good", "unknown"}
+
+    def test_in_which_a_date_changes_are_not_lists_in_another_order(
+        self, examine: Callable[..., dict[str, Finding]]
+    ) -> None:
+        dated = [remembering(day, [*FACTS[:3], f"Today is 2026-11-{day + 1:02}.", *FACTS[3:]]) for day in range(20)]
+        found = examine([counted(body, 700, 32) for body in dated])
+        assert found["list in the system message"].verdict == "good"
+        assert "a date (19)" in found["text before the documents"].found
+
+    @pytest.mark.parametrize("field", ["tools", "functions"])
+    def test_tools_in_another_order_are_named(
+        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path, field: str
+    ) -> None:
+        bodies = [asked(number, **{field: tools}) for number, tools in enumerate(self.drawn(TOOLS))]
+        found = examine([counted(body, 1200, 64) for body in bodies])
+        each = found["tools"]
+        assert each.verdict == "bad" and each.found.startswith("19 of 20 requests")
+        assert "the same tools in another order (19)" in each.found
+        assert shares(each.found)[0] == 5.3 and shares(each.found)[1] > 90
+        assert "--stable-tools" in str(each.advice)
+        assert found["text before the documents"].verdict == found["order of documents"].verdict == "good"
+        assert found["requests"].verdict == "warning"
+        assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
+
+    def test_another_set_of_tools_is_told_apart(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        bodies = [asked(number, tools=tools) for number, tools in enumerate(self.drawn(TOOLS, 6))]
+        each = examine([counted(body, 700, 64) for body in bodies])["tools"]
+        assert each.verdict == "bad" and "another set of tools (19)" in each.found
+        assert "tool_choice" in str(each.advice) and "--stable-tools" not in str(each.advice)
+
+    def test_a_tool_that_tells_the_date_is_text_that_changes(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        dated = [{"name": "now", "description": f"Today is 2026-11-{day + 1:02}. {FACTS[0]}"} for day in range(20)]
+        found = examine([counted(asked(day, tools=[tool]), 300, 16) for day, tool in enumerate(dated)])
+        assert "the same tools with other texts (19)" in found["tools"].found
+        assert "19 in the tools: a date (19)" in found["text before the documents"].found
+
+    def test_the_same_tools_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = [counted(asked(number, tools=TOOLS[: 6 + number % 2]), 700, 640) for number in range(40)]
+        assert examine(lines)["tools"].verdict == "good"
+
+
+class TestForm:
+    """Five of the eight documents of a topic, in any order."""
+
+    def written(self, write: Callable[[Sequence[str]], str], requests: int = 120) -> Lines:
+        draw = random.Random(5)
+        texts = [document(name).partition("\n")[2].strip() for name in NAMES]
+        topics = [texts[start : start + 8] for start in range(0, 36, 4)]
+        lists = [draw.sample(draw.choice(topics), 5) for _ in range(requests)]
+        return [
+            {
+                "messages": [
+                    {"role": "system", "content": write(texts)},
+                    {"role": "user", "content": f"{document(f'question {number}', 1)}?"},
+                ]
+            }
+            for number, texts in enumerate(lists)
+        ]
+
+    def anythingllm(self, texts: Sequence[str]) -> str:
+        found = "".join(f"[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]\n\n" for n, text in enumerate(texts))
+        return f"Help.\nContext:\n{found}"
+
+    def webpages(self, texts: Sequence[str]) -> str:
+        return "\n".join(f"[webpage {n} begin]{text}[webpage {n} end]" for n, text in enumerate(texts, 1))
+
+    def own(self, texts: Sequence[str]) -> str:
+        found = "\n".join(f'<hit rank="{n}">\n{text}\n</hit>' for n, text in enumerate(texts, 1))
+        return f"<hits>\n{found}\n</hits>\n\nUse them."
+
+    @pytest.mark.parametrize(
+        ("form", "application", "says"),
+        [
+            ("anythingllm", "in the form of AnythingLLM", "`ragorder serve --template anythingllm` would save about"),
+            ("webpages", "search results", "numbers that answers cite then mean places"),
+            ("own", "in one form that can be learned", "`ragorder template LOG -o app.toml`"),
+        ],
+    )
+    def test_that_a_template_fits_is_said_with_its_saving(
+        self, examine: Callable[..., dict[str, Finding]], form: str, application: str, says: str
+    ) -> None:
+        found = examine(self.written(getattr(self, form)))["documents' form"]
+        assert found.verdict == "warning"
+        assert found.found.startswith("120 of 120 requests have documents") and application in found.found
+        assert says in str(found.advice)
+        assert 10 < int(re.findall(r"about (\d+) % of the prefill", str(found.advice))[0]) <= 100
+
+    def test_a_score_before_each_text_leaves_nothing_to_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        draw = random.Random(6)
+
+        def librechat(texts: Sequence[str]) -> str:
+            return "\n---\n".join(
+                f"File: a.pdf\nRelevance: 0.{draw.randint(1000, 9999)}\nContent: {text}\n" for text in texts
+            )
+
+        found = examine(self.written(librechat))["documents' form"]
+        assert found.verdict == "good" and "score" in found.found
+
+    def test_a_plain_separator_has_no_template(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        found = examine(self.written("\n".join))["documents' form"]
+        assert found.verdict == "good" and "template" not in str(found.advice)
 
 
 class TestEarlierTurns:
@@ -219,6 +403,46 @@ class TestEarlierTurns:
         loses = int(found.found.rpartition("each loses ")[2].split()[0].replace(",", ""))
         lengths = [len(texts_of(line)) // 4 for line in conversations(broken)]
         assert min(lengths) < loses < max(lengths)
+
+    @pytest.mark.parametrize("is_replaced", [True, False], ids=["in the system message", "with the bare question"])
+    @pytest.mark.parametrize("form", ["{0}{1}", "{0}问题：{1}", "{1}\n{0}", "{0}\n{1}\n回答："])
+    def test_of_short_questions_are_found(
+        self, examine: Callable[..., dict[str, Finding]], is_replaced: bool, form: str
+    ) -> None:
+        """Chinese questions of eight characters, each of another conversation and turn."""
+        lines = []
+        for topic, conversation in zip("订退发电充票", range(6), strict=True):
+            history: list[dict[str, Any]] = []
+            for turn, noun in enumerate("单款票"):
+                question = {"role": "user", "content": f"{topic}{noun}怎么办理呢？"}
+                context = "".join(f"<doc>{document(f'{conversation} {turn} {place}', 2)}</doc>" for place in range(3))
+                sent = question
+                if not is_replaced:
+                    sent = {"role": "user", "content": form.format(context, question["content"])}
+                system = {"role": "system", "content": SYSTEM + context * is_replaced}
+                lines.append(counted({"messages": [system, *history, sent]}, 500, 32))
+                answer = document(f"answer {conversation} {turn}", 1)
+                history += [question, {"role": "assistant", "content": answer}]
+        found = examine(lines)["earlier turns"]
+        assert found.verdict == "bad" and found.found.startswith("12 of 12 later turns")
+        kind = "the system message changed" if is_replaced else "an earlier user message lost its documents"
+        assert f"{kind}" in found.found
+        assert shares(found.found)[0] == 6.4 and shares(found.found)[1] > 30
+
+    @pytest.mark.parametrize("question", ["hi", "继续", "why is that?"])
+    def test_of_others_who_ask_the_same_are_not_mistaken_for_them(
+        self, examine: Callable[..., dict[str, Finding]], question: str
+    ) -> None:
+        """Each user has a system message, and the log has no first turns of those who come back."""
+        asks = {"role": "user", "content": question}
+        lines = []
+        for number in range(20):
+            system = {"role": "system", "content": f"{SYSTEM} The user is {document(f'user {number}', 1)}"}
+            messages = [system, asks]
+            if number % 2:
+                messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": f"and {number}?"}]
+            lines.append({"messages": messages})
+        assert examine(lines)["earlier turns"].found == "no request continues another one of this log"
 
     def test_a_log_without_conversations_has_none(self, examine: Callable[..., dict[str, Finding]]) -> None:
         assert examine(healthy())["earlier turns"].verdict == "good"

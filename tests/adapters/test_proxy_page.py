@@ -248,6 +248,21 @@ class TestPage:
             assert "no documents found" in page.tab.text_content("#figures")
             assert page.problems == []
 
+    def test_a_proxy_that_does_not_learn_has_no_template(self, upstream: str) -> None:
+        with Proxy(upstream) as proxy, pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{proxy.url}/ragorder/template", timeout=60)
+        assert caught.value.code == 404
+        assert "it is not in shadow mode, or has a template" in json.load(caught.value)["error"]["message"]
+
+    def test_says_that_a_form_was_learned_and_how_to_get_it(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream, shadow=True) as proxy, Page(browser, proxy.url) as page:
+            proxy.metrics.recognised("learned", 100_000, 60_000, 20_000, 90)
+            page.wait_for("#figures", "A form of documents was found")
+            said = figures(page)["A form of documents was found"]
+            assert said.startswith(f"ragorder template --from {proxy.url} -o app.toml")
+            assert "would save 50.0\u00a0% of their prefill" in said
+            assert page.problems == []
+
     def test_the_proxy_keeps_the_history_whether_a_page_is_open_or_not(self, browser: Any, upstream: str) -> None:
         """On an axis of time; a reload, and another browser, show the same."""
         with Proxy(upstream) as proxy:

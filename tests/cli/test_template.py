@@ -1,9 +1,12 @@
-"""`ragorder template`: how an application joins documents, learned from a log of its requests."""
+"""`ragorder template`: how an application joins documents, learned from a log of its requests or by a proxy."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
+import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -11,8 +14,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-pytest.importorskip("msgspec")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 
+import httpx2
+from support.http_server import Handler, LocalServer
+from support.serve_process import SERVE, ServeProcess, launching
+
+from ragorder.adapters.learning.shadow import ShadowLearner
 from ragorder.adapters.proxy.bodies.presets import find_templates
 from ragorder.cli import main
 
@@ -107,9 +116,11 @@ class TestAnApplicationWithMarks:
         assert "saving: " in done.output and "example 3" in done.output
         assert "cites as [2]" in done.output and "looks the same" in done.output
 
-    def test_a_score_before_the_text_is_said_with_its_line(self, tmp_path: Path) -> None:
+    def test_a_score_before_the_text_is_said_with_its_line_and_saves_nothing(self, tmp_path: Path) -> None:
         done = run(log(tmp_path / "log.jsonl", [scored(*each) for each in retrieved()]))
         assert "Relevance: 0." in done.output and "nothing after it is cached" in done.output
+        saving = re.search(r"saving: ([\d.]+) %", done.output)
+        assert saving is not None and float(saving[1]) < 1
 
 
 class TestWhatIsNotToBeUsed:
@@ -136,6 +147,147 @@ class TestWhatIsNotToBeUsed:
         assert "no template in" in done.output
 
 
+class Answers(Handler):
+    """An engine that keeps the bodies that it gets."""
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))  # type: ignore[attr-defined]
+        self.answer(200, json.dumps({"usage": {"prompt_tokens": 400, "completion_tokens": 1}}))
+
+    def do_GET(self) -> None:
+        self.answer(404)
+
+
+class TestAProxyInShadowMode:
+    def test_suggests_a_template_for_the_prompts_that_it_forwards(self, tmp_path: Path) -> None:
+        engine = LocalServer(Answers)
+        sent: list[bytes] = []
+        engine.bodies = []  # type: ignore[attr-defined]
+        file, sizes = tmp_path / "app.toml", ("--capacity-tokens", "100000", "--block-size", "16")
+        with engine, launching(ServeProcess, *SERVE, "--port", "0") as launch:
+            proxy = launch("--upstream", engine.base_url, "--shadow", *sizes)
+            too_early = run("--from", proxy.url, "-o", file)
+            assert too_early.exit_code == 1 and "no template was learned" in too_early.output
+            with httpx2.Client(base_url=proxy.url, timeout=60) as client:
+                for documents, question in retrieved(4000):
+                    body = json.dumps({"model": "m", "messages": xml(documents, question)}).encode()
+                    sent.append(body)
+                    headers = {"content-type": "application/json"}
+                    assert client.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+                    if len(sent) % 20 == 0 and client.get("/ragorder/template").status_code == 200:
+                        break
+            done = run("--from", proxy.url, "-o", file)
+            assert done.exit_code == 0, done.output
+            assert f"--template {file}" in done.output and "look the same" in done.output
+            shown = CliRunner().invoke(main, ["stats", proxy.url, "--json"])
+            assert 0.05 < json.loads(shown.stdout)["recognised"]["learned"] < 1
+            shown = CliRunner().invoke(main, ["stats", proxy.url])
+            assert "ragorder template --from URL" in " ".join(shown.stdout.split())
+            said = proxy.stop()
+        assert engine.bodies == sent  # type: ignore[attr-defined]
+        assert "a form of documents was found" in said and "ragorder template --from URL" in said
+        assert not any(document.splitlines()[0] in said for documents, _ in retrieved(50) for document in documents)
+        (template,) = find_templates(str(file))
+        documents, question = retrieved(1, seed=1)[0]
+        run_of = template.find(xml(documents, question)[0]["content"])
+        assert run_of is not None and [template.split(each).rest.strip() for each in run_of.documents] == [
+            f'<doc index="">\n{each}\n</doc>' for each in documents
+        ]
+
+
+class Clock:
+    """Processor time, of which each learning takes so much."""
+
+    def __init__(self, cost_s: float = 0.0) -> None:
+        self._cost_s = cost_s
+        self.calls = 0
+
+    @property
+    def learned(self) -> int:
+        return self.calls // 2
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return self._cost_s * (self.calls // 2)
+
+
+def learn(learner: ShadowLearner, clock: Clock, times: int, write: Write, tenant: str | None = None) -> None:
+    """Give the learner requests until it has learned so often."""
+    before = clock.learned
+    requests = retrieved(200)
+    for number in range(1 << 20):
+        if clock.learned >= before + times:
+            break
+        documents, question = requests[number % 200]
+        learner.add(tenant, [each["content"] for each in write(documents, f"{number} {question}")])
+        # A learning ends, and is not repeated with requests that are the same.
+        while clock.calls % 2:
+            time.sleep(0.005)
+
+
+def unlike(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    return user(f"Nothing here is a list. {question} " * 20)
+
+
+class TestAShadowLearner:
+    def learner(self, clock: Clock, learned: list[int] | None = None) -> ShadowLearner:
+        heard = [] if learned is None else learned
+        return ShadowLearner(100_000, lambda *counts: heard.append(counts[-1]), lambda _: None, clock)
+
+    def test_gives_a_form_once_two_windows_agree(self) -> None:
+        clock, learned = Clock(), list[int]()
+        learner = self.learner(clock, learned)
+        learn(learner, clock, 1, xml)
+        assert learner.file() is None and learned == []
+        learn(learner, clock, 1, xml)
+        assert '<doc index=\\"{n}\\">' in str(learner.file())
+        assert len(learned) == 1 and learned[0] >= 90
+
+    def test_drops_a_form_that_the_prompts_no_longer_have(self) -> None:
+        clock = Clock()
+        learner = self.learner(clock)
+        learn(learner, clock, 2, xml)
+        learn(learner, clock, 2, unlike)
+        assert learner.file() is not None
+        learn(learner, clock, 1, unlike)
+        assert learner.file() is None
+        learn(learner, clock, 2, numbered)
+        assert "CONTEXT {n}" in str(learner.file())
+
+    def test_gives_no_form_that_saves_nothing(self) -> None:
+        clock = Clock()
+        learner = self.learner(clock)
+        learn(learner, clock, 3, scored)
+        assert learner.file() is None
+
+    def test_never_shows_what_one_tenant_alone_has(self) -> None:
+        clock = Clock()
+        learner = self.learner(clock)
+        learn(learner, clock, 3, xml, tenant="a")
+        assert learner.file() is None
+        learn(learner, clock, 1, xml, tenant="b")
+        assert learner.file() is not None
+
+    def test_takes_a_millisecond_of_processor_time_a_request(self) -> None:
+        clock = Clock(cost_s=2.0)
+        learner = self.learner(clock)
+        learn(learner, clock, 1, unlike)
+        for _ in range(1800):
+            learner.add(None, ["a text " * 40])
+        assert clock.learned == 1
+        learn(learner, clock, 1, unlike)
+
+    def test_keeps_a_bounded_number_of_characters(self) -> None:
+        learner = self.learner(Clock())
+        tracemalloc.start()
+        try:
+            for number in range(600):
+                learner.add(f"tenant {number % 20}", [f"{number} " + "x" * 50_000])
+            assert tracemalloc.get_traced_memory()[0] < 8_000_000
+        finally:
+            tracemalloc.stop()
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("line", "words"),
@@ -151,3 +303,19 @@ class TestBadInput:
         done = run(path)
         assert done.exit_code == 1 and words in done.output
         assert "Traceback" not in done.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ([], "give REQUESTS, a log, or --from URL"),
+            (["LOG", "--from", "http://127.0.0.1:9"], "give REQUESTS, a log, or --from URL"),
+            (["--from", "http://127.0.0.1:9", "--capacity-tokens", "9"], "--capacity-tokens is of a log"),
+            (["--from", "nowhere at all"], "is not the URL of a server"),
+        ],
+    )
+    def test_sources_that_do_not_go_together_are_refused(
+        self, arguments: list[str], words: str, tmp_path: Path
+    ) -> None:
+        path = log(tmp_path / "log.jsonl", [user("?")])
+        done = run(*(path if each == "LOG" else each for each in arguments))
+        assert done.exit_code != 0 and words in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -15,14 +16,17 @@ __all__ = [
     "NAMES",
     "SYSTEM",
     "Lines",
+    "asked",
     "assert_quotes_nothing",
     "chat",
     "conversations",
+    "counted",
     "document",
     "examined",
     "healthy",
     "of_cloud",
     "served",
+    "shares",
     "texts_of",
     "write_log",
 ]
@@ -83,6 +87,24 @@ def of_cloud(body: dict[str, Any], *, read: int, written: int) -> dict[str, Any]
         "output_tokens": 5,
     }
     return {"request": body, "response": {"usage": usage}}
+
+
+def counted(body: dict[str, Any], prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    details = {"cached_tokens": cached_tokens}
+    return {"request": body, "response": {"usage": {"prompt_tokens": prompt_tokens, "prompt_tokens_details": details}}}
+
+
+def asked(number: int, **fields: Any) -> dict[str, Any]:
+    """A question after the same long system message."""
+    system = SYSTEM + document("manual")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"q {number}"}]
+    return {"model": "m", "messages": messages, **fields}
+
+
+def shares(found: str) -> tuple[float, float]:
+    """The cached share of the prompt tokens, and what it would be."""
+    now, then = re.findall(r"([\d.]+) % (?:of the prompt tokens were cached|would be)", found)
+    return float(now), float(then)
 
 
 def write_log(path: Path, lines: Iterable[Any]) -> Path:

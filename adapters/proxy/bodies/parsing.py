@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -54,12 +54,17 @@ from ragorder.document import Document, Estimate, estimate_tokens
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 
-__all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
+__all__ = ["BodyParser", "ParsedBody", "PromptLearner", "Route", "scope_of"]
 
 _BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096
 BodyT = TypeVar("BodyT", bound=Body)
 _TAG = b'"%s"' % FIELD.encode()
+
+
+class PromptLearner(Protocol):
+    def add(self, tenant: str | None, texts: Sequence[str]) -> None:
+        """Take the texts of a request's messages whose documents are not found. Must not block."""
 
 
 @readable_by_threads
@@ -87,6 +92,7 @@ class BodyParser:
         finds_native: bool = False,
         stable_tools: bool = False,
         recogniser: PromptRecogniser | None = None,
+        learner: PromptLearner | None = None,
         send_facts: bool = False,
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
@@ -101,6 +107,7 @@ class BodyParser:
         self._finds_native = finds_native
         self._stable_tools = stable_tools
         self._recogniser = recogniser
+        self._prompts = learner
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
@@ -188,13 +195,16 @@ class BodyParser:
         return _native(body, partial(documents_in_parts, template=template))
 
     def _recognise(self, body: Body, content: bytes, by: MarkedBy) -> None:
-        """Say what a preset would save. The request is forwarded without it."""
+        """Say what a preset would save, or learn from the request. It is forwarded without either."""
         if self._recogniser is None or by.left is not None:
             return
-        texts = [each.text for each in body.passages() if each.role != "assistant"]
-        # The recogniser has nothing to do with the answer to this request.
+        # Neither has anything to do with the answer to this request.
         with suppress(Exception):
-            self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
+            texts = [each.text for each in body.passages() if each.role != "assistant"]
+            is_known = self._recogniser.look(texts, lambda template: self._find(body, content, template, by))
+            if self._prompts is not None and not is_known:
+                own = [each.replace(BOUNDARY, "\n") for each in texts]
+                self._prompts.add(salt_of(body, None), own)
 
     def _read_tagged(self, body: Body, by: MarkedBy) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))

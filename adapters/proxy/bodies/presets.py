@@ -93,15 +93,17 @@ class PromptRecogniser:
         self._orderers: dict[str, ObservedOrderer] = {}
         self._requests: Counter[str] = Counter()
 
-    def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> None:
-        """Recognise one of the presets in the texts of a request, which `read` parses by it."""
+    def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> bool:
+        """Recognise one of the presets in the texts of a request, which `read` parses by it, and return whether there
+        is one."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
                 if isinstance(parsed, ParsedBody) and parsed.error is None:
                     self._requests[name] += 1
                     self._order(name, parsed)
-                return
+                return True
+        return False
 
     def hint(self) -> str:
         """Return how to order the requests of the most frequent preset, or an empty text."""
