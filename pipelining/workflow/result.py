@@ -53,6 +53,7 @@ class WorkItemTrace:
     - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
     - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
     - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
+    - `from_memory`: an earlier item of the request had the same input, so neither engine nor search was asked
     """
 
     node: NodeId
@@ -72,6 +73,7 @@ class WorkItemTrace:
     clusters: int | None = None
     settled: int | None = None
     embed_s: float | None = None
+    from_memory: bool = False
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import END, Generation, NodeError, Retrieval, State
+from ragorder.pipelining.workflow.memory import Memory, input_of
+from ragorder.pipelining.workflow.nodes import END, Generation, Node, NodeError, Retrieval, State, Step
 from ragorder.pipelining.workflow.result import Outcome, WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.searching import Handle
 from ragorder.pipelining.workflow.speculations import Speculations, SpeculativeGeneration, Workers, question_for
@@ -47,6 +48,8 @@ class WorkflowRun(Generic[D, R]):
         scope: Hashable,
         trace: WorkflowTrace,
         emit: Callable[[str], None] | None = None,
+        *,
+        memo: bool | None = None,
     ) -> None:
         self.graph = graph
         self.scope = scope
@@ -54,13 +57,14 @@ class WorkflowRun(Generic[D, R]):
         self._workers = workers
         self._state = state
         self._emit = emit
+        self._memory = Memory(memo)
         self._context = copy_context()
         self._history: History | None = None
         self._results: asyncio.Queue[tuple[WorkItem, Mapping[str, Any] | BaseException]] = asyncio.Queue()
         self._items: set[WorkItem] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        self._speculations = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
+        self._speculations = Speculations(workers, scope, self._is_known, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
         """Run the graph to its end. Raises GraphError and NodeError. All work has ended when this returns or raises."""
@@ -88,7 +92,8 @@ class WorkflowRun(Generic[D, R]):
         return self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
 
     def is_speculated(self, item: WorkItem, /) -> bool:
-        return self._context.copy().run(self._speculations.is_speculated, item)
+        context = self._context.copy()
+        return context.run(self._speculations.is_speculated, item) or context.run(self._is_known, item.run)
 
     def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
         node, predict = item.node, getattr(self._workers.prompts, "lengths", None)
@@ -123,6 +128,15 @@ class WorkflowRun(Generic[D, R]):
 
     def _elapsed_s(self) -> float:
         return self._workers.clock() - self.trace.started_s
+
+    def _is_known(self, run: NodeRun) -> bool:
+        if isinstance(run.node, Step):
+            return False
+        try:
+            return self._memory.find(input_of(run.node, run.state, self.scope)) is not None
+        except Exception:
+            # The node raises the error itself.
+            return False
 
     def _add(self, run: NodeRun) -> None:
         self.trace.rounds[run.id] = self.trace.rounds.get(run.id, 0) + 1
@@ -159,12 +173,7 @@ class WorkflowRun(Generic[D, R]):
     async def _work(self, item: WorkItem) -> None:
         values: Mapping[str, Any] | BaseException
         try:
-            if isinstance(item.node, Generation):
-                values = await self._generate(item, item.node)
-            elif isinstance(item.node, Retrieval):
-                values = await self._retrieve(item, item.node)
-            else:
-                values = await call_step(item.node, item.run.state)
+            values = await self._values(item, item.node)
         except asyncio.CancelledError as error:
             if item.ended:
                 raise
@@ -175,7 +184,26 @@ class WorkflowRun(Generic[D, R]):
         self._end(item, "failed" if isinstance(values, BaseException) else "used")
         self._results.put_nowait((item, values))
 
-    async def _retrieve(self, item: WorkItem, node: Retrieval) -> Mapping[str, Any]:
+    async def _values(self, item: WorkItem, node: Node) -> Mapping[str, Any]:
+        if isinstance(node, Step):
+            return await call_step(node, item.run.state)
+        asked = input_of(node, item.run.state, self.scope)
+        result: Any
+        known = self._memory.find(asked)
+        if known is not None:
+            item.trace.from_memory = True
+            self._leave(self._speculations.drop(item.run, "wasted"), "wasted")
+            result = await known
+            if isinstance(node, Generation) and (emit := self._emit_of(item, node)) is not None:
+                emit(result)
+        else:
+            with self._memory.asking(asked) as known:
+                work = self._generate(item, node) if isinstance(node, Generation) else self._retrieve(item, node)
+                result = await work
+                known.set_result(result)
+        return answered(node, result, item.run.state) if isinstance(node, Generation) else found(node, result)
+
+    async def _retrieve(self, item: WorkItem, node: Retrieval) -> tuple[D, ...]:
         measured, searcher = self._workers.measured, self._workers.searcher
         query = query_of(node, item.run.state)
         handle, history = await self._speculations.search(item, query)
@@ -199,7 +227,7 @@ class WorkflowRun(Generic[D, R]):
             stage = await self._stages(item, handle)
         item.trace.clusters, item.trace.settled = stage.number, stage.settled
         (measured.settled_near if near else measured.settled).add(1 - stage.settled / max(1, stage.stages))
-        return found(node, searcher.documents(stage))
+        return searcher.documents(stage)
 
     async def _stages(self, item: WorkItem, handle: Handle) -> Stage:
         seen: dict[int, tuple[bytes, float]] = {}
@@ -222,7 +250,7 @@ class WorkflowRun(Generic[D, R]):
             self._workers.measured.odds(item).learn(rights, seen)
         return stage
 
-    async def _generate(self, item: WorkItem, node: Generation) -> Mapping[str, Any]:
+    async def _generate(self, item: WorkItem, node: Generation) -> str:
         speculative = self._speculations.generation(item.run)
         try:
             usage = await self._answer(item, node, speculative)
@@ -230,10 +258,10 @@ class WorkflowRun(Generic[D, R]):
             if not speculative.idle:
                 self._leave([speculative], "rolled back")
         self._note_usage(item, usage)
-        return answered(node, "".join(item.text), item.run.state)
+        return "".join(item.text)
 
     async def _answer(self, item: WorkItem, node: Generation, speculative: SpeculativeGeneration[D, R]) -> Usage | None:
-        emit = self._emit if self._emit is not None and self._is_answer(item, node) else None
+        emit = self._emit_of(item, node)
         usage: Usage | None = None
         started_s = self._elapsed_s()
         question, documents = question_for(item, node, self.scope), documents_of(node, item.run.state)
@@ -263,6 +291,9 @@ class WorkflowRun(Generic[D, R]):
         item.trace.prompt_tokens, item.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         if item.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
             self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
+
+    def _emit_of(self, item: WorkItem, node: Generation) -> Callable[[str], None] | None:
+        return self._emit if self._emit is not None and self._is_answer(item, node) else None
 
     def _is_answer(self, item: WorkItem, node: Generation) -> bool:
         graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]

@@ -68,6 +68,8 @@ class WorkflowServer(Generic[D, R]):
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
     - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
+    - `memo`: what a request has asked at temperature 0 is not asked again, nor is a search with the same query (None);
+      at any temperature (True); never (False)
     - `observer`: called with each final trace
 
     Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
@@ -87,6 +89,7 @@ class WorkflowServer(Generic[D, R]):
         max_waiting: int = 1024,
         max_generations: int | None = None,
         window: int = 32,
+        memo: bool | None = None,
         observer: Callable[[WorkflowTrace], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -101,6 +104,7 @@ class WorkflowServer(Generic[D, R]):
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting
         )
+        self._memo = memo
         self._observer = observer
         self._clock = clock
         self._running: set[asyncio.Task[WorkflowResult]] = set()
@@ -167,7 +171,7 @@ class WorkflowServer(Generic[D, R]):
             async with self._limiter.slot(None, patient=patient):
                 trace.started_s = self._clock()
                 trace.waited_s = trace.started_s - came_s
-                run = WorkflowRun(self._workers, graph, begun, options.get("scope"), trace, emit)
+                run = WorkflowRun(self._workers, graph, begun, options.get("scope"), trace, emit, memo=self._memo)
                 return WorkflowResult.of(graph, await run.run(), trace)
 
         task = asyncio.create_task(course())

@@ -321,6 +321,7 @@ class TestObservers:
         assert value("requests_total", graph="broken", outcome="failed") == 1
         assert value("seconds_count", graph="irg") == 1
         assert (value("pieces_total", worker="engine", kind="due", outcome="used") or 0) >= 1
+        assert value("pieces_from_memory_total", worker="engine") == 1
         prompt_tokens, cached_tokens = value("prompt_tokens_total"), value("cached_tokens_total")
         assert prompt_tokens and cached_tokens == pytest.approx(0.4 * prompt_tokens)
         assert (value("clusters_total") or 0) > 0

@@ -881,6 +881,118 @@ class TestServer:
         assert alone is None
 
 
+class TestMemory:
+    """A request asks nothing twice: neither the engine for the same question and documents, nor the same search."""
+
+    @staticmethod
+    async def rounds(
+        graph: RAGraph, *transformations: Any, **options: Any
+    ) -> tuple[WorkflowResult, list[Asked], list[str]]:
+        """Every search finds the same documents."""
+        engine, prompts, embedded = SlowEngine(), PlainPrompts(), list[str]()
+
+        async def embed(query: str) -> Any:
+            embedded.append(query)
+            return vector("the same")
+
+        async def nearest(_: Any, k: int) -> Any:
+            return range(k)
+
+        async with WorkflowServer(
+            engine, nearest, embed, document, prompts, transformations=transformations, **options
+        ) as server:
+            result = await server.run(graph.compile(), "why?")
+        assert prompts.open == 0 and prompts.confirmed == len(engine.sent)
+        expected = await interpret(
+            graph.compile(),
+            "why?",
+            engine=ScriptedEngine(long_answer),
+            prompts=PlainPrompts(),
+            retrieve=lambda _, topk: asyncio.sleep(0, [document(id) for id in range(topk)]),
+        )
+        assert dict(result.state) == dict(expected.state)
+        return result, engine.sent, embedded
+
+    async def test_a_round_that_finds_the_same_is_not_generated_again(self) -> None:
+        result, sent, embedded = await self.rounds(irg(rounds=4))
+        assert len(sent) == 1 and embedded == ["why?", f"why? {result.text}"]
+        due = [(piece.node, piece.from_memory) for piece in result.trace.pieces if piece.worker != "step"]
+        new, known = [("search", False), ("answer", True)], [("search", True), ("answer", True)]
+        assert due == [("search", False), ("answer", False), *new, *known, *known]
+
+    @pytest.mark.parametrize(
+        ("memo", "temperature", "sent"),
+        [(None, 0.0, 1), (None, 0.7, 3), (None, None, 3), (True, 0.7, 1), (False, 0.0, 3)],
+    )
+    async def test_answers_are_kept_at_temperature_0_or_as_the_server_says(
+        self, memo: bool | None, temperature: float | None, sent: int
+    ) -> None:
+        graph = RAGraph("rounds", max_rounds=3).add_generation("answer", prompt="{query}", temperature=temperature)
+        graph.add_step("count", lambda state: {"round": state.get("round", 0) + 1}, writes="round")
+        graph.add_edge(START, "answer").add_edge("answer", "count")
+        graph.add_edge("count", lambda state: "answer" if state["round"] < 3 else END, to=("answer", END))
+        assert len((await self.rounds(graph, memo=memo))[1]) == sent
+
+    async def test_another_limit_option_or_document_is_asked(self) -> None:
+        graph = RAGraph("three").add_retrieval("search", query="query", topk=2)
+        graph.add_retrieval("more", query="query", topk=3, output="others")
+        for id, options in {
+            "a": {},
+            "b": {"max_tokens": 7},
+            "c": {"stop": ["."]},
+            "d": {"documents": "others"},
+        }.items():
+            graph.add_generation(id, prompt="{query}", output=id, **{"documents": "docs"} | options)
+        for source, target in pairwise((START, "search", "more", *"abcd", END)):
+            graph.add_edge(source, target)
+        _, sent, embedded = await self.rounds(graph)
+        assert len(sent) == 4 and embedded == ["why?", "why?"]
+
+    async def test_branches_share_what_is_still_being_answered(self) -> None:
+        graph = RAGraph("beside").add_retrieval("one", query="query", output="first")
+        graph.add_retrieval("other", query="query", output="second")
+        graph.add_generation("a", prompt="{query}", documents="first", output="left")
+        graph.add_generation("b", prompt="{query}", documents="second", output="right")
+        graph.add_generation("answer", prompt="{left} {right}")
+        graph.add_edge(START, "one").add_edge(START, "other").add_edge("one", "a").add_edge("other", "b")
+        graph.add_edge("a", "answer").add_edge("b", "answer").add_edge("answer", END)
+        _, sent, embedded = await self.rounds(graph, max_generations=1)
+        assert len(sent) == 2 and embedded == ["why?"]
+
+    async def test_an_answer_from_memory_is_streamed(self, search: ContinuousIVF) -> None:
+        graph = RAGraph("again").add_generation("guess", prompt="{query}", output="guess")
+        graph.add_generation("answer", prompt="{query}")
+        graph.add_edge(START, "guess").add_edge("guess", "answer").add_edge("answer", END)
+        engine = SlowEngine()
+        async with (
+            WorkflowServer(engine, search, vector, document, PlainPrompts()) as server,
+            server.stream(graph.compile(), "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert "".join(pieces) == stream.result.text == stream.result.state["guess"] and len(engine.sent) == 1
+
+    async def test_nothing_is_speculated_on_what_is_known(self) -> None:
+        search, engine = PlayedSearch([1], [1], [1]), SlowEngine(pause_s=0.001)
+        async with played_server(
+            engine, search, SpeculateGeneration(odds=False), SpeculateRetrieval(every=1, embeddings=8), Split()
+        ) as server:
+            run = asyncio.create_task(server.run(irg(topk=1, rounds=3).compile(), "why?"))
+            while not run.done():
+                search.next()
+                await asyncio.sleep(0.001)
+        assert len(engine.sent) == 1 and any(piece.kind == "speculative" for piece in run.result().trace.pieces)
+
+    async def test_other_requests_ask_themselves(self) -> None:
+        search, engine = PlayedSearch([1]), SlowEngine()
+        async with played_server(engine, search, Split()) as server:
+            for _ in range(2):
+                run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+                while not run.done():
+                    search.next()
+                    await asyncio.sleep(0)
+        assert len(engine.sent) == len(search.handles) == 2
+
+
 class TestGains:
     """Each transformation is applied where its estimate is positive, and pieces say so."""
 
