@@ -10,7 +10,7 @@ from pydantic import ConfigDict, SkipValidation
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows
 from ragorder.common.extras import needs
-from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
+from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult
 
 __all__ = ["WorkflowRetriever", "workflow_node"]
 
@@ -22,6 +22,8 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
 
 class WorkflowRetriever(BaseRetriever):
     """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
+
+    Only what leads to the documents runs: no answer is generated for nobody.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
@@ -41,12 +43,15 @@ class WorkflowRetriever(BaseRetriever):
     scope: str | None = None
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return self._found(self.workflows.run(self.graph, query, state=self.state, scope=self.scope))
+        return self._found(self.workflows.run(self.graph, query, **self._options()))
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
     ) -> list[Document]:
-        return self._found(await self.workflows.arun(self.graph, query, state=self.state, scope=self.scope))
+        return self._found(await self.workflows.arun(self.graph, query, **self._options()))
+
+    def _options(self) -> RunOptions:
+        return {"state": self.state, "scope": self.scope, "until": self.documents}
 
     def _found(self, result: WorkflowResult) -> list[Document]:
         found: Sequence[Any] = result.state[self.documents]

@@ -13,7 +13,9 @@ __all__ = [
     "END",
     "QUESTION",
     "START",
+    "UNKNOWN",
     "Choice",
+    "DeadlineError",
     "Edge",
     "Generation",
     "GraphError",
@@ -23,6 +25,7 @@ __all__ = [
     "NodeQuestion",
     "RefusedSearchError",
     "Retrieval",
+    "RoundsError",
     "State",
     "Step",
     "Terminal",
@@ -38,6 +41,14 @@ class WorkflowError(RagorderError):
 
 class GraphError(WorkflowError, ValueError):
     """A graph that cannot run, or an edge that returned no node."""
+
+
+class RoundsError(GraphError):
+    """A node that would run more than `max_rounds` times."""
+
+
+class DeadlineError(WorkflowError, TimeoutError):
+    """A request whose deadline has ended before it had an answer."""
 
 
 class UnknownNameError(WorkflowError, KeyError):
@@ -73,6 +84,14 @@ QUESTION = ("input", "query")
 """Names of the user's question, both from HedraRAG's Listing 1."""
 
 
+UNKNOWN: Any = object()
+"""In a state: a value that is not known yet."""
+
+
+class _NotKnownError(Exception):
+    pass
+
+
 class State(Mapping[str, Any]):
     """Values by name, read-only. A node sees the values of nodes before it, but not of parallel nodes."""
 
@@ -89,9 +108,12 @@ class State(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._values[name]
+            value = self._values[name]
         except KeyError:
             raise UnknownNameError(f"the state has no {name!r}, only {', '.join(self._values)}") from None
+        if value is UNKNOWN:
+            raise _NotKnownError(name)
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -6,16 +6,28 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
-from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.memory import Memory, input_of
-from ragorder.pipelining.workflow.nodes import END, Generation, Node, NodeError, Retrieval, State, Step
+from ragorder.pipelining.workflow.nodes import (
+    END,
+    DeadlineError,
+    Generation,
+    GraphError,
+    Node,
+    NodeError,
+    Retrieval,
+    RoundsError,
+    State,
+    Step,
+)
+from ragorder.pipelining.workflow.prediction import may_lead_on
 from ragorder.pipelining.workflow.result import Outcome, WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.searching import Handle
 from ragorder.pipelining.workflow.speculations import Speculations, SpeculativeGeneration, Workers, question_for
@@ -25,7 +37,7 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["WorkflowRun"]
+__all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
@@ -34,10 +46,50 @@ _CHECK_EVERY = 8
 """Tokens of a generation between two scheduling cycles."""
 
 
+class RunOptions(TypedDict, total=False):
+    """What a caller says about one request.
+
+    - `state`: values for the graph's `inputs`
+    - `scope`: the tenant, which shares no cached prefixes
+    - `deadline_s`: seconds from the call, with the time in the queue
+    - `on_limit`: "return" ends the request at `max_rounds` or its deadline with the answer so far, and raises if there
+      is none; "raise" always raises
+    - `until`: a name of the state, such as "docs". Only what leads to the last value of this name runs
+    """
+
+    state: Mapping[str, Any] | None
+    scope: Hashable
+    deadline_s: float | None
+    on_limit: Literal["return", "raise"]
+    until: str | None
+
+
+def checked_options(graph: CompiledGraph, options: RunOptions) -> RunOptions:
+    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
+    names = RunOptions.__annotations__
+    if unknown := options.keys() - names.keys():
+        raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are {', '.join(names)}")
+    on_limit, deadline_s, until = options.get("on_limit", "return"), options.get("deadline_s"), options.get("until")
+    if on_limit not in ("return", "raise"):
+        raise ValueError(f"on_limit is {on_limit!r}: give 'return' or 'raise'")
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s is {deadline_s!r}: give seconds above 0, or None")
+    written = sorted({name for node in checked_graph(graph).nodes.values() for name in node.writes})
+    if until is not None and until not in written:
+        known = ", ".join(map(repr, written))
+        raise GraphError(f"workflow {graph.name!r}: until={until!r} is written by no node: give one of {known}")
+    return options
+
+
+def deadline_error(graph: CompiledGraph, options: RunOptions) -> DeadlineError:
+    return DeadlineError(f"workflow {graph.name!r}: no answer within deadline_s={options.get('deadline_s')}")
+
+
 class WorkflowRun(Generic[D, R]):
     """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, if no later node can change it.
+    `emit` is called with the answer's text as it is generated, if no later node can change it. `ends_s`: the deadline,
+    by the event loop's clock.
     """
 
     def __init__(
@@ -45,51 +97,90 @@ class WorkflowRun(Generic[D, R]):
         workers: Workers[D, R],
         graph: CompiledGraph,
         state: State,
-        scope: Hashable,
+        options: RunOptions,
         trace: WorkflowTrace,
         emit: Callable[[str], None] | None = None,
         *,
         memo: bool | None = None,
+        ends_s: float | None = None,
     ) -> None:
         self.graph = graph
-        self.scope = scope
+        self.scope = scope = options.get("scope")
+        self.limited = False
         self.trace = trace
         self._workers = workers
         self._state = state
+        self._options = options
+        self._ends_s = ends_s
         self._emit = emit
+        self._shown: WorkItem | None = None
         self._memory = Memory(memo)
         self._context = copy_context()
         self._history: History | None = None
-        self._results: asyncio.Queue[tuple[WorkItem, Mapping[str, Any] | BaseException]] = asyncio.Queue()
+        self._results: asyncio.Queue[tuple[WorkItem | None, Any]] = asyncio.Queue()
         self._items: set[WorkItem] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._speculations = Speculations(workers, scope, self._is_known, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
-        """Run the graph to its end. Raises GraphError and NodeError. All work has ended when this returns or raises."""
+        """Run the graph to its end, or to a limit. Raises GraphError, DeadlineError and NodeError.
+
+        All work has ended when this returns or raises.
+        """
         self._tokens: Tokens
+        loop = asyncio.get_running_loop()
+        error = deadline_error(self.graph, self._options)
+        alarm = None if self._ends_s is None else loop.call_at(self._ends_s, self._results.put_nowait, (None, error))
         try:
-            self._tokens = tokens = Tokens(self.graph, self._state)
+            self._tokens = tokens = Tokens(self.graph, self._state, self._options.get("until"))
             while not tokens.done:
                 for run in tokens.take():
-                    self._add(run)
+                    if self._is_needed(run):
+                        self._add(run)
+                    else:
+                        tokens.leave(run)
                 self._leave(self._speculations.left(tokens), "wasted")
-                item, values = await self._results.get()
-                if isinstance(values, BaseException):
-                    raise NodeError.of(self.graph.name, item.run.id, values) from values
-                tokens.finish(item.run, values)
+                if tokens.running:
+                    await self._next_result()
             self._leave(self._speculations.drop_all("wasted"), "wasted")
             return tokens.state
+        except (RoundsError, DeadlineError):
+            state = self._state_so_far()
+            if self._options.get("on_limit") == "raise" or (tokens.until or self.graph.answer) not in state:
+                raise
+            self.limited = True
+            return state
         finally:
+            if alarm is not None:
+                alarm.cancel()
             await self._close()
+
+    async def _next_result(self) -> None:
+        item, values = await self._results.get()
+        if item is None:
+            raise values
+        if isinstance(values, BaseException):
+            raise NodeError.of(self.graph.name, item.run.id, values) from values
+        self._tokens.finish(item.run, values)
+
+    def _is_needed(self, run: NodeRun) -> bool:
+        if self._tokens.until is None or not isinstance(run.node, Generation):
+            return True
+        return may_lead_on(self._tokens, run)
+
+    def _state_so_far(self) -> State:
+        """What has been shown of an answer counts as the answer."""
+        state = self._tokens.state_so_far
+        return state if self._shown is None else state.with_(self.graph.answer, "".join(self._shown.text).strip())
 
     @property
     def searches(self) -> int:
         return 0 if self._history is None else len(self._history)
 
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
-        return self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
+        runs = self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
+        return [run for run in runs if self._is_needed(run)]
 
     def is_speculated(self, item: WorkItem, /) -> bool:
         context = self._context.copy()
@@ -276,6 +367,7 @@ class WorkflowRun(Generic[D, R]):
                 item.text.append(chunk.text)
                 before, item.tokens = item.tokens, item.tokens + chunk.tokens
                 if emit is not None:
+                    self._shown = item
                     emit(chunk.text)
                 if item.tokens // _CHECK_EVERY > before // _CHECK_EVERY:
                     self._workers.wavefront.progress(item)

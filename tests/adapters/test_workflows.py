@@ -476,6 +476,16 @@ class TestLangChain:
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[2], DOCUMENTS[0])
             ]
 
+    def test_generates_no_answer_for_nobody(self, search: ContinuousIVF) -> None:
+        pytest.importorskip("langchain_core")
+        from ragorder.adapters.workflows.langchain import WorkflowRetriever
+
+        engine = Reader()
+        with SharedWorkflows(lambda: make_server(search, engine, warm_up=False)) as workflows:
+            retriever = WorkflowRetriever(workflows=workflows, graph=hyde(topk=2).compile())
+            found = [[each.id for each in retriever.invoke(f"{name} {number}")] for number, name in enumerate("abcde")]
+        assert all(len(each) == 2 for each in found) and [shown(request) for request in engine.requests] == [""] * 5
+
     def test_converts_other_documents(self, workflows: SharedWorkflows) -> None:
         documents = pytest.importorskip("langchain_core.documents")
         from ragorder.adapters.workflows.langchain import WorkflowRetriever

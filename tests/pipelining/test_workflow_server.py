@@ -142,7 +142,7 @@ class TestAnswers:
                 load=EngineLoad(16),
                 max_generations=max_generations,
             ) as server:
-                runs = (outcome(server.run(runnable, question)) for question in questions)
+                runs = (outcome(server.run(runnable, question, on_limit="raise")) for question in questions)
                 assert await asyncio.gather(*runs) == expected
                 await settled(server, engine, search, prompts)
 
@@ -649,12 +649,29 @@ class TestServer:
         """Without its scope a request would share the prefixes of those that have none."""
         graph = one_shot().compile()
         wrong: Any = {"scpoe": "acme"}
-        says = "a request has no scpoe: its options are state and scope"
+        says = "a request has no scpoe: its options are state, scope, deadline_s, on_limit, until"
         async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
             with pytest.raises(TypeError, match=says):
                 await server.run(graph, "why?", **wrong)
             with pytest.raises(TypeError, match=says):
                 server.stream(graph, "why?", **wrong)
+            with pytest.raises(TypeError, match=says):
+                server.batch(graph, ["why?"], **wrong)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"on_limit": "stop"}, "on_limit is 'stop': give 'return' or 'raise'"),
+            ({"deadline_s": 0}, "deadline_s is 0: give seconds above 0, or None"),
+            ({"until": "found"}, "until='found' is written by no node: give one of 'answer', 'docs'"),
+        ],
+    )
+    async def test_an_option_that_cannot_be_is_refused(
+        self, search: ContinuousIVF, options: dict[str, Any], says: str
+    ) -> None:
+        async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
+            with pytest.raises(ValueError, match=says):
+                await server.run(one_shot().compile(), "why?", **options)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
@@ -991,6 +1008,66 @@ class TestMemory:
                     search.next()
                     await asyncio.sleep(0)
         assert len(engine.sent) == len(search.handles) == 2
+
+
+class TestUntil:
+    """A request for documents ends with them."""
+
+    @staticmethod
+    async def until(
+        graph: RAGraph, name: str, *transformations: Any, question: str = "why?"
+    ) -> tuple[Any, list[Asked]]:
+        engine, prompts = (
+            SlowEngine(lambda asked: "One?\nTwo?" if not asked.documents else long_answer(asked)),
+            PlainPrompts(),
+        )
+        with ContinuousIVF(small_index(), cores=1, budget=Budget(SMALL_PIECES)) as search:
+            async with WorkflowServer(
+                engine, search, vector, document, prompts, transformations=transformations, load=EngineLoad(16)
+            ) as server:
+                whole = await server.run(graph.compile(), question)
+                engine.sent.clear()
+                ended = await server.run(graph.compile(), question, until=name)
+                assert ended.state[name] == whole.state[name]
+                await settled(server, engine, search, prompts)
+        return ended, engine.sent
+
+    @pytest.mark.parametrize("transformations", [(), eager()])
+    @pytest.mark.parametrize(("make", "before"), [(one_shot, 0), (hyde, 1), (recomp, 0), (multistep, 3), (irg, 2)])
+    async def test_the_last_answer_is_not_generated(self, make: Any, before: int, transformations: Any) -> None:
+        """Those that lead to another search are: multistep's plan, and all but the last in rounds."""
+        result, sent = await self.until(make(), "docs", *transformations)
+        due = [piece for piece in result.trace.pieces if piece.worker == "engine" and piece.kind == "due"]
+        assert len(due) == before and result.trace.outcome == "answered"
+        if not transformations:
+            assert len(sent) == before
+            assert result.text == (result.state["answer"] if make in (multistep, irg) else "")
+        else:
+            assert len(sent) <= len([piece for piece in result.trace.pieces if piece.worker == "engine"])
+
+    async def test_a_step_after_the_last_search_runs_if_it_writes_the_documents(self) -> None:
+        graph = RAGraph("reranked").add_retrieval("search", query="query", topk=3)
+        graph.add_step("rerank", lambda state: {"docs": state["docs"][::-1]}, reads="docs", writes="docs")
+        graph.add_generation("answer", prompt="{query} {docs}")
+        for source, target in pairwise((START, "search", "rerank", "answer", END)):
+            graph.add_edge(source, target)
+        assert (await self.until(graph, "docs"))[1] == []
+
+    async def test_an_answer_that_decides_on_another_search_is_generated(self) -> None:
+        graph = RAGraph("decides", max_rounds=3).add_retrieval("search", query="query")
+        graph.add_generation("answer", prompt="{query} {docs}").add_edge(START, "search").add_edge("search", "answer")
+        graph.add_edge("answer", lambda state: END if state.get("answer", "") else "search", to=("search", END))
+        result, sent = await self.until(graph, "docs")
+        assert len(sent) == 1 and result.text == result.state["answer"]
+
+    async def test_branches_that_do_not_lead_to_it_do_not_run(self) -> None:
+        graph = RAGraph("beside").add_retrieval("search", query="query")
+        graph.add_generation("guess", prompt="{query}", output="guess").add_generation(
+            "answer", prompt="{guess} {docs}"
+        )
+        graph.add_edge(START, "search").add_edge(START, "guess").add_edge("search", "answer")
+        graph.add_edge("guess", "answer").add_edge("answer", END)
+        assert (await self.until(graph, "docs"))[1] == []
 
 
 class TestGains:
