@@ -230,7 +230,8 @@ Node = Generation | Retrieval | Step
 class NodeQuestion:
     """The question of a `RequestBuilder`: a generation's prompt without its documents.
 
-    `ordered`: documents may be in the order of the engine's cache, else they are in rank order.
+    - `ordered`: documents may be in the order of the engine's cache, else they are in rank order
+    - `streamed`: tokens are read as they come, else the answer may come whole
     """
 
     text: str = field(repr=False)
@@ -239,6 +240,7 @@ class NodeQuestion:
     temperature: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     ordered: bool = True
+    streamed: bool = field(default=True, compare=False)
 
 
 Choice = Callable[[State], NodeId | Terminal]

@@ -22,6 +22,7 @@ from ragorder.pipelining.workflow.nodes import (
     GraphError,
     Node,
     NodeError,
+    NodeId,
     Retrieval,
     RoundsError,
     State,
@@ -89,7 +90,7 @@ class WorkflowRun(Generic[D, R]):
     """Starts due nodes, and the speculative items of scheduling cycles.
 
     `emit` is called with the answer's text as it is generated, if no later node can change it. `ends_s`: the deadline,
-    by the event loop's clock.
+    by the event loop's clock. `streams` returns whether a transformation reads a generation's tokens as they come.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class WorkflowRun(Generic[D, R]):
         trace: WorkflowTrace,
         emit: Callable[[str], None] | None = None,
         *,
+        streams: Callable[[CompiledGraph, NodeId], bool] = lambda graph, node: True,
         memo: bool | None = None,
         ends_s: float | None = None,
     ) -> None:
@@ -113,6 +115,7 @@ class WorkflowRun(Generic[D, R]):
         self._options = options
         self._ends_s = ends_s
         self._emit = emit
+        self._streams = streams
         self._shown: WorkItem | None = None
         self._memory = Memory(memo)
         self._context = copy_context()
@@ -206,6 +209,8 @@ class WorkflowRun(Generic[D, R]):
         self._context.copy().run(self._start, item)
 
     def _start(self, item: WorkItem) -> None:
+        if isinstance(item.node, Generation):
+            item.streamed = self._may_show(item.node) or self._streams(self.graph, item.run.id)
         if item.after is None:
             self._begun(item)
             self._spawn(self._work(item), self._working)
@@ -353,14 +358,16 @@ class WorkflowRun(Generic[D, R]):
 
     async def _answer(self, item: WorkItem, node: Generation, speculative: SpeculativeGeneration[D, R]) -> Usage | None:
         emit = self._emit_of(item, node)
-        usage: Usage | None = None
+        usage, began = None, False
         started_s = self._elapsed_s()
         question, documents = question_for(item, node, self.scope), documents_of(node, item.run.state)
         async with aclosing(speculative.attempt.answer(question, documents)) as chunks:
             async for chunk in chunks:
-                if item.trace.first_token_s is None:
-                    item.trace.first_token_s = self._elapsed_s()
+                if not began:
+                    began = True
                     speculative.used(right=speculative.right)
+                if item.trace.first_token_s is None and chunk.usage is None:
+                    item.trace.first_token_s = self._elapsed_s()
                 usage = chunk.usage or usage
                 if not chunk.text:
                     continue
@@ -385,17 +392,16 @@ class WorkflowRun(Generic[D, R]):
             self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
     def _emit_of(self, item: WorkItem, node: Generation) -> Callable[[str], None] | None:
-        return self._emit if self._emit is not None and self._is_answer(item, node) else None
+        return self._emit if self._may_show(node) and self._is_last(item) else None
 
-    def _is_answer(self, item: WorkItem, node: Generation) -> bool:
+    def _may_show(self, node: Generation) -> bool:
+        ends = node.output == self.graph.answer and not self.graph.next_nodes(node.id)
+        return self._emit is not None and ends and node.parse is None
+
+    def _is_last(self, item: WorkItem) -> bool:
         graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]
         later = {vertex for id in others for vertex in (id, *graph.topology.later(id)) if vertex is not END}
-        return (
-            node.parse is None
-            and node.output == graph.answer
-            and not graph.next_nodes(node.id)
-            and not any(graph.answer in graph.nodes[id].writes for id in later)
-        )
+        return not any(graph.answer in graph.nodes[id].writes for id in later)
 
     def _branched(self) -> History | None:
         if self._history is None:

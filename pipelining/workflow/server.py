@@ -13,7 +13,7 @@ from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBui
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph
-from ragorder.pipelining.workflow.nodes import DeadlineError, NodeQuestion
+from ragorder.pipelining.workflow.nodes import DeadlineError, NodeId, NodeQuestion
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
 from ragorder.pipelining.workflow.run import RunOptions, WorkflowRun, checked_options, deadline_error
 from ragorder.pipelining.workflow.searching import Searcher
@@ -25,6 +25,10 @@ __all__ = ["WorkflowServer"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
+
+
+_MEASURE_EVERY = 16
+"""Of the answers whose tokens nobody reads, one in so many is streamed, to measure the prefill."""
 
 
 class _BoundedEngine(Generic[R]):
@@ -93,6 +97,7 @@ class WorkflowServer(Generic[D, R]):
         self._observer = observer
         self._clock = clock
         self._running: set[asyncio.Task[WorkflowResult]] = set()
+        self._whole = 0
         self._awake = False
         self._closed = False
         self._warn = FirstFailures()
@@ -161,7 +166,17 @@ class WorkflowServer(Generic[D, R]):
                 waiting.reschedule(None)
                 trace.started_s = self._clock()
                 trace.waited_s = trace.started_s - came_s
-                run = WorkflowRun(self._workers, graph, begun, options, trace, emit, memo=self._memo, ends_s=ends_s)
+                run = WorkflowRun(
+                    self._workers,
+                    graph,
+                    begun,
+                    options,
+                    trace,
+                    emit,
+                    streams=self._streams,
+                    memo=self._memo,
+                    ends_s=ends_s,
+                )
                 result = WorkflowResult.of(graph, await run.run(), trace, options.get("until"))
                 trace.outcome = "limited" if run.limited else "answered"
                 return result
@@ -201,6 +216,17 @@ class WorkflowServer(Generic[D, R]):
             yield result
         finally:
             await end_all((task,))
+
+    def _streams(self, graph: CompiledGraph, id: NodeId) -> bool:
+        """Return whether a transformation reads this generation's tokens, or a prefill is to be measured."""
+        for transformation in self.transformations:
+            reads_tokens = getattr(transformation, "reads_tokens", None)
+            if reads_tokens is None or reads_tokens(graph, id, self.measurements):
+                return True
+        if not self.transformations:
+            return False
+        self._whole += 1
+        return self.measurements.prefill_s is None or self._whole % _MEASURE_EVERY == 0
 
     def _wake(self) -> None:
         if not self._awake:

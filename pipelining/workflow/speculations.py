@@ -129,7 +129,7 @@ def _run_key(run: NodeRun) -> RunKey:
 
 
 def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
-    return replace(question_of(node, item.run.state, scope), ordered=item.ordered)
+    return replace(question_of(node, item.run.state, scope), ordered=item.ordered, streamed=item.streamed)
 
 
 class _Guesses(NamedTuple):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
+from support.chat_server import ChatServer, chat_server
 from support.workflows import PlainPrompts, ScriptedEngine
 
 faiss = pytest.importorskip("faiss")
@@ -45,7 +46,7 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.transformations import OrderDocuments
+from ragorder.pipelining.workflow.transformations import OrderDocuments, SpeculateRetrieval
 
 DOCUMENTS = [Document(name, f"{name} is a document about {name}. " * 8, metadata={"of": name}) for name in "abcdef"]
 SYSTEM = "Answer from the documents. " * 8
@@ -285,6 +286,70 @@ class TestOrdered:
     def test_refuses_wrong_forms_of_prompts(self, search: ContinuousIVF) -> None:
         with pytest.raises(ValueError, match="prompts='token_ids' needs the served model's tokenizer"):
             make_server(search, prompts="token_ids")
+
+
+class TestOpenAIServer:
+    """A real server over HTTP: answers come token by token only where somebody reads the tokens."""
+
+    @pytest.fixture
+    def far_end(self) -> Iterator[ChatServer]:
+        pytest.importorskip("openai")
+        with chat_server() as server:
+            yield server
+
+    async def bodies(
+        self, far_end: ChatServer, search: Any, graph: RAGraph, requests: int, **options: Any
+    ) -> list[bool]:
+        """Which of the requests were streamed, by their order; the first one measures a prefill and is left out."""
+        import openai
+
+        from ragorder.adapters.openai.endpoint import OpenAIStreams
+
+        async with (
+            openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
+            make_server(search, OpenAIStreams(client, "served"), warm_up=False, **options) as server,
+        ):
+            await server.run(one_shot().compile(), "the first")
+            far_end.forget(lambda body: True)
+            for number in range(requests):
+                result = await server.run(graph.compile(), f"question {number}")
+                assert result.text == far_end.answers[-1]["content"] and result.trace.outcome == "answered"
+                *_, last = (piece for piece in result.trace.pieces if piece.worker == "engine")
+                assert last.prompt_tokens == far_end.usages[-1]["prompt_tokens"]
+                assert last.tokens == far_end.usages[-1]["completion_tokens"]
+        return [bool(body.get("stream")) for body in far_end.bodies]
+
+    async def test_an_answer_that_nobody_reads_as_it_comes_is_not_streamed(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        assert await self.bodies(far_end, search, one_shot(), 3, transformations=()) == [False] * 3
+        assert await self.bodies(far_end, search, hyde(), 2, transformations=()) == [False] * 4
+
+    async def test_what_a_search_may_follow_is_streamed_where_searches_are_speculated_on(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        streamed = await self.bodies(far_end, search, hyde(), 2, transformations=[SpeculateRetrieval()])
+        assert streamed == [True, False] * 2
+
+    async def test_one_in_sixteen_is_streamed_to_measure_the_prefill(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        streamed = await self.bodies(far_end, search, one_shot(), 32, transformations=[OrderDocuments()])
+        assert streamed.count(True) == 2
+
+    async def test_a_stream_is_streamed(self, far_end: ChatServer, search: ContinuousIVF) -> None:
+        import openai
+
+        from ragorder.adapters.openai.endpoint import OpenAIStreams
+
+        async with (
+            openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
+            make_server(search, OpenAIStreams(client, "served"), transformations=()) as server,
+            server.stream(hyde().compile(), "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert [bool(body.get("stream")) for body in far_end.bodies] == [False, True]
+        assert len(pieces) > 3 and "".join(pieces) == stream.result.text == far_end.answers[-1]["content"]
 
 
 class TestObservers:
