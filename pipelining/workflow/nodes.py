@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,7 @@ __all__ = [
     "Step",
     "Terminal",
     "UnknownNameError",
+    "UnknownValueError",
     "UnusableValueError",
     "WorkflowError",
 ]
@@ -55,11 +57,17 @@ class UnknownNameError(WorkflowError, KeyError):
     __str__ = Exception.__str__
 
 
+class UnknownValueError(WorkflowError): ...
+
+
 class UnusableValueError(WorkflowError, TypeError): ...
 
 
 class RefusedSearchError(WorkflowError, ValueError):
     """A search that the index cannot answer, such as a vector of another dimension."""
+
+
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '\w{1,64}'", re.IGNORECASE)
 
 
 class NodeError(WorkflowError, RuntimeError):
@@ -77,7 +85,11 @@ class NodeError(WorkflowError, RuntimeError):
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
         """Return the error to raise from `error`. Messages of other packages may have texts: they are not shown."""
-        return cls(graph, node, str(error) if isinstance(error, WorkflowError) else type(error).__name__)
+        if isinstance(error, WorkflowError):
+            return cls(graph, node, str(error))
+        # An engine that does not know an option of a generation; a name of Python's has no text.
+        named = _UNKNOWN_OPTION.search(str(error)) if isinstance(error, TypeError) else None
+        return cls(graph, node, f"{type(error).__name__}: {named[0]}" if named else type(error).__name__)
 
 
 QUESTION = ("input", "query")
@@ -86,10 +98,6 @@ QUESTION = ("input", "query")
 
 UNKNOWN: Any = object()
 """In a state: a value that is not known yet."""
-
-
-class _NotKnownError(Exception):
-    pass
 
 
 class State(Mapping[str, Any]):
@@ -112,7 +120,7 @@ class State(Mapping[str, Any]):
         except KeyError:
             raise UnknownNameError(f"the state has no {name!r}, only {', '.join(self._values)}") from None
         if value is UNKNOWN:
-            raise _NotKnownError(name)
+            raise UnknownValueError(f"{name!r} is not known yet")
         return value
 
     def __iter__(self) -> Iterator[str]:

@@ -337,6 +337,14 @@ class TestOpenAIServer:
         streamed = await self.bodies(far_end, search, one_shot(), 32, transformations=[OrderDocuments()])
         assert streamed.count(True) == 2
 
+    async def test_an_option_that_the_client_does_not_know_is_named(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        graph = RAGraph("odd").add_generation("answer", prompt="{query}", temprature=0.5)
+        graph.add_edge(START, "answer").add_edge("answer", END)
+        with pytest.raises(NodeError, match=r"node 'answer': TypeError: unexpected keyword argument 'temprature'$"):
+            await self.bodies(far_end, search, graph, 1)
+
     async def test_a_stream_is_streamed(self, far_end: ChatServer, search: ContinuousIVF) -> None:
         import openai
 
