@@ -518,6 +518,29 @@ class TestLangGraph:
         assert app.invoke({"question": "b"}) == expected
         assert asyncio.run(app.ainvoke({"question": "b"})) == expected
 
+    async def test_the_answer_is_streamed_as_messages(self, search: ContinuousIVF) -> None:
+        graphs = pytest.importorskip("langgraph.graph")
+        from ragorder.adapters.workflows.langchain import workflow_node
+
+        class Asked(TypedDict, total=False):
+            question: str
+            answer: str
+
+        with SharedWorkflows(lambda: make_server(search)) as workflows:
+            builder = graphs.StateGraph(Asked)
+            builder.add_node("research", workflow_node(workflows, hyde(topk=3).compile()))
+            builder.add_edge(graphs.START, "research")
+            app = builder.add_edge("research", graphs.END).compile()
+            modes = ["messages", "values"]
+            events = list(app.stream({"question": "b"}, stream_mode=modes))
+            later = [event async for event in app.astream({"question": "b"}, stream_mode=modes)]
+        for streamed in (events, later):
+            texts = [part.text for mode, value in streamed if mode == "messages" for part in value[:1]]
+            whole = streamed[-1][1]["answer"]
+            assert len([text for text in texts if text]) == 3 and "".join(texts) == whole == "a b c"
+            nodes = {value[1]["langgraph_node"] for mode, value in streamed if mode == "messages"}
+            assert nodes == {"research"}
+
     def test_inputs_and_scope_come_from_the_state(self) -> None:
         pytest.importorskip("langchain_core")
         from ragorder.adapters.workflows.langchain import workflow_node
