@@ -77,10 +77,10 @@ class SharedWorkflows:
 
 async def _next(stream: WorkflowStream) -> str | WorkflowResult | None:
     """Return a piece of the text, then the result once, then None."""
-    piece = await anext(stream, None)
-    if piece is None:
-        piece, stream.result = stream.result, None
-    return piece
+    async for text in stream:
+        return text
+    result, stream.result = stream.result, None
+    return result
 
 
 async def _call(make: Callable[[], ServerLike]) -> ServerLike:

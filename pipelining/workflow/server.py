@@ -28,7 +28,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 _MEASURE_EVERY = 16
-"""Of the answers whose tokens nobody reads, one in so many is streamed, to measure the prefill."""
+"""One of this number of answers whose tokens nobody reads is streamed, to measure the prefill."""
 
 
 class _BoundedEngine(Generic[R]):
