@@ -27,7 +27,7 @@ D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
 
-_MEASURE_EVERY = 16
+_MEASURE_EVERY = 32
 """One of this number of answers whose tokens nobody reads is streamed, to measure the prefill."""
 
 
