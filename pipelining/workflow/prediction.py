@@ -9,14 +9,14 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Retrieval, Step
+from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher
 from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["SpeculativeSearch", "predict_runs"]
+__all__ = ["SpeculativeSearch", "may_lead_on", "predict_runs"]
 
 _MAX_STEPS = 8
 
@@ -32,6 +32,32 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
         expected.finish(run, values)
         runs = _started(expected)
     return runs
+
+
+def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
+    """Return False if nothing that leads to `tokens.until` can follow this generation, whatever its text is.
+
+    With other branches beside it the answer is True.
+    """
+    if tokens.branches > 1 or tokens.until in run.node.writes:
+        return True
+    expected = tokens.alone(run)
+    runs = [run]
+    try:
+        for _ in range(_MAX_STEPS):
+            for each in runs:
+                # A function that reads the text fails.
+                unknown = dict.fromkeys(each.node.writes, UNKNOWN)
+                values = unknown if isinstance(each.node, Generation) else _call_pure(each)
+                if values is None or tokens.until in values:
+                    return True
+                expected.finish(each, values)
+            if expected.done:
+                return False
+            runs = expected.take()
+    except Exception:
+        return True
+    return True
 
 
 def _started(expected: Tokens) -> list[NodeRun]:

@@ -129,7 +129,7 @@ def _run_key(run: NodeRun) -> RunKey:
 
 
 def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
-    return replace(question_of(node, item.run.state, scope), ordered=item.ordered)
+    return replace(question_of(node, item.run.state, scope), ordered=item.ordered, streamed=item.streamed)
 
 
 class _Guesses(NamedTuple):
@@ -142,19 +142,22 @@ class _Guesses(NamedTuple):
 class Speculations(Generic[D, R]):
     """Speculative generations and searches of one request.
 
-    `begun` and `ended` are called with their items. `tasks` has those of searches until they end.
+    `begun` and `ended` are called with their items. `tasks` has those of searches until they end. Nothing is speculated
+    on runs whose input `is_known`.
     """
 
     def __init__(
         self,
         workers: Workers[D, R],
         scope: Hashable,
+        is_known: Callable[[NodeRun], bool],
         elapsed_s: Callable[[], float],
         begun: Callable[[WorkItem], None],
         ended: Callable[[WorkItem, Outcome], None],
     ) -> None:
         self._workers = workers
         self._scope = scope
+        self._is_known = is_known
         self._elapsed_s = elapsed_s
         self._begun = begun
         self._ended = ended
@@ -169,7 +172,7 @@ class Speculations(Generic[D, R]):
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
-            return [run for run in runs if self._is_new(item, run)]
+            return [run for run in runs if not self._is_known(run) and self._is_new(item, run)]
         except Exception:
             return []
 
@@ -249,6 +252,9 @@ class Speculations(Generic[D, R]):
         while keys := [key for key, source in self._sources.items() if source.ended and key not in running]:
             dropped += [generation for key in keys for generation in self._drop(key, "wasted")]
         return dropped
+
+    def drop(self, run: NodeRun, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        return self._drop(_run_key(run), outcome)
 
     def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
         keys = {*self._sources, *self._generations}

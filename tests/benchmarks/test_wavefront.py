@@ -33,3 +33,17 @@ class TestSuite:
         assert report.exit_code == 0, report.output
         rows = [line for line in report.output.splitlines() if line.startswith("| 2 |")]
         assert [row.split("|")[2].strip() for row in rows] == ["stage by stage", "all"]
+
+
+def test_a_client_of_an_engine_elsewhere(tmp_path: Path) -> None:
+    """HyDE's two generations are asked for whole where nothing reads their tokens."""
+    pytest.importorskip("openai")
+    sizes = ["workflow=hyde", "requests=2", "tokens=5", "repeats=1"]
+    asked = ["eval", "run", "hedra-client", "--output", str(tmp_path), *(f"--set={each}" for each in sizes)]
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 0, result.output
+    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
+    rows = [[each.strip() for each in line.split("|")] for line in report.output.splitlines() if "| hyde |" in line]
+    sent = {row[2]: (float(row[6]), float(row[7])) for row in rows}
+    assert sent["plain client"] == sent["stage by stage"] == (2.0, 0.0)
+    assert sent["streaming client"] == (2.0, 2.0)

@@ -1,0 +1,1 @@
+"""Processor time of a workflow server as a client of an engine elsewhere."""
