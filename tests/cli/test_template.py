@@ -56,6 +56,16 @@ def xml(documents: Sequence[str], question: str) -> list[dict[str, str]]:
     return user(f"<docs>\n{found}\n</docs>\n\n{question}")
 
 
+def fenced(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "\n\n".join(f"DOCUMENT {n}: notes\n```\n{text}\n```" for n, text in enumerate(documents, 1))
+    return user(f"{found}\n\nQUERY: {question}")
+
+
+def tool_result(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "\n---\n".join(f"File: notes, Content: {text}\n" for text in documents)
+    return [{"role": "tool", "content": found}, *user(question)]
+
+
 def with_ids(documents: Sequence[str], question: str) -> list[dict[str, str]]:
     ids = {text: 100 + len(text) * 7 for text in documents}
     found = "\n".join(f"### Source ({ids[text]}) ###\n{text}" for text in documents)
@@ -82,7 +92,7 @@ def run(*arguments: object) -> Result:
 
 
 class TestAnApplicationWithMarks:
-    @pytest.mark.parametrize("write", [numbered, xml, with_ids], ids=lambda write: write.__name__)
+    @pytest.mark.parametrize("write", [numbered, xml, fenced, tool_result, with_ids], ids=lambda write: write.__name__)
     def test_its_file_arranges_prompts_as_the_application_writes_them(self, write: Write, tmp_path: Path) -> None:
         requests = retrieved()
         file = tmp_path / "app.toml"
@@ -106,6 +116,7 @@ class TestAnApplicationWithMarks:
         done = run(log(tmp_path / "log.jsonl", [xml(*each) for each in retrieved()]))
         assert "saving: " in done.output and "example 3" in done.output
         assert "cites as [2]" in done.output and "looks the same" in done.output
+        assert "changes from request to request" not in done.output
 
     def test_a_score_before_the_text_is_said_with_its_line(self, tmp_path: Path) -> None:
         done = run(log(tmp_path / "log.jsonl", [scored(*each) for each in retrieved()]))
