@@ -11,7 +11,7 @@ from operator import contains
 
 from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
 from ragorder.adapters.learning.learner import TemplateLearner
-from ragorder.adapters.learning.texts import END, NUMBER, START
+from ragorder.adapters.learning.texts import END, NUMBER, START, DigitText
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, TemplateError
 from ragorder.document import Document
@@ -24,6 +24,8 @@ _CHARACTERS_PER_TOKEN = 4
 _EXAMPLES = 3
 _FIRST_LINES = 3
 _MOST_REQUESTS = 300
+# Two documents of a small corpus are always together by chance.
+_MOST_TORN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,10 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
         if template is not None:
             _complete(suggestion, runs, capacity_tokens, lambda document: template.split(document).rest)
             suggestion.doubts += _doubts(learned, template, requests[:_MOST_REQUESTS], runs)
+            torn = 0 if learned.proves_by_number else _torn(learned, template, requests[:_MOST_REQUESTS])
+            if torn > _MOST_TORN * len(runs):
+                suggestion.refused = f"in {torn} requests a document seems to contain the text around documents, and "
+                suggestion.refused += "no number shows where it ends"
             return suggestion
     else:
         suggestion = _written(learned)[-1]
@@ -216,6 +222,20 @@ def _doubts(
             f"a text before the document's own changes from request to request ({line!r}): nothing after it is cached, "
             "so move it after the text, or leave it out"
         )
+
+
+def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
+    """Return in how many requests the template divides what was always together, in different company, or at places
+    that are no boundaries of the learned form."""
+    torn = 0
+    for text in (text for texts in requests for text in texts):
+        digits = DigitText(text)
+        region = learned.region(digits.text)
+        if isinstance(region, str) or (run := template.find(text)) is None:
+            continue
+        boundaries = learned.evidence.boundaries(digits.text, *region)
+        torn += len(run.documents) > len(boundaries) + 1 or any(map(learned.evidence.is_inner, boundaries))
+    return torn
 
 
 def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:

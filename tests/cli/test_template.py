@@ -131,6 +131,16 @@ class TestWhatIsNotToBeUsed:
         assert "too plain" in done.output or "no template" in done.output
         assert not file.exists()
 
+    def test_marks_that_documents_contain_are_reported_and_not_written(self, tmp_path: Path) -> None:
+        """No number says which of them is a document's own."""
+        file, known = tmp_path / "app.toml", retrieved()
+        popular = {text for documents, _ in known for text in documents if len(text) % 10 == 3}
+        quoted = {text: text.replace("\n", "\n\n### Source (5) ###\n", 1) for text in popular}
+        bodies = [with_ids([quoted.get(text, text) for text in documents], question) for documents, question in known]
+        done = run(log(tmp_path / "log.jsonl", bodies), "-o", file)
+        assert done.exit_code == 1 and "contain the text around documents" in done.output
+        assert not file.exists()
+
     @pytest.mark.parametrize("kind", ["history", "glossary", "unique"])
     def test_what_is_no_list_of_documents_has_no_template(self, kind: str, tmp_path: Path) -> None:
         draw = random.Random(2)
