@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from ragorder.adapters.proxy.bodies.presets import find_templates
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 
 __all__ = ["APPLICATIONS", "SHAPES", "Passage", "Shape"]
 
@@ -37,6 +44,25 @@ class Shape:
     open_ended: bool = False
     kept: str = ""
 
+    def encode(self, passages: Sequence[Passage], question: str) -> bytes:
+        return msgspec.json.encode(self.write(passages, question))
+
+    def orders(self, passages: Sequence[Passage], question: str, sent: bytes, permutation: str | None = None) -> bool:
+        """Return whether the application itself would have sent this for its documents in some order, that of the
+        header x-ragorder-permutation first."""
+        count = len(passages)
+        ranks = [int(each) for each in permutation.split(",")] if permutation else []
+        for first in range(count - len(ranks) + 1 if ranks else 0):
+            order = [*range(first), *(first + rank for rank in ranks), *range(first + len(ranks), count)]
+            if self.encode([passages[rank] for rank in order], question) == sent:
+                return True
+        return any(self.encode(order, question) == sent for order in permutations(passages))
+
+    def templates(self) -> list[DocumentTemplate]:
+        if isinstance(self.template, Mapping):
+            return [DocumentTemplate(**self.template)]
+        return find_templates(self.template)
+
 
 def _user(content: Any) -> list[Body]:
     return [{"role": "user", "content": content}]
@@ -67,16 +93,25 @@ def _in_system(head: str, form: str, between: str, tail: str, first: int = 1) ->
     return write
 
 
-def _after_call(content: Callable[[Sequence[Passage]], str]) -> Write:
+def _after_call(content: Callable[[Sequence[Passage], str], str]) -> Write:
     """Documents as the result of a tool in a chat."""
 
     def write(passages: Sequence[Passage], question: str) -> Body:
         call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
         called = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-        result = [{"role": "tool", "tool_call_id": "c1", "content": content(passages)}]
+        result = [{"role": "tool", "tool_call_id": "c1", "content": content(passages, question)}]
         return {"model": "m", "messages": [*_user("Look it up."), *called, *result, *_user(question)]}
 
     return write
+
+
+def _scored_files(passages: Sequence[Passage], question: str) -> str:
+    """LibreChat's file search: each text has a score for this question before it."""
+    scores = [crc32(f"{question}{each.id}".encode()) % 10_000 for each in passages]
+    files = zip(passages, scores, strict=True)
+    return "\n---\n".join(
+        f"File: {each.title}\nRelevance: 0.{score:04}\nContent: {each.text}\n" for each, score in files
+    )
 
 
 def _objects(passages: Sequence[Passage]) -> list[Body]:
@@ -238,7 +273,7 @@ APPLICATIONS: dict[str, Shape] = {
         "Cohere's `<results>`",
     ),
     "librechat": Shape(
-        _after_call(lambda each: _listed("File: {title}\nRelevance: 0.5000\nContent: {text}\n", "\n---\n", each)),
+        _after_call(_scored_files),
         "librechat",
         "LibreChat's file search",
         plain="\n---\nFile: ",
@@ -268,7 +303,7 @@ APPLICATIONS: dict[str, Shape] = {
         plain="\n\n",
     ),
     "json-tool": Shape(
-        _after_call(lambda each: json.dumps({"results": _objects(each)})), "json", "results of tools as JSON"
+        _after_call(lambda each, _: json.dumps({"results": _objects(each)})), "json", "results of tools as JSON"
     ),
     "vllm-documents": Shape(_vllm_documents, "auto", "`documents` of vLLM's chats"),
     "cohere-chat": Shape(_cohere_chat, "auto", "Cohere's API", "/v2/chat"),
@@ -348,12 +383,12 @@ _SHAPES: dict[str, Shape] = {
         {"head": "Sources\n\n", "form": "Source {n}:\n{text}", "between": "\n\n"},
         open_ended=True,
     ),
-    "json-indented": Shape(_after_call(lambda e: json.dumps(_objects(e), indent=2)), "json"),
+    "json-indented": Shape(_after_call(lambda each, _: json.dumps(_objects(each), indent=2)), "json"),
     "json-responses": Shape(_responses_search, "json", path="/v1/responses", kept="they stand after the question"),
     "pages": Shape(_pages_with_pictures, '<page of="{id}">{text}</page>', plain="page"),
     "completion": Shape(_completion, "<doc>{text}</doc>", path="/v1/completions", plain="doc>"),
     "results-of-tool": Shape(_results_of_tool, path="/v1/messages", kept="they stand after the question"),
-    "xml-tool": Shape(_after_call(lambda each: _listed(_XML, "\n", each)), "anthropic-xml"),
+    "xml-tool": Shape(_after_call(lambda each, _: _listed(_XML, "\n", each)), "anthropic-xml"),
 }
 
 SHAPES: dict[str, Shape] = APPLICATIONS | _SHAPES

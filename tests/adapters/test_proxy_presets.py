@@ -21,7 +21,7 @@ from support.bodies import Bodies
 from support.requests import CERTIFICATES, TEXTS
 from support.rings import ALL, examples, grid, length
 from support.serving_app import serving
-from support.shaped_requests import CORPORA, MARKS, as_written, ask, encode, retrievals, templates_of, texts_of
+from support.shaped_requests import CORPORA, MARKS, ask, retrievals, texts_of
 
 from ragorder import Orderer
 from ragorder.adapters.learning.suggestion import suggest
@@ -42,7 +42,7 @@ def asked(names: Sequence[str], texts: Mapping[str, str] | None = None) -> list[
 
 
 def written(shape: str, names: Sequence[str]) -> bytes:
-    return encode(SHAPES[shape], asked(names), "Which?")
+    return SHAPES[shape].encode(asked(names), "Which?")
 
 
 def bodies(name: str, **options: Any) -> Bodies:
@@ -71,7 +71,7 @@ class TestShapes:
     @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.kept])
     def test_documents_extend_the_cached_prefix(self, name: str) -> None:
         shape = SHAPES[name]
-        reads = Bodies(None, templates=templates_of(shape), finds_native=True)
+        reads = Bodies(None, templates=shape.templates(), finds_native=True)
         # Without a tail the last document stays where it is.
         last = "e" if shape.open_ended else ""
         for order, sent in (("abcd", "abcd"), ("dbac", "abcd"), ("cab", "abc")):
@@ -83,20 +83,20 @@ class TestShapes:
     @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
     def test_texts_may_have_marks_of_any_application(self, name: str, data: st.DataObject) -> None:
         shape = SHAPES[name]
-        reads = Bodies(None, templates=templates_of(shape), finds_native=True)
+        reads = Bodies(None, templates=shape.templates(), finds_native=True)
         pieces = st.lists(st.sampled_from([*MARKS, "word ", "other words "]), min_size=1, max_size=6)
         texts = {letter: f"{letter} {''.join(data.draw(pieces))} {letter * 40}" for letter in "abcde"}
         for _ in range(4):
             order = data.draw(st.permutations("abcde"))[:4]
             own = ask(shape, (asked(order, texts), "Which?"))
-            body = encode(shape, *own)
+            body = shape.encode(*own)
             sent = reads.ordered(body, ROUTES[shape.path])
-            assert sent is body or as_written(shape, own, sent)
+            assert sent is body or shape.orders(*own, sent)
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 8))
     def test_through_the_proxy(self, name: str) -> None:
         shape = SHAPES[name]
-        with proxied(templates_of(shape)) as send:
+        with proxied(shape.templates()) as send:
             moved = sum(moved_by(send, shape, corpus) for corpus in (CORPORA if ALL else CORPORA[:1]))
         assert bool(moved) == (not shape.kept)
 
@@ -110,20 +110,20 @@ class TestShapes:
 
     @pytest.mark.parametrize("name", grid(list(SHAPES), 3))
     def test_by_a_template_learnt_from_the_first_requests(self, name: str, tmp_path: Path) -> None:
-        """Documents have their own application's separators here, with whatever number."""
+        """Documents have marks of all applications."""
         shape, file = SHAPES[name], tmp_path / "learnt.toml"
         for corpus in CORPORA if ALL else CORPORA[:1]:
             requests = retrievals(corpus, length(300, 200))
             if requests is None:
                 continue
-            found = suggest([texts_of(encode(shape, *each)) for each in requests[:150]], 131_072)
+            found = suggest([texts_of(shape.encode(*each)) for each in requests[:150]], 131_072)
             if isinstance(found, str) or found.refused:
                 continue
             file.write_text(found.toml(), "utf-8")
             with proxied(find_templates(str(file))) as send:
                 for each in requests[150:]:
-                    sent, permutation = send(shape.path, body := encode(shape, *each))
-                    assert sent == body or as_written(shape, each, sent, permutation)
+                    sent, permutation = send(shape.path, body := shape.encode(*each))
+                    assert sent == body or shape.orders(*each, sent, permutation)
 
 
 ROUTES: Mapping[str, Any] = {
@@ -166,9 +166,9 @@ def moved_by(send: Send, shape: Shape, corpus: str) -> int:
     moved = 0
     for each in retrievals(corpus, length(300, 30)) or ():
         own = ask(shape, each)
-        sent, permutation = send(shape.path, body := encode(shape, *own))
+        sent, permutation = send(shape.path, body := shape.encode(*own))
         if sent != body:
-            assert as_written(shape, own, sent, permutation)
+            assert shape.orders(*own, sent, permutation)
             moved += 1
     return moved
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cache
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ragorder.adapters.proxy import DocumentTemplate
-from ragorder.adapters.proxy.bodies.presets import find_templates
 from ragorder.benchmarks.proxy.shapes import Passage, Shape
 
-__all__ = ["CORPORA", "MARKS", "Asked", "as_written", "ask", "encode", "retrievals", "templates_of", "texts_of"]
+__all__ = ["CORPORA", "MARKS", "Asked", "ask", "retrievals", "texts_of"]
 
 CORPORA = ("hostile", "nqopen", "covidqa", "bing_covid_cord")
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -106,30 +101,6 @@ def ask(shape: Shape, asked: Asked) -> Asked:
         each._replace(text=each.text.replace(shape.plain, " / "), title=each.title.replace(shape.plain, " "))
         for each in passages
     ], question
-
-
-def encode(shape: Shape, passages: Sequence[Passage], question: str) -> bytes:
-    return msgspec.json.encode(shape.write(passages, question))
-
-
-def as_written(shape: Shape, asked: Asked, sent: bytes, permutation: str | None = None) -> bool:
-    """Return whether the application itself would have sent this for its documents in some order."""
-    passages, question = asked
-    count = len(passages)
-    ranks = [int(each) for each in permutation.split(",")] if permutation else []
-    for first in range(count - len(ranks) + 1 if ranks else 0):
-        order = [*range(first), *(first + rank for rank in ranks), *range(first + len(ranks), count)]
-        if encode(shape, [passages[rank] for rank in order], question) == sent:
-            return True
-    if count > 6:
-        return False
-    return any(encode(shape, order, question) == sent for order in permutations(passages))
-
-
-def templates_of(shape: Shape) -> list[DocumentTemplate]:
-    if isinstance(shape.template, Mapping):
-        return [DocumentTemplate(**shape.template)]
-    return find_templates(shape.template)
 
 
 def texts_of(body: bytes) -> list[str]:
