@@ -11,7 +11,7 @@ from operator import contains
 
 from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
 from ragorder.adapters.learning.learner import TemplateLearner
-from ragorder.adapters.learning.texts import END, NUMBER, START
+from ragorder.adapters.learning.texts import END, NUMBER, START, DigitText
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.template import (
     DocumentRun,
@@ -29,6 +29,8 @@ _CHARACTERS_PER_TOKEN = 4
 _EXAMPLES = 3
 _FIRST_LINES = 3
 _MOST_REQUESTS = 300
+# Two documents of a small corpus are always together by chance.
+_MOST_TORN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +93,21 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
     learned = learner.learn()
     if isinstance(learned, str):
         return learned
-    suggestion = _written(learned)
-    suggestion.seen = len(requests)
     if learned.is_marked or learned.proves_by_number:
-        try:
-            template = suggestion.template()
-        except TemplateError as error:
-            suggestion.refused = str(error)
-        else:
-            runs = [run for texts in requests if (run := _first(template.find, texts)) is not None]
+        suggestion, template, runs = _fitting(_written(learned), requests)
+        suggestion.seen = len(requests)
+        if template is not None:
             _complete(suggestion, runs, capacity_tokens, _names(template))
             suggestion.doubts += _doubts(learned, template, requests[:_MOST_REQUESTS], runs)
+            torn = 0 if learned.proves_by_number else _torn(learned, template, requests[:_MOST_REQUESTS])
+            if torn > _MOST_TORN * len(runs):
+                suggestion.refused = f"in {torn} requests a document seems to contain the text around documents, and "
+                suggestion.refused += "no number shows where it ends"
             return suggestion
     else:
+        suggestion = _written(learned)[-1]
         suggestion.refused = "the text between documents is too plain: a document that contains it would be torn"
+    suggestion.seen = len(requests)
 
     def proven(text: str) -> DocumentRun | None:
         found = learned.find(text)
@@ -137,6 +140,26 @@ def _is_numbered(template: DocumentTemplate, run: DocumentRun) -> bool:
     return numbered_by_place([template.split(each) for each in run.documents], from_0=True) is not None
 
 
+def _fitting(
+    candidates: Sequence[Suggestion], requests: Sequence[Sequence[str]]
+) -> tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]]:
+    """Return the form that finds documents in most requests, its template (None if the proxy takes none) and these
+    documents."""
+    best: tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]] = (candidates[0], None, [])
+    for suggestion in candidates:
+        try:
+            template = suggestion.template()
+        except TemplateError as error:
+            suggestion.refused = str(error)
+            continue
+        runs = [run for texts in requests if (run := _first(template.find, texts)) is not None]
+        if len(runs) > len(best[2]):
+            best = suggestion, template, runs
+    if best[1] is None and not best[0].refused:
+        best[0].refused = "the proxy finds no documents by it, because they contain the text around documents"
+    return best
+
+
 def _complete(
     suggestion: Suggestion, runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]
 ) -> None:
@@ -149,8 +172,8 @@ def _first(find: Callable[[str], DocumentRun | None], texts: Sequence[str]) -> D
     return next(filter(None, map(find, texts)), None)
 
 
-def _written(learned: LearnedTemplate) -> Suggestion:
-    """Return the learned template as the proxy's: marks around each document, or text between them."""
+def _written(learned: LearnedTemplate) -> list[Suggestion]:
+    """Return the learned template in forms of the proxy's: marks around each document, and text between them."""
     separator, end, begin = learned.separator, learned.footer, learned.header
     if begin < end:
         # What head and tail share with it overlaps: a mark begins its line.
@@ -159,16 +182,18 @@ def _written(learned: LearnedTemplate) -> Suggestion:
     tail = learned.tail[end:].partition(NUMBER)[0]
     shown = _Shown(learned)
     closing, between, opening = shown(0, end), shown(end, begin), shown(begin, len(separator))
+    forms = []
     if opening.strip() and closing.strip() and not between.strip():
-        return Suggestion(f"{opening}{{text}}{closing}")
-    # White space is no mark: it is between documents, after the head and before the tail.
-    if not closing.strip():
-        between, tail, closing = closing + between, closing + tail, ""
-    if not opening.strip():
-        between, head, opening = between + opening, head + opening, ""
+        forms.append(Suggestion(f"{opening}{{text}}{closing}"))
+    # White space is no mark: it is between documents, after the head and before the tail, except at the text's ends.
+    mark = closing if tail == END else closing.rstrip()
+    between, tail, closing = closing[len(mark) :] + between, closing[len(mark) :] + tail, mark
+    mark = opening if head == START else opening.lstrip()
+    space = opening[: len(opening) - len(mark)]
+    between, head, opening = between + space, head + space, mark
     starts = "{start}" if head == START else head.strip(START)
     ends = "{end}" if tail == END else tail.strip(END)
-    return Suggestion(f"{opening}{{text}}{closing}", starts, between or None, ends)
+    return [*forms, Suggestion(f"{opening}{{text}}{closing}", starts, between or None, ends)]
 
 
 class _Shown:
@@ -219,11 +244,25 @@ def _doubts(
     differs = sum(len(known) >= len(found) and not _hold(found, known) for known, found in pairs)
     if differs:
         yield f"in {differs} of {len(pairs)} requests it finds other documents than the repeats of the log prove"
-    if line := _changing_line(runs):
+    if line := _changing_line(template, runs):
         yield (
             f"a text before the document's own changes from request to request ({line!r}): nothing after it is cached, "
             "so move it after the text, or leave it out"
         )
+
+
+def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
+    """Return in how many requests the template divides what was always together, in different company, or at places
+    that are no boundaries of the learned form."""
+    torn = 0
+    for text in (text for texts in requests for text in texts):
+        digits = DigitText(text)
+        region = learned.region(digits.text)
+        if isinstance(region, str) or (run := template.find(text)) is None:
+            continue
+        boundaries = learned.evidence.boundaries(digits.text, *region)
+        torn += len(run.documents) > len(boundaries) + 1 or any(map(learned.evidence.is_inner, boundaries))
+    return torn
 
 
 def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
@@ -231,9 +270,12 @@ def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
     return len(documents) == len(texts) and all(map(contains, documents, (each.strip() for each in texts)))
 
 
-def _changing_line(runs: Sequence[DocumentRun]) -> str:
-    """Return a line near the beginning of documents that differs while the rest is mostly the same, or ""."""
-    documents = [document.strip().splitlines() for run in runs for document in run.documents]
+def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> str:
+    """Return a line near the beginning of documents that differs while the rest is mostly the same, or "". Numbers that
+    stay at their places may differ."""
+    found = [document for run in runs for document in run.documents]
+    shown = [template.split(each).rest for each in found] if template.shows_number else found
+    documents = [each.strip().splitlines() for each in shown]
     for at in range(_FIRST_LINES):
         lines: defaultdict[str, list[str]] = defaultdict(list)
         for document in documents:

@@ -18,7 +18,7 @@ from ragorder.kernels.random_model import make_model
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
 
-__all__ = ["ChatServer", "ChatServers", "SimulatedServer"]
+__all__ = ["ChatServer", "ChatServers", "SimulatedServer", "simulated_tokens"]
 
 _CHARACTERS = 3.75
 
@@ -53,7 +53,7 @@ class SimulatedServer:
         self._answers += 1
         answer = f"{self._answers} is the number of this answer. ".ljust(int(body["max_tokens"] * _CHARACTERS), ".")
         said = "".join(f"<{each['role']}>{_text(each['content'])}</>" for each in body["messages"]) + "<assistant>"
-        prompt, whole = _tokens(said), _tokens(said + answer)
+        prompt, whole = simulated_tokens(said), simulated_tokens(said + answer)
         done = self._engine.generate(prompt, answer=whole[len(prompt) : -1])
         usage = {
             "prompt_tokens": len(prompt),
@@ -67,7 +67,7 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _tokens(text: str) -> list[int]:
+def simulated_tokens(text: str) -> list[int]:
     edges = [int(number * _CHARACTERS) for number in range(int(len(text) / _CHARACTERS) + 1)]
     return [crc32(text[start:end].encode()) for start, end in pairwise([*edges, len(text)]) if start < end]
 

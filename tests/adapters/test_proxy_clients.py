@@ -1,5 +1,5 @@
-"""Foreign clients against the proxy: the SDKs of Anthropic, OpenAI and LiteLLM, in front of a far end that speaks their
-protocols, and of a real vLLM."""
+"""Foreign clients against the proxy: the SDKs of Anthropic, OpenAI, Cohere, LiteLLM and LangChain, before a far end
+that speaks their protocols, and before a real vLLM."""
 
 from __future__ import annotations
 
@@ -284,6 +284,51 @@ class TestLiteLLM:
                 num_retries=0,
                 max_retries=0,
             )
+
+
+class TestLangChain:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_chats(self, stream: bool, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer) -> None:
+        openai = pytest.importorskip("langchain_openai")
+        model = openai.ChatOpenAI(model="m", base_url=f"{start()}/v1", api_key=KEY, max_retries=0, stream_usage=True)
+        for names in ("abc", "cba"):
+            asks = [("system", "Be brief."), ("human", asked(names))]
+            text = "".join(each.text for each in model.stream(asks)) if stream else model.invoke(asks).text
+            assert text == "yes"
+        assert [each["content"] for each in cloud.last["messages"]] == ["Be brief.", asked("abc")]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
+    def test_responses(self, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer) -> None:
+        openai = pytest.importorskip("langchain_openai")
+        url = f"{start()}/v1"
+        model = openai.ChatOpenAI(model="gpt", base_url=url, api_key=KEY, max_retries=0, use_responses_api=True)
+        for names in ("abc", "cba"):
+            assert model.invoke(asked(names)).text == "yes"
+        assert names_in(cloud.last["input"]) == "abc"
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
+
+class TestCohere:
+    @pytest.fixture
+    def client(self, start: Callable[..., str]) -> Any:
+        cohere = pytest.importorskip("cohere")
+        return cohere.ClientV2(api_key=KEY, base_url=start())
+
+    def documents(self, names: str) -> list[dict[str, Any]]:
+        return [{"id": name, "data": {"snippet": TEXTS[name]}} for name in names]
+
+    def test_documents_of_a_chat_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        messages = [{"role": "user", "content": "Which?"}]
+        for names in ("abc", "cba"):
+            answer = client.chat(model="command", messages=messages, documents=self.documents(names))
+            assert answer.message.content[0].text == "yes"
+        assert cloud.last["documents"] == self.documents("abc")
+        assert eventually(lambda: [each.served for each in orderer.finished] == [True, True])
+
+    def test_streams_are_streams(self, client: Any, cloud: Cloud) -> None:
+        messages = [{"role": "user", "content": "Which?"}]
+        stream = client.chat_stream(model="command", messages=messages, documents=self.documents("ab"))
+        assert [event.type for event in stream] == ["message-start", "content-delta", "message-end"]
 
 
 @pytest.mark.vllm

@@ -4,121 +4,45 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.bodies import Bodies
 
 pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from support.bodies import Bodies
+from support.requests import CERTIFICATES, TEXTS
+from support.rings import ALL, examples, grid, length
+from support.serving_app import serving
+from support.shaped_requests import CORPORA, MARKS, ask, retrievals, texts_of
 
 from ragorder import Orderer
+from ragorder.adapters.learning.suggestion import suggest
 from ragorder.adapters.observing import Metrics, Stats
-from ragorder.adapters.proxy import TemplateError
+from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser, find_templates, presets
+from ragorder.benchmarks.proxy.shapes import APPLICATIONS, SHAPES, Passage, Shape
 
 NAMES = list(presets())
-Write = Callable[[Sequence[str]], str]
-
-
-def listed(form: str, between: str, texts: Sequence[str], first: int = 1) -> str:
-    return between.join(
-        form.replace("{n}", str(n)).replace("{name}", text[:1]).replace("{text}", text)
-        for n, text in enumerate(texts, first)
-    )
-
-
-def anythingllm(texts: Sequence[str]) -> str:
-    return "Help.\nContext:\n" + "".join(
-        f"[CONTEXT {n}]:\n{text}\n[END CONTEXT {n}]\n\n" for n, text in enumerate(texts)
-    )
-
-
-def open_webui(texts: Sequence[str]) -> str:
-    context = listed('<source id="{n}" name="{name}.pdf">{text}</source>', "\n", texts)
-    return (
-        '### Task:\nCite only when the <source> tag has an id (e.g., <source id="1">).\n\n'
-        f"<context>\n{context}\n</context>\n\nWhich?"
-    )
-
-
-def ragflow(texts: Sequence[str]) -> str:
-    knowledge = listed("\nID: {n}\n├── Title: {name}\n└── Content:\n{text}", "\n", texts, 0)
-    return f"Here is the knowledge base:\n      {knowledge}\n      The above is the knowledge base."
-
-
-def citation_engine(texts: Sequence[str]) -> str:
-    return (
-        "For example:\nSource 1:\nThe sky is red.\nSource 2:\nWater is wet.\nQuery: When?\n"
-        "Now it's your turn. Below are several numbered sources of information:\n------\n"
-        + listed("Source {n}:\n{text}\n", "\n\n", texts)
-        + "\n------\nQuery: Which?\nAnswer: "
-    )
-
-
-def onyx(texts: Sequence[str]) -> str:
-    return listed("DOCUMENT {n}: {name}\nSource: Web\n```\n{text}\n```", "\n\n", texts) + "\n\nQUERY: Which?"
-
-
-def webpages(texts: Sequence[str]) -> str:
-    return "# Search results:\n" + listed("[webpage {n} begin]{text}[webpage {n} end]", "\n", texts) + "\nCite."
-
-
-def anthropic_xml(texts: Sequence[str]) -> str:
-    form = '<document index="{n}">\n<source>{name}.md</source>\n<document_content>\n{text}\n</document_content>'
-    form += "\n</document>"
-    return "<documents>\n" + listed(form, "\n", texts) + "\n</documents>\n\nWhich?"
-
-
-def cohere(texts: Sequence[str]) -> str:
-    return "<results>\n" + listed("Document: {n}\ntitle: {name}\ntext: {text}", "\n\n", texts, 0) + "\n</results>"
-
-
-def librechat(texts: Sequence[str]) -> str:
-    return listed("File: {name}.md\nRelevance: 0.5000\nContent: {text}\n", "\n---\n", texts)
-
-
-def llamaindex(texts: Sequence[str]) -> str:
-    return (
-        "Context information is below.\n---------------------\n"
-        + listed("file_path: {name}.md\n\n{text}", "\n\n", texts)
-        + "\n---------------------\nGiven the context information, answer.\nQuery: Which?"
-    )
-
-
-WRITERS: dict[str, Write] = {
-    "anythingllm": anythingllm,
-    "llamaindex": llamaindex,
-    "open-webui": open_webui,
-    "ragflow": ragflow,
-    "llamaindex-citations": citation_engine,
-    "onyx": onyx,
-    "webpages": webpages,
-    "anthropic-xml": anthropic_xml,
-    "cohere": cohere,
-    "librechat": librechat,
-}
-# What documents have that looks like a mark.
-MARKS = [
-    "\n\n", "\n---\n", "\n```python\nx = 1\n```\n", "# Heading\n", "- a\n- b\n", "| a | b |\n|---|---|\n", "1. One\n",
-    "[CONTEXT 1]:\n", "\n[END CONTEXT 1]", '<source id="1">', "</source>", "\nID: 1\n", "└── Content:\n", "Source 1:\n",
-    "\n\n\nSource 2:\n", "------\n", "DOCUMENT 2: x\n```\n", "\n```\n\nDOCUMENT 1: x\n```\n", "[webpage 1 begin]",
-    "[webpage 2 end]", '\n<document index="1">', "</document>", "\n\nDocument: 1\n", "File: x\n", "\nContent: x",
-    "中文。", "{text}", "\r\n", "\\", "</context>", "<context>\n",
-]  # fmt: skip
 
 
 def post(prompt: str, role: str = "user") -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": role, "content": prompt}]}).encode()
 
 
-def prompt_in(body: bytes) -> str:
-    prompt: str = json.loads(body)["messages"][0]["content"]
-    return prompt
+def asked(names: Sequence[str], texts: Mapping[str, str] | None = None) -> list[Passage]:
+    return [Passage(name, f"{name}.md", (texts or TEXTS)[name]) for name in names]
+
+
+def written(shape: str, names: Sequence[str]) -> bytes:
+    return SHAPES[shape].encode(asked(names), "Which?")
 
 
 def bodies(name: str, **options: Any) -> Bodies:
@@ -126,8 +50,9 @@ def bodies(name: str, **options: Any) -> Bodies:
 
 
 class TestPresets:
-    def test_each_has_a_writer(self) -> None:
-        assert set(WRITERS) == set(NAMES)
+    def test_each_is_the_shape_of_an_application(self) -> None:
+        assert set(NAMES) < set(APPLICATIONS)
+        assert all(SHAPES[name].template == name for name in NAMES)
 
     @pytest.mark.parametrize("name", NAMES)
     def test_its_sample_is_recognised_by_it_alone(self, name: str) -> None:
@@ -139,31 +64,117 @@ class TestPresets:
         assert len(run.documents) == 2
         assert all(preset.application and preset.origin for preset in presets().values())
 
-    @pytest.mark.parametrize("name", NAMES)
+
+class TestShapes:
+    """What is sent is what the application writes for its documents in the sent order, or what it has sent."""
+
+    @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.kept])
     def test_documents_extend_the_cached_prefix(self, name: str) -> None:
-        reads, texts = bodies(name), [f"{letter}{letter} is about {letter}. " * 20 for letter in "abcd"]
-        write = WRITERS[name]
-        for order, sent in (([0, 1, 2, 3], [0, 1, 2, 3]), ([3, 1, 0, 2], [0, 1, 2, 3]), ([2, 0, 1], [0, 1, 2])):
-            body = reads.ordered(post(write([texts[place] for place in order])))
-            assert prompt_in(body) == write([texts[place] for place in sent])
+        shape = SHAPES[name]
+        reads = Bodies(None, templates=shape.templates(), finds_native=True)
+        # Without a tail the last document stays where it is.
+        last = "e" if shape.open_ended else ""
+        for order, sent in (("abcd", "abcd"), ("dbac", "abcd"), ("cab", "abc")):
+            body = reads.ordered(written(name, order + last), ROUTES[shape.path])
+            assert body == written(name, sent + last)
 
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", SHAPES)
     @given(data=st.data())
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    def test_what_is_sent_is_what_the_application_writes_in_that_order(self, name: str, data: st.DataObject) -> None:
-        write, reads = WRITERS[name], bodies(name)
-        marks = [mark for mark in MARKS if name != "librechat" or mark != "\n---\n"]
-        pieces = st.lists(st.sampled_from([*marks, "word ", "other words "]), min_size=1, max_size=6)
-        pool = [f"{letter} {''.join(data.draw(pieces))} {letter * 40}" for letter in "abcde"]
+    @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+    def test_texts_may_have_marks_of_any_application(self, name: str, data: st.DataObject) -> None:
+        shape = SHAPES[name]
+        reads = Bodies(None, templates=shape.templates(), finds_native=True)
+        pieces = st.lists(st.sampled_from([*MARKS, "word ", "other words "]), min_size=1, max_size=6)
+        texts = {letter: f"{letter} {''.join(data.draw(pieces))} {letter * 40}" for letter in "abcde"}
         for _ in range(4):
-            texts = data.draw(st.permutations(pool).map(lambda each: each[:4]))
-            role = data.draw(st.sampled_from(["user", "system", "tool"]))
-            sent = prompt_in(reads.ordered(post(write(texts), role)))
-            assert sent in {write(order) for order in permutations(texts)}
+            order = data.draw(st.permutations("abcde"))[:4]
+            own = ask(shape, (asked(order, texts), "Which?"))
+            body = shape.encode(*own)
+            sent = reads.ordered(body, ROUTES[shape.path])
+            assert sent is body or shape.orders(*own, sent)
+
+    @pytest.mark.parametrize("name", grid(list(SHAPES), 8))
+    def test_through_the_proxy(self, name: str) -> None:
+        shape = SHAPES[name]
+        with proxied(shape.templates()) as send:
+            moved = sum(moved_by(send, shape, corpus) for corpus in (CORPORA if ALL else CORPORA[:1]))
+        assert bool(moved) == (not shape.kept)
+
+    @pytest.mark.parametrize("name", grid(list(SHAPES), 4))
+    def test_with_template_auto(self, name: str) -> None:
+        shape = SHAPES[name]
+        with proxied(find_templates("auto")) as send:
+            moved = sum(moved_by(send, shape, corpus) for corpus in (CORPORA if ALL else CORPORA[:1]))
+        is_recognised = shape.template == "auto" or (name in NAMES and presets()[name].automatic)
+        assert bool(moved) == (is_recognised and not shape.kept)
+
+    @pytest.mark.parametrize("name", grid(list(SHAPES), 3))
+    def test_by_a_template_learnt_from_the_first_requests(self, name: str, tmp_path: Path) -> None:
+        """Documents have marks of all applications."""
+        shape, file = SHAPES[name], tmp_path / "learnt.toml"
+        for corpus in CORPORA if ALL else CORPORA[:1]:
+            requests = retrievals(corpus, length(300, 200))
+            if requests is None:
+                continue
+            found = suggest([texts_of(shape.encode(*each)) for each in requests[:150]], 131_072)
+            if isinstance(found, str) or found.refused:
+                continue
+            file.write_text(found.toml(), "utf-8")
+            with proxied(find_templates(str(file))) as send:
+                for each in requests[150:]:
+                    sent, permutation = send(shape.path, body := shape.encode(*each))
+                    assert sent == body or shape.orders(*each, sent, permutation)
 
 
-def without_documents(rng: random.Random) -> str:
-    """A prompt of another kind of program."""
+ROUTES: Mapping[str, Any] = {
+    "/v1/chat/completions": "chat",
+    "/v2/chat": "cohere",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+    "/v1/completions": "completions",
+}
+Send = Callable[[str, bytes], tuple[bytes, str | None]]
+
+
+@contextmanager
+def proxied(templates: Sequence[DocumentTemplate]) -> Iterator[Send]:
+    """A proxy before a server that keeps what it gets; sends a body, and gives what came and in which order."""
+    came: list[bytes] = []
+
+    async def far(scope: Any, receive: Any, send: Any) -> None:
+        content, more = b"", True
+        while more:
+            message = await receive()
+            content, more = content + message.get("body", b""), message.get("more_body", False)
+        came.append(content)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with serving() as serve, httpx2.Client(trust_env=False, verify=CERTIFICATES, timeout=60) as client:
+        url = serve(make_app(Orderer(block_size=16, strict=True), upstream=serve(far), template=templates))
+
+        def send(path: str, body: bytes) -> tuple[bytes, str | None]:
+            answer = client.post(url + path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 200
+            return came[-1], answer.headers.get("x-ragorder-permutation")
+
+        yield send
+
+
+def moved_by(send: Send, shape: Shape, corpus: str) -> int:
+    """The number of a corpus' requests whose documents are sent in another order."""
+    moved = 0
+    for each in retrievals(corpus, length(300, 30)) or ():
+        own = ask(shape, each)
+        sent, permutation = send(shape.path, body := shape.encode(*own))
+        if sent != body:
+            assert shape.orders(*own, sent, permutation)
+            moved += 1
+    return moved
+
+
+def without_documents(rng: random.Random) -> bytes:
+    """A request of another kind of program."""
 
     def word() -> str:
         return rng.choice("order refund engine window policy return parcel manual gasket torque".split())  # noqa: SIM905
@@ -177,6 +188,7 @@ def without_documents(rng: random.Random) -> str:
         lambda: "\n\n".join(f"Thought: {line()}\nAction: {word()}\nObservation: {line()}" for _ in range(4)),
         lambda: f"```python\ndef {word()}():\n    return '{line()}'\n```\n\n```\n{line()}\n```\nFix it.",
         lambda: "".join(f"Input: {line()}\nOutput: {word()}\n\n" for _ in range(5)) + f"Input: {line()}\nOutput:",
+        lambda: "".join(f"<example>\n{line()}\n<answer>{word()}</answer>\n</example>\n" for _ in range(4)),
         lambda: "Glossary:\n" + "\n".join(f"- {word()} = {word()}" for _ in range(6)) + f"\n\nTranslate: {line()}",
         lambda: json.dumps([{"name": word(), "options": [word(), word()]} for _ in range(4)]) + "\nChoose.",
         lambda: "\n---\n".join(f"## Step {n}\n{line()}" for n in range(1, 5)),
@@ -184,17 +196,50 @@ def without_documents(rng: random.Random) -> str:
         lambda: 'Cite (e.g., <source id="1">) and close with </source>.\nSource 1: ' + line() + "\nSource 2: " + line(),
         lambda: f"Context:\n{line()}\n\nQuestion: {line()}\nAnswer:",
         lambda: "| a | b |\n|---|---|\n" + "\n".join(f"| {word()} | {word()} |" for _ in range(6)),
+        lambda: "\n".join(f"2026-06-0{n} 12:00:0{n} ERROR [{word()}] {line()}" for n in range(1, 8)),
+        lambda: f"diff --git a/{word()} b/{word()}\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n-{line()}\n+{line()}\n",
+        lambda: "".join(f"File: src/{word()}.py\n```\n{line()}\n```\n" for _ in range(3)) + "Review them.",
+        lambda: "\n".join(f"Document {n}: {line()}" for n in range(1, 4)) + "\nWhich of my drafts is best?",
+        lambda: f"{line()}\n\n[1] {line()}\n[2] {line()}\n",
+        lambda: "---------------------\n" + f"{line()}\n" + "---------------------\nGiven the above, answer.",
     ]
-    return "\n\n".join(rng.choice(kinds)() for _ in range(rng.randint(1, 3)))
+
+    def text() -> str:
+        return "\n\n".join(rng.choice(kinds)() for _ in range(rng.randint(1, 3)))
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text()}] if rng.random() < 0.5 else []
+    for number in range(rng.randint(0, 3)):
+        messages += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+        if rng.random() < 0.5:
+            call = {"id": f"c{number}", "type": "function", "function": {"name": word(), "arguments": "{}"}}
+            messages += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+            messages += [{"role": "tool", "tool_call_id": f"c{number}", "content": text()}]
+    parts = [{"type": "text", "text": text()}, {"type": "text", "text": text()}]
+    messages.append({"role": "user", "content": rng.choice([text(), parts])})
+    body: dict[str, Any] = {"model": "m", "messages": messages}
+    if rng.random() < 0.5:
+        body["tools"] = [{"type": "function", "function": {"name": word(), "parameters": {}}} for _ in range(3)]
+    return json.dumps(body, ensure_ascii=rng.random() < 0.5).encode()
 
 
 class TestPromptsWithoutDocuments:
-    def test_none_is_changed_by_a_byte(self) -> None:
+    @pytest.mark.parametrize("name", ["auto", *NAMES])
+    def test_none_is_changed_by_a_byte(self, name: str) -> None:
+        rng, reads = random.Random(name), bodies(name, finds_native=True)
+        for _ in range(length(2000, 200)):
+            body = without_documents(rng)
+            assert reads.ordered(body) is body
+
+    def test_nor_by_all_of_them_nor_in_shadow(self) -> None:
         rng = random.Random(5)
-        every = Bodies(None, templates=[find_templates(name)[0] for name in NAMES])
-        for _ in range(2000):
-            body = post(without_documents(rng), rng.choice(["user", "system", "tool"]))
+        recogniser = PromptRecogniser(Orderer().settings, lambda *_: None)
+        every = Bodies(None, templates=[find_templates(name)[0] for name in NAMES], finds_native=True)
+        shadow = Bodies(None, finds_native=True, recogniser=recogniser, warn=lambda _: None)
+        for _ in range(length(2000, 500)):
+            body = without_documents(rng)
             assert every.ordered(body) is body
+            assert shadow.ordered(body) is body
+        assert recogniser.hint() == ""
 
 
 class TestNames:
@@ -202,12 +247,11 @@ class TestNames:
         automatic = [preset for preset in presets().values() if preset.automatic]
         assert automatic
         assert {preset.citations for preset in automatic} <= {"none", "moved"}
-        texts = [letter * 200 for letter in "abc"]
         reads = bodies("auto")
         for name in NAMES:
-            first, second = WRITERS[name](texts), WRITERS[name](texts[::-1])
-            reads.ordered(post(first))
-            assert prompt_in(reads.ordered(post(second))) == (first if presets()[name].automatic else second)
+            first, second = written(name, "abc"), written(name, "cba")
+            reads.ordered(first)
+            assert reads.ordered(second) == (first if presets()[name].automatic else second)
 
     def test_a_file_has_what_a_preset_has(self, tmp_path: Path) -> None:
         file = tmp_path / "own.toml"
@@ -285,11 +329,9 @@ class TestRecognition:
 
     def test_it_predicts_what_the_preset_saves(self, metrics: Metrics) -> None:
         rng = random.Random(1)
-        texts = [f"{letter} is about {letter}. " * 20 for letter in "abcdefgh"]
-        prompts = [anythingllm(rng.sample(texts, 4)) for _ in range(60)]
+        requests = [written("anythingllm", rng.sample("abcdefgh", 4)) for _ in range(60)]
         watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
-        for prompt in prompts:
-            body = post(prompt)
+        for body in requests:
             assert watched.ordered(body) is body
         from ragorder.adapters.observing import ObservedOrderer
 
@@ -304,7 +346,7 @@ class TestRecognition:
         watched = Bodies(None, recogniser=PromptRecogniser(Orderer(block_size=16).settings, metrics.recognised))
         metrics.watch(ObservedOrderer(watched.orderer))
         for _ in range(19):
-            watched.ordered(post(anythingllm(["a" * 200, "b" * 200])))
+            watched.ordered(written("anythingllm", "ab"))
         assert Stats.of(metrics.registry.collect()).recognised == {}
 
     def test_the_warning_names_the_preset(self) -> None:
@@ -312,7 +354,7 @@ class TestRecognition:
         recogniser = PromptRecogniser(Orderer().settings, lambda *_: None)
         watched = Bodies(None, recogniser=recogniser, warn=warned.append)
         for _ in range(20):
-            watched.ordered(post(onyx(["a" * 200, "b" * 200])))
+            watched.ordered(written("onyx", "ab"))
         (said,) = warned
         assert "Onyx" in said
         assert "--template onyx" in said

@@ -255,6 +255,20 @@ class TestSeparators:
     def test_a_list_whose_bounds_are_not_clear_stays_as_it_is(self, text: str) -> None:
         assert DocumentTemplate("{text}", head="Context:\n", between="\n---\n", tail="\nQuery:").find(text) is None
 
+    @pytest.mark.parametrize("text", ["Facts:\na\n\n\nb\n\nEnd", "Facts:\na\n\n\n\nb\n\nEnd"])
+    def test_texts_that_touch_a_separator_with_a_part_of_it_are_not_divided(self, text: str) -> None:
+        assert DocumentTemplate("Facts:\n{text}\n\n{text}\n\nEnd").find(text) is None
+
+    def test_a_document_with_another_of_the_tails_ends_nothing(self) -> None:
+        template = DocumentTemplate("[{n}] {text}", head="Facts:\n", between="\n", tail=["\n  The end.", "\nThe end."])
+        assert template.find("Facts:\n[1] a\nThe end.\n[2] b\n  The end.") is None
+
+    def test_without_a_tail_the_last_number_counts_too(self) -> None:
+        template = DocumentTemplate("[{n}] {text}", head="Facts:\n", between="\n")
+        assert template.find("Facts:\n[1] a\n[2] b\n[3] c") is not None
+        # The second document has a mark in its text.
+        assert template.find("Facts:\n[1] a\n[2] b\n[3] quoted\n[3] c") is None
+
     def test_without_a_tail_the_last_document_stays_where_it_is(self) -> None:
         template = DocumentTemplate("ID: {n}\n{text}", between="\n\n", tail=["\nEnd.", "\nDone."])
         listed = "\n\n".join(f"ID: {n}\n{text}" for n, text in enumerate("abc"))

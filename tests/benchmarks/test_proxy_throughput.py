@@ -1,4 +1,4 @@
-"""The suite that finds the highest rate of requests that the proxy holds."""
+"""The suites of the proxy: the highest rate of requests that it holds, and applications through it."""
 
 from __future__ import annotations
 
@@ -101,3 +101,24 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
         assert all(line["rows"]["came"])
     page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
     assert "| 1 | order |" in page and "| 2 | route |" in page
+
+
+def test_the_suite_of_applications_shows_what_is_cached_and_that_nothing_else_changes(tmp_path: Path) -> None:
+    run = ["run", "applications", "--seeds", "0", "-o", str(tmp_path)]
+    run += ["--set", "requests=25", "--set", "application=anythingllm,search-results"]
+    done = CliRunner().invoke(evaluate, run)
+    assert done.exit_code == 0 and "4 runs served" in done.output, done.output
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    shares = {}
+    for line in lines:
+        if line["type"] == "applications":
+            rows = line["rows"]
+            shares[line["cell"]["application"], line["policy"]] = sum(rows["cached_tokens"]) / sum(
+                rows["prompt_tokens"]
+            )
+            if line["policy"] == "proxied":
+                assert (line["facts"]["ordered"], line["facts"]["changed"]) == (25, 0)
+    for application in ("anythingllm", "search-results"):
+        assert shares[application, "proxied"] > shares[application, "direct"] + 0.05
+    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "| AnythingLLM | `--template anythingllm` |" in page

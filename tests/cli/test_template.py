@@ -65,6 +65,16 @@ def xml(documents: Sequence[str], question: str) -> list[dict[str, str]]:
     return user(f"<docs>\n{found}\n</docs>\n\n{question}")
 
 
+def fenced(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "\n\n".join(f"DOCUMENT {n}: notes\n```\n{text}\n```" for n, text in enumerate(documents, 1))
+    return user(f"{found}\n\nQUERY: {question}")
+
+
+def tool_result(documents: Sequence[str], question: str) -> list[dict[str, str]]:
+    found = "\n---\n".join(f"File: notes, Content: {text}\n" for text in documents)
+    return [{"role": "tool", "content": found}, *user(question)]
+
+
 def with_ids(documents: Sequence[str], question: str) -> list[dict[str, str]]:
     ids = {text: 100 + len(text) * 7 for text in documents}
     found = "\n".join(f"### Source ({ids[text]}) ###\n{text}" for text in documents)
@@ -91,7 +101,7 @@ def run(*arguments: object) -> Result:
 
 
 class TestAnApplicationWithMarks:
-    @pytest.mark.parametrize("write", [numbered, xml, with_ids], ids=lambda write: write.__name__)
+    @pytest.mark.parametrize("write", [numbered, xml, fenced, tool_result, with_ids], ids=lambda write: write.__name__)
     def test_its_file_arranges_prompts_as_the_application_writes_them(self, write: Write, tmp_path: Path) -> None:
         requests = retrieved()
         file = tmp_path / "app.toml"
@@ -115,6 +125,7 @@ class TestAnApplicationWithMarks:
         done = run(log(tmp_path / "log.jsonl", [xml(*each) for each in retrieved()]))
         assert "saving: " in done.output and "example 3" in done.output
         assert "cites as [2]" in done.output and "looks the same" in done.output
+        assert "changes from request to request" not in done.output
 
     def test_a_score_before_the_text_is_said_with_its_line_and_saves_nothing(self, tmp_path: Path) -> None:
         done = run(log(tmp_path / "log.jsonl", [scored(*each) for each in retrieved()]))
@@ -129,6 +140,16 @@ class TestWhatIsNotToBeUsed:
         done = run(log(tmp_path / "log.jsonl", [plain(*each) for each in retrieved()]), "-o", file)
         assert done.exit_code == 1
         assert "too plain" in done.output or "no template" in done.output
+        assert not file.exists()
+
+    def test_marks_that_documents_contain_are_reported_and_not_written(self, tmp_path: Path) -> None:
+        """No number says which of them is a document's own."""
+        file, known = tmp_path / "app.toml", retrieved()
+        popular = {text for documents, _ in known for text in documents if len(text) % 10 == 3}
+        quoted = {text: text.replace("\n", "\n\n### Source (5) ###\n", 1) for text in popular}
+        bodies = [with_ids([quoted.get(text, text) for text in documents], question) for documents, question in known]
+        done = run(log(tmp_path / "log.jsonl", bodies), "-o", file)
+        assert done.exit_code == 1 and "contain the text around documents" in done.output
         assert not file.exists()
 
     @pytest.mark.parametrize("kind", ["history", "glossary", "unique"])

@@ -774,6 +774,7 @@ class TestWhatIsCommitted:
                     "quality-positions",
                     "hedra-live",
                     "proxy-throughput",
+                    "applications",
                     "proxy-load",
                     "proxy-memory",
                     "fusion-deviation",

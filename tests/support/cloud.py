@@ -1,4 +1,5 @@
-"""A far end that speaks OpenAI's and Anthropic's protocols: chats, messages and responses, streamed and not."""
+"""A far end that speaks OpenAI's and Anthropic's protocols: chats, messages and responses, streamed and not; and
+Cohere's chats."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ class Cloud:
         body = json.loads(content)
         self.bodies.append(body)
         self.headers.append({name.decode(): value.decode("latin-1") for name, value in scope["headers"]})
-        answers = {"/v1/chat/completions": _chat, "/v1/messages": _messages, "/v1/responses": _responses}
+        answers = {
+            "/v1/chat/completions": _chat,
+            "/v1/messages": _messages,
+            "/v1/responses": _responses,
+            "/v2/chat": _cohere,
+        }
         answer = answers.get(scope["path"])
         status, kind = 200, b"application/json"
         if self.error is not None or answer is None:
@@ -98,6 +104,18 @@ def _chat(streamed: bool) -> Iterator[bytes]:
         yield _event(chunk | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}, named=False)
     yield _event(chunk | {"choices": [], "usage": _CHAT_USAGE}, named=False)
     yield b"data: [DONE]\n\n"
+
+
+def _cohere(streamed: bool) -> Iterator[bytes]:
+    text = {"type": "text", "text": "yes"}
+    tokens = {"input_tokens": PROMPT, "output_tokens": COMPLETION}
+    whole = {"id": "c-1", "finish_reason": "COMPLETE", "message": {"role": "assistant", "content": [text]}}
+    if not streamed:
+        yield json.dumps(whole | {"usage": {"tokens": tokens}}).encode()
+        return
+    yield _event({"type": "message-start", "id": "c-1", "delta": {"message": {"role": "assistant", "content": []}}})
+    yield _event({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": "yes"}}}})
+    yield _event({"type": "message-end", "delta": {"finish_reason": "COMPLETE", "usage": {"tokens": tokens}}})
 
 
 def _messages(streamed: bool) -> Iterator[bytes]:

@@ -201,6 +201,8 @@ def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocu
         if len(parts) < 2 or decode(message.role, str) == "assistant":
             continue
         texts = [_text_in(part) for part in parts]
+        if None not in texts and not _differ(parts):
+            continue
         are_documents = [text is not None and template.is_one(text) for text in texts]
         number = 0
         while number < len(parts):
@@ -223,11 +225,16 @@ def _clear_units(units: list[list[Raw]]) -> list[list[Raw]]:
         return []
     pictures = {len(unit) for unit in units}
     if pictures == {1}:
-        attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for (part,) in units]
-        return units if any(each != attributes[0] for each in attributes) else []
+        return units if _differ([part for (part,) in units]) else []
     if len(pictures) > 1 and len(units[-1]) > 1:
         return [*units[:-1], units[-1][:1]] if {len(unit) for unit in units[:-1]} == {1} else units[:-1]
     return units
+
+
+def _differ(parts: Sequence[Raw]) -> bool:
+    """Return whether texts differ in more than the text."""
+    attributes = [(decode(part, Fields) or {}) | {"text": _NULL} for part in parts]
+    return any(each != attributes[0] for each in attributes)
 
 
 def _in_parts(

@@ -233,7 +233,7 @@ class DocumentTemplate:
                 run = [(start, end)]
             if len(run) > len(longest):
                 longest = run
-        if len(longest) < 2 or (self.shows_number and self._has_mark(text, longest[-1][1])):
+        if len(longest) < 2 or (self.shows_number and not self._ends_with(text, *longest[-1])):
             return None
         edges = [0, *(edge for span in longest for edge in span), len(text)]
         return DocumentRun([text[start:end] for start, end in pairwise(edges)])
@@ -324,13 +324,13 @@ class DocumentTemplate:
             if start < 0 or text.find(self._head, start + 1) >= 0:
                 return None
             start += len(self._head)
-        for tail in self._tails:
-            found = text.find(tail, start)
-            if found < 0:
-                continue
-            if tail.strip() and text.find(tail, found + 1) >= 0:
+        tails = [(at, at + len(tail)) for tail in self._tails for at in _first_two(text, tail, start)]
+        if tails:
+            # One tail may be the end of another one; white space may be anywhere.
+            visible = {end for at, end in tails if not text[at:end].isspace()}
+            if len(visible) > 1:
                 return None
-            return start, found, True
+            stop, ends = min(tails)[0], True
         return start, stop, ends
 
     def _marked(self, text: str, start: int, stop: int) -> Iterator[_Span]:
@@ -378,6 +378,9 @@ class DocumentTemplate:
             if separated is None or closed is None:
                 at = separator.find(text, at + 1, stop)
                 continue
+            if 0 <= separator.find(text, at + 1, limit) < separated[0]:
+                # The texts around it begin or end with a part of it: they may be divided at either place.
+                return
             yield begun, closed[0]
             begun, inside = closed[0] + len(between), separated[0]
             at = separator.find(text, inside, stop)
@@ -389,10 +392,16 @@ class DocumentTemplate:
         closed = self._closing.read(text, at, stop) if at >= 0 else None
         return closed is not None and closed[0] == stop
 
-    def _has_mark(self, text: str, start: int) -> bool:
-        """Return whether marks follow a numbered list: the last document may have one of them in its text."""
-        marks = (self._opening, self._closing) if self._between is None else ()
-        return any(mark.find(text, start, len(text)) >= 0 for mark in marks)
+    def _ends_with(self, text: str, start: int, end: int) -> bool:
+        """Return whether a numbered list ends with a document: no marks follow it, or one document whose end is not
+        known and whose number is the next one. Else the last document may have marks in its text."""
+        if self._between is None:
+            return all(mark.find(text, end, len(text)) < 0 for mark in (self._opening, self._closing))
+        follows = end + len(self._between)
+        if not text.startswith(self._between, end) or (opened := self._opening.read(text, follows, len(text))) is None:
+            return True
+        number, following = self._at_numbers(text[start:end]).id, {text[at:stop] for at, stop in opened[1]}
+        return not number.isdigit() or following == {str(int(number) + 1)}
 
     def _are_adjacent(self, text: str, start: int, end: int) -> bool:
         return _is_blank(text, start, end) if self._between is None else text[start:end] == self._between
@@ -442,6 +451,17 @@ class DocumentTemplate:
 def _is_blank(text: str, start: int, end: int) -> bool:
     between = text[start:end].replace(BOUNDARY, "")
     return not between or between.isspace()
+
+
+def _first_two(text: str, mark: str, start: int) -> Iterator[int]:
+    """Yield the first two places of a mark, which may overlap; `END` is at the end."""
+    if mark == END:
+        return
+    at = text.find(mark, start)
+    if at >= 0:
+        yield at
+        if (at := text.find(mark, at + 1)) >= 0:
+            yield at
 
 
 def _begins_line(text: str, at: int) -> bool:
