@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.http_server import Handler, LocalServer
 from support.inside import runner_of
 from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
@@ -1748,6 +1749,27 @@ class TestOptions:
         return tmp_path_factory.mktemp("cache")
 
     @pytest.fixture
+    def unhelpful_hub(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+        """A model hub that answers every request with an error; the requested paths."""
+        asked: list[str] = []
+
+        class Unhelpful(Handler):
+            def do_HEAD(self) -> None:
+                asked.append(self.path)
+                self.answer(503)
+
+            do_GET = do_HEAD
+
+        with LocalServer(Unhelpful) as hub:
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.base_url)
+            monkeypatch.setattr(
+                "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                f"{hub.base_url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            )
+            yield asked
+
+    @pytest.fixture
     def serving(self, model: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
         """Runs the command up to the moment from which it would serve."""
         import ragorder.adapters.proxy as proxy
@@ -1927,25 +1949,18 @@ class TestOptions:
         assert command.result.exit_code != 0
         assert said in re.sub(r"\s+", " ", command.result.stderr)
 
-    def test_row10_a_name_without_an_organisation_is_not_looked_up_on_the_hub(
-        self, serving: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    def test_a_name_without_an_organisation_is_not_looked_up_on_the_hub(
+        self, serving: Callable[..., Command], unhelpful_hub: list[str]
     ) -> None:
-        asked: list[str] = []
-
-        def ask(name: str) -> None:
-            asked.append(name)
-            raise OSError("no network")
-
-        monkeypatch.setattr("ragorder.kernels.models.loading.AutoConfig.from_pretrained", ask)
         command = serving(needed=["--model", "tiny", "--port", "0"])
         assert command.result.exit_code == 1
         assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
-        assert asked == []
+        assert unhelpful_hub == []
+
+    def test_a_hub_that_fails_is_asked_once(self, serving: Callable[..., Command], unhelpful_hub: list[str]) -> None:
         command = serving(needed=["--model", "org/tiny", "--port", "0"])
-        assert (
-            "there is no folder org/tiny, and it cannot be downloaded from the Hub: no network" in command.result.stderr
-        )
-        assert asked == ["org/tiny"]
+        assert "there is no folder org/tiny, and it cannot be downloaded from the Hub: " in command.result.stderr
+        assert unhelpful_hub == ["/org/tiny/resolve/main/config.json"]
 
     def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
