@@ -43,6 +43,7 @@ from ragorder.kernels.models.model import PatchedModel, cache_maker, device_bloc
 from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement
 
 __all__ = ["TieredEngine"]
@@ -112,10 +113,13 @@ class TieredEngine:
         fuser = None
         self._questions: KeptQuestions | None = None
         self._idle: IdleBuilder | None = None
+        self._build: BuildFit | None = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, settings.max_batch_tokens)
             self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
+        if rotation is not None and settings.disk_path is not None:
+            self._build = self._find_build(settings.disk_path)
         if rotation is not None and settings.build_idle:
             self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         window = settings.schedule_window if settings.schedule == "cached-first" else 0
@@ -127,6 +131,13 @@ class TieredEngine:
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
+
+    def _find_build(self, folder: Path) -> BuildFit | None:
+        other_model = "identity" in (self._cache.stats().disk.refused or {})
+        build = BuildFit.of(folder, model=self.model_name, other_model=other_model)
+        if build is not None:
+            self._counters.build_fits = build.counts
+        return build
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -173,6 +184,8 @@ class TieredEngine:
                 raise
             self._sequences[request_id] = sequence
             self._scheduler.add(sequence)
+            if self._build is not None and sequence.fusion is not None:
+                self._build.observe(sequence.path)
             if self._idle is not None:
                 self._idle.observe(sequence)
             return request_id

@@ -25,10 +25,12 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.http_server import Handler, LocalServer
 from support.inside import runner_of
 from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
+from support.serving_app import serving
 from support.waiting import eventually
 
 pytest.importorskip("torch")
@@ -56,6 +58,9 @@ from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
 from ragorder.kernels.models import loading
+from ragorder.kernels.preprocessing.builder import FusionBuilder
+from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
+from ragorder.kernels.preprocessing.plan import SourceDocument
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
 from ragorder.trie.profile import PrefillProfile
@@ -447,6 +452,31 @@ class TestDocuments:
         assert stream.trace.warmed_up
         builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(worker.engine.tokenizer))
         assert stream.usage.cached_tokens == builder.prefix_tokens
+
+    async def test_stats_and_doctor_show_why_requests_do_not_use_a_build(
+        self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
+    ) -> None:
+        settings = EngineSettings(device_tokens=2048, dtype="float32", device="cpu", verify=False, profile=None)
+        prefix, documents = list(range(5, 15)), [list(range(start, start + 20)) for start in (20, 60)]
+        with FusionBuilder.load(
+            model, tmp_path / "kv", prefix, GivenNeighbours({"0": ["1"]}), engine=settings
+        ) as builder:
+            builder.plan([SourceDocument(str(n), "", each) for n, each in enumerate(documents)])
+            list(builder.build())
+        worker = load(reuse="fused", disk_path=tmp_path / "kv")
+        prompt = [9, *prefix, *documents[0], *documents[1], 4]
+        said = facts(len(prefix) + 21, len(prompt) - 1, prefix=len(prefix) + 1)
+        with serving() as serve:
+            url = serve(make_engine_app(worker))
+            async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+                await complete(client, prompt, max_tokens=1, **said)
+            shown = await asyncio.to_thread(run_command, main, "stats", url)
+            examined = await asyncio.to_thread(run_command, main, "doctor", url, "--json")
+        words = "1 have another system prompt or cache_salt"
+        assert f"of 1 requests that could use the build, {words}" in " ".join(shown.stdout.split())
+        [finding] = [each for each in json.loads(examined.stdout)["findings"] if each["check"] == "build"]
+        assert (finding["verdict"], finding["found"]) == ("bad", f"of 1 requests that could use it, {words}")
+        assert "--system" in finding["advice"]
 
     async def test_of_tenants_are_apart(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens, ends = self.prompt(worker, "abc")
