@@ -597,6 +597,13 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
+        for chosen, recomputed in (
+            ({"select": "none"}, 0),
+            ({"select_rounds": 2}, length / 4),
+            ({"select": "all"}, length),
+        ):
+            _, details = await self.ask(fusing, "ba", **chosen)
+            assert details.get("recomputed_tokens", 0) == round(recomputed)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -672,6 +679,11 @@ class TestFusion:
             ({"recompute": "much"}, "recompute"),
             ({"reuse": "both"}, "reuse"),
             ({"reuse": "exact", "recompute": 0.1}, "recompute"),
+            ({"reuse": "exact", "select": "head"}, "select"),
+            ({"select": "qurey"}, "select"),
+            ({"select": "x" * 65}, "select"),
+            ({"select_rounds": 0}, "select_rounds"),
+            ({"select_rounds": 1 << 40}, "select_rounds"),
         ],
     )
     async def test_what_cannot_be_is_named(self, fusing: EngineWorker, fields: dict[str, Any], param: str) -> None:
@@ -679,7 +691,7 @@ class TestFusion:
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert error["param"] == param
 
-    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}])
     async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert "start it with --reuse fused" in error["message"]
