@@ -44,7 +44,7 @@ from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
-from ragorder.pipelining.placement.base import Placement
+from ragorder.pipelining.placement.base import Placement, Spread
 
 __all__ = ["TieredEngine"]
 
@@ -243,6 +243,24 @@ class TieredEngine:
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
             stream = None if self._streamer is None else self._streamer.stats
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement now. `partitions` is 0: the engine has no index."""
+        with self._lock:
+            cache, step_tokens = self._cache.stats(), self._scheduler.step_tokens
+            stream = None if self._streamer is None else self._streamer.stats
+            weights = Spread(self._cache.shape.layers)
+            if stream is not None:
+                weights = Spread(stream.device_layers, stream.host_layers, stream.disk_layers)
+            return Placement(
+                weights,
+                Spread(cache.device.capacity_bytes, cache.host.capacity_bytes, cache.disk.capacity_bytes),
+                partitions=0,
+                batch=min(self.settings.max_requests, step_tokens),
+                step_tokens=step_tokens,
+                slots=self._streamer.wanted_slots if self._streamer and weights.device < weights.total else 0,
+            )
 
     def relieve(self) -> bool:
         """Give memory back between two steps, see `MemoryPressure`. Return False if nothing is left to give."""

@@ -370,10 +370,15 @@ def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> boo
         report = examine_memory(costs, budgets, backlog=given["backlog"])
     except (OSError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    name = str(getattr(report.costs, "facts", {}).get("model", "FOLDER")) if model is None else model
+    folder = Path(name).parent if Path(name).is_file() else name
+    command = report.command(str(folder), given["dtype"])
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=1))
+        click.echo(json.dumps({**report.as_json(), "command": command}, indent=1))
     else:
         click.echo(str(report))
+        if command is not None:
+            click.echo(f"\nServe it as placed:\n{command}")
     if report.problem is not None:
         click.echo(f"Error: {report.problem}", err=True)
     return report.problem is None

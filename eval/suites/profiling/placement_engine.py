@@ -17,6 +17,7 @@ from ragorder.eval.data.machine import describe_environment
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.plan import STAGES
 from ragorder.pipelining.placement.profile import index_sizes
 
 __all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
@@ -74,7 +75,10 @@ class PlacedEngine:
             # Every block of the pool is written once, so that it counts as memory in use before a step is measured.
             self.place(self._layers, 0)
             self.generation_s(batch)
-            self.sizes = sizes.model_copy(update={"step_bytes": self._measure_steps(batch)})
+            staging = STAGES * sizes.slot if self.from_host else 0
+            self.sizes = sizes.model_copy(
+                update={"step_bytes": self._measure_steps(batch), "row_bytes": 0, "staging": staging}
+            )
         except BaseException:
             self._engine.close()
             raise
