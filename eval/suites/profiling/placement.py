@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +113,18 @@ class Journal:
             stream.write(json.dumps({"repeat": repeat, **sample.model_dump()}) + "\n")
         self._found[repeat, sample.setting] = sample
 
+    def expected_s(self, batch: int, place: _Place) -> float:
+        """Return the seconds of a batch by the largest measured one up to it, in proportion; 0 without any."""
+        known = [
+            sample
+            for sample in self._found.values()
+            if isinstance(sample, GenerationSample)
+            and (sample.device_layers, sample.host_layers) == place
+            and sample.batch <= batch
+        ]
+        largest = max(known, key=lambda sample: sample.batch, default=None)
+        return 0.0 if largest is None else largest.seconds * batch / largest.batch
+
     def medians(self) -> tuple[list[GenerationSample], list[RetrievalSample]]:
         """Over the repeats."""
         times: dict[tuple[object, ...], list[_Sample]] = {}
@@ -141,27 +155,42 @@ class Journal:
 
 
 def measure_placement(
-    measured: Measured, grid: PlacementGrid, journal: Journal, *, seed: int = 0, progress: Progress = silent
+    measured: Measured,
+    grid: PlacementGrid,
+    journal: Journal,
+    *,
+    seed: int = 0,
+    limit_s: float = math.inf,
+    progress: Progress = silent,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Fill the journal, and return what had to be left out for want of memory. Rounds in changing order spread slow
-    spells over all cells; within a round layers move once for all batches."""
-    draw, advance = Random(seed), progress("placements", grid.cells)
+    """Fill the journal, and return what had to be left out for want of memory or time.
+
+    Small batches come first: the two smallest, with which times can be fitted, are measured at all places; larger
+    ones, and repeats, as long as they are expected to end within `limit_s`. Places in changing order spread slow spells
+    over all cells.
+    """
+    draw, advance, end_s = Random(seed), progress("placements", grid.cells), clock() + limit_s
     notes: dict[str, None] = {}
     for repeat in range(grid.repeats):
-        for device, host in draw.sample(grid.places, len(grid.places)):
-            batches = draw.sample(grid.batches, len(grid.batches))
-            samples = [(batch, ("generation", batch, device, host)) for batch in batches]
-            due = [batch for batch, place in samples if not journal.has(repeat, place)]
-            if due and not measured.place(device, host):
-                notes[f"{device} layers on the device and {host} in host memory: not enough memory"] = None
-                due = []
-            for batch in due:
-                seconds = measured.generation_s(batch)
-                made = GenerationSample(batch=batch, device_layers=device, host_layers=host, seconds=seconds)
-                journal.add(repeat, made)
-            _advance(advance, len(batches))
+        for batches in (grid.batches[:2], *((batch,) for batch in grid.batches[2:])):
+            expected_s = sum(journal.expected_s(batch, place) for batch in batches for place in grid.places)
+            if (repeat or batches[0] > grid.batches[0]) and clock() + expected_s > end_s:
+                # What is larger takes longer.
+                notes[_late(repeat, batches[0], limit_s)] = None
+                break
+            for device, host in draw.sample(grid.places, len(grid.places)):
+                due = [batch for batch in batches if not journal.has(repeat, ("generation", batch, device, host))]
+                if due and not measured.place(device, host):
+                    notes[f"{device} layers on the device and {host} in host memory: not enough memory"] = None
+                    due = []
+                for batch in due:
+                    seconds = measured.generation_s(batch)
+                    made = GenerationSample(batch=batch, device_layers=device, host_layers=host, seconds=seconds)
+                    journal.add(repeat, made)
+                _advance(advance, len(batches))
         for partitions in draw.sample(grid.partitions, len(grid.partitions)):
-            if not journal.has(repeat, ("retrieval", partitions)):
+            if not journal.has(repeat, ("retrieval", partitions)) and not (repeat and clock() > end_s):
                 taken = measured.retrieval_s(partitions)
                 if taken is None:
                     notes[f"{partitions} resident partitions: not enough memory"] = None
@@ -169,6 +198,11 @@ def measure_placement(
                     journal.add(repeat, RetrievalSample(partitions=partitions, seconds=taken))
             advance()
     return list(notes)
+
+
+def _late(repeat: int, batch: int, limit_s: float) -> str:
+    what = f"repeats from number {repeat + 1} on" if repeat else f"batches of {batch} and more"
+    return f"{what}: more than {limit_s:.0f} s in all (--placement-limit)"
 
 
 def _advance(advance: Callable[[], None], steps: int) -> None:
