@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragorder.adapters.doctor.commands import COMMANDS, ServingCommand
 from ragorder.common.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Workload
@@ -54,20 +54,9 @@ class MemoryReport:
             lines.append(self.placement.explain())
         return "\n".join(lines)
 
-    def command(self, model: str, dtype: str | None = None) -> str | None:
-        """Return the command that serves `model` as placed, or None without a placement."""
-        if self.placement is None:
-            return None
-        options: dict[str, object] = {"model": model, "dtype": dtype, **self.placement.engine_settings}
-        if "disk_bytes" in options:
-            options["disk_path"] = "FOLDER"
-        words = [
-            word
-            for name, value in options.items()
-            if value is not None
-            for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
-        return shlex.join(["ragorder", "engine", *words])
+    def command(self, model: str, dtype: str | None = None, engine: str = "ragorder") -> ServingCommand | None:
+        """Return the command of an engine (`COMMANDS`) that serves `model` as placed, or None without a placement."""
+        return None if self.placement is None else COMMANDS[engine](self.placement, model, dtype)
 
     def as_json(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {

@@ -128,7 +128,7 @@ class TestServing:
 
         tokens = ("--prompt-tokens", "100", "--answer-tokens", "20", "--dtype", "float32")
         found = reported("--model", folder, "--device-bytes", device, "--host-bytes", host, *tokens)
-        program, command, *words = shlex.split(found["command"])
+        program, command, *words = found["command"]
         assert (program, command) == ("ragorder", "engine")
         options = engine_command.make_context("engine", words).params
         assert options["model"] == str(folder)
@@ -137,6 +137,34 @@ class TestServing:
             placed = engine.placement
             planned = found["placement"]
             assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
+
+    def test_by_vllm_has_its_settings(self, config: Path) -> None:
+        short = ("--prompt-tokens", "200", "--answer-tokens", "56")
+        done = doctor("--model", config, "--for", "vllm", "--device-bytes", "8GiB", "--host-bytes", "2GiB", *short)
+        planned = reported("--model", config, "--device-bytes", "8GiB", "--host-bytes", "2GiB", *short)["placement"]
+        line = next(line for line in done.stdout.splitlines() if line.startswith("vllm serve"))
+        words = shlex.split(line)
+        assert words[2] == str(config.parent)
+        options = dict(zip(words[3::2], words[4::2], strict=True))
+        weights = planned["weights"]
+        # 202 million parameters a layer, of two bytes.
+        streamed = (weights["host"] + weights["disk"]) * 202.4e6 * 2 / (1 << 30)
+        assert float(options.pop("--cpu-offload-gb")) == pytest.approx(streamed, rel=0.01)
+        assert options == {
+            "--max-model-len": "256",
+            "--max-num-seqs": str(planned["batch"]),
+            "--max-num-batched-tokens": str(planned["step_tokens"]),
+            "--kv-cache-memory-bytes": str(planned["kv"]["device"]),
+        } | ({"--kv-offloading-size": options["--kv-offloading-size"]} if "--kv-offloading-size" in options else {})
+        assert "vLLM streams no weights from the disk" in done.stdout
+
+    def test_by_llama_cpp_has_its_settings(self, config: Path) -> None:
+        words = reported("--model", config, "--for", "llama.cpp", *BUDGETS)
+        planned, options = words["placement"], dict(zip(words["command"][1::2], words["command"][2::2], strict=True))
+        assert words["command"][0] == "llama-server"
+        assert options["--n-gpu-layers"] == str(planned["weights"]["device"])
+        assert options["--parallel"] == str(planned["batch"])
+        assert int(options["--ctx-size"]) >= planned["batch"] * 2176
 
     def test_of_a_running_engine_is_the_one_it_is_given(self, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine

@@ -114,16 +114,12 @@ class Journal:
         self._found[repeat, sample.setting] = sample
 
     def expected_s(self, batch: int, place: _Place) -> float:
-        """Return the seconds of a batch by the largest measured one up to it, in proportion; 0 without any."""
-        known = [
-            sample
-            for sample in self._found.values()
-            if isinstance(sample, GenerationSample)
-            and (sample.device_layers, sample.host_layers) == place
-            and sample.batch <= batch
-        ]
-        largest = max(known, key=lambda sample: sample.batch, default=None)
-        return 0.0 if largest is None else largest.seconds * batch / largest.batch
+        """Return the seconds of a batch by the largest measured one up to it, in proportion: at this place, or else at
+        the slowest one. 0 without any."""
+        known = [each for each in self._found.values() if isinstance(each, GenerationSample) and each.batch <= batch]
+        here = [each for each in known if (each.device_layers, each.host_layers) == place] or known
+        largest = max((each.batch for each in here), default=0)
+        return max((each.seconds * batch / largest for each in here if each.batch == largest), default=0.0)
 
     def medians(self) -> tuple[list[GenerationSample], list[RetrievalSample]]:
         """Over the repeats."""
@@ -166,29 +162,38 @@ def measure_placement(
 ) -> list[str]:
     """Fill the journal, and return what had to be left out for want of memory or time.
 
-    Small batches come first: the two smallest, with which times can be fitted, are measured at all places; larger
-    ones, and repeats, as long as they are expected to end within `limit_s`. Places in changing order spread slow spells
-    over all cells.
+    The two smallest batches with fewest and most layers on the device come first, with which times can be fitted.
+    Other places, larger batches and repeats are measured if they are expected to end within `limit_s`. Places in
+    changing order spread slow spells over all cells.
     """
     draw, advance, end_s = Random(seed), progress("placements", grid.cells), clock() + limit_s
+    smallest, ends = grid.batches[0], list(dict.fromkeys((min(grid.places), max(grid.places))))
+    others = [place for place in grid.places if place not in ends]
     notes: dict[str, None] = {}
     for repeat in range(grid.repeats):
         for batches in (grid.batches[:2], *((batch,) for batch in grid.batches[2:])):
-            expected_s = sum(journal.expected_s(batch, place) for batch in batches for place in grid.places)
-            if (repeat or batches[0] > grid.batches[0]) and clock() + expected_s > end_s:
-                # What is larger takes longer.
-                notes[_late(repeat, batches[0], limit_s)] = None
-                break
-            for device, host in draw.sample(grid.places, len(grid.places)):
-                due = [batch for batch in batches if not journal.has(repeat, ("generation", batch, device, host))]
-                if due and not measured.place(device, host):
-                    notes[f"{device} layers on the device and {host} in host memory: not enough memory"] = None
+            for place in [*ends, *draw.sample(others, len(others))]:
+                known = [("generation", batch, *place) for batch in batches]
+                due = [batch for batch, cell in zip(batches, known, strict=True) if not journal.has(repeat, cell)]
+                if batches[0] > smallest and not journal.has(0, ("generation", smallest, *place)):
+                    # A power law takes the smallest batches.
                     due = []
-                for batch in due:
-                    seconds = measured.generation_s(batch)
-                    made = GenerationSample(batch=batch, device_layers=device, host_layers=host, seconds=seconds)
-                    journal.add(repeat, made)
-                _advance(advance, len(batches))
+                required = not repeat and batches[0] == smallest and place in ends
+                expected_s = sum(journal.expected_s(batch, place) for batch in due)
+                if due and not required and clock() + expected_s > end_s:
+                    notes[_late(repeat, batches[0], limit_s)] = None
+                    due = []
+                if due and not measured.place(*place):
+                    notes[f"{place[0]} layers on the device and {place[1]} in host memory: not enough memory"] = None
+                    due = []
+                for batch in batches:
+                    if batch in due:
+                        seconds = measured.generation_s(batch)
+                        made = GenerationSample(
+                            batch=batch, device_layers=place[0], host_layers=place[1], seconds=seconds
+                        )
+                        journal.add(repeat, made)
+                    advance()
         for partitions in draw.sample(grid.partitions, len(grid.partitions)):
             if not journal.has(repeat, ("retrieval", partitions)) and not (repeat and clock() > end_s):
                 taken = measured.retrieval_s(partitions)
@@ -201,13 +206,8 @@ def measure_placement(
 
 
 def _late(repeat: int, batch: int, limit_s: float) -> str:
-    what = f"repeats from number {repeat + 1} on" if repeat else f"batches of {batch} and more"
-    return f"{what}: more than {limit_s:.0f} s in all (--placement-limit)"
-
-
-def _advance(advance: Callable[[], None], steps: int) -> None:
-    for _ in range(steps):
-        advance()
+    what = f"repeat {repeat + 1} of" if repeat else "some or all"
+    return f"{what} batches of {batch}: more than {limit_s:.0f} s in all (--placement-limit)"
 
 
 def _chosen(name: str, given: Sequence[int] | None, most: int) -> tuple[int, ...]:
