@@ -65,4 +65,8 @@ class DecoderShape:
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)
         widest = max(2 * attended, 3 * self.inner) * itemsize
-        return tokens * (states + widest) + min(rows, tokens) * self.vocabulary * (itemsize + 4)
+        return tokens * (states + widest) + min(rows, tokens) * self.row_bytes(itemsize)
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a request's logits."""
+        return self.vocabulary * (itemsize + 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.common.jsonl import decode
-from ragorder.kernels.decoder_shape import DecoderShape, read_width
+from ragorder.kernels.decoder_shape import ROWS, DecoderShape, read_width
 from ragorder.pipelining.placement.base import ModelSizes
 
 __all__ = ["model_sizes"]
@@ -54,6 +54,8 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
         outside=outside,
         kv_token=shape.kv_token(itemsize),
         step_bytes=tuple((step, shape.workspace(step, itemsize)) for step in _STEPS),
+        step_rows=ROWS,
+        row_bytes=shape.row_bytes(itemsize),
         itemsize=itemsize,
         block_tokens=block_tokens,
     )

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragorder.adapters.doctor.commands import COMMANDS, ServingCommand
 from ragorder.common.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Workload
-from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.budgets import Budgets, device_memory, format_bytes
 from ragorder.pipelining.placement.costs import EstimatedCosts, PlacementCosts, Rates
-from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, bottleneck, plan_placement
+from ragorder.pipelining.placement.plan import STAGES, PlacementError, PlannedPlacement, bottleneck, plan_placement
 from ragorder.pipelining.placement.profile import PlacementProfile
 
 __all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"]
@@ -52,6 +53,10 @@ class MemoryReport:
         if self.placement is not None:
             lines.append(self.placement.explain())
         return "\n".join(lines)
+
+    def command(self, model: str, dtype: str | None = None, engine: str = "ragorder") -> ServingCommand | None:
+        """Return the command of an engine (`COMMANDS`) that serves `model` as placed, or None without a placement."""
+        return None if self.placement is None else COMMANDS[engine](self.placement, model, dtype)
 
     def as_json(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {
@@ -109,6 +114,8 @@ def estimated_costs(
     without FAISS."""
     rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
     sizes = model_sizes(model, dtype=dtype)
+    if device_memory() is not None:
+        sizes = sizes.model_copy(update={"staging": STAGES * sizes.slot})
     if index is None:
         return EstimatedCosts(sizes, rates, NO_INDEX, workload)
     with needs("retrieval", "an index"):

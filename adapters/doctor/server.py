@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from ragorder.adapters.doctor.case import Finding
+from ragorder.adapters.doctor.case import Finding, graded
 from ragorder.adapters.doctor.events import Events, check_events
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
 from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.observing.tier_stats import fetch_tier_stats
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.common.jsonl import printable
 
@@ -51,6 +52,10 @@ _LARGER = (
     "store 8 bits a value with --kv-cache-dtype fp8"
 )
 _REPLICAS = "if this address has several replicas, send requests that share documents to the same one"
+_BUILD_AGAIN = (
+    "build again with the --model, --system, --document-template and --salt of the requests; the engine's log names "
+    "what differs"
+)
 _ASK_AGAIN = "see the server's log; --model names another model, --timeout allows more time"
 
 
@@ -108,6 +113,8 @@ def examine(
             _check_cached_tokens(known, echo),
             *check_events(events, server.host, engines, lambda: _send_tokens(server, name, tokens), timeout_s),
         ]
+        if kind == "embedded":
+            findings += _check_build(server.root, api_key, timeout_s)
         if samples is not None:
             findings += check_samples(server, name, samples, block_size, document_marker)
     return for_kind(kind, findings)
@@ -199,6 +206,19 @@ def _send_again_and_again(server: Server, model: str | None, tokens: int, engine
         if cached_tokens[-1]:
             break
     return _Echo(prompt_tokens, cached_tokens)
+
+
+def _check_build(url: str, api_key: str | None, timeout_s: float) -> list[Finding]:
+    try:
+        stats = fetch_tier_stats(url, timeout_s=timeout_s, api_key=api_key)
+    except ServerError:
+        return []
+    asked = sum(stats.build.values())
+    if not stats.misfits:
+        used = f"{asked:,} requests have used it" if asked else "no request with documents has been sent yet"
+        return [Finding("build", "good" if asked else "unknown", used)] if stats.build else []
+    verdict = graded(asked - stats.build.get("used", 0), asked)
+    return [Finding("build", verdict, f"of {asked:,} requests that could use it, {stats.misfits}", _BUILD_AGAIN)]
 
 
 def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:

@@ -113,6 +113,8 @@ class EngineMetrics:
             ("documents", "Documents in the prompts of requests with facts.", self._documents),
         ):
             yield _counter(name, says, count, _VLLM_TIERS)
+        says = "Fused requests with documents, by what keeps them from using the build in the disk tier's folder."
+        yield _counters("build_requests", says, "fit", stats.build_fits, _VLLM_TIERS)
 
 
 def _stream(stream: StreamStats) -> Iterator[Metric]:

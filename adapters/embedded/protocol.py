@@ -23,6 +23,7 @@ from ragorder.adapters.http_server.untrusted_json import (
 from ragorder.adapters.structs import readable_by_threads
 
 __all__ = [
+    "FUSION_FIELDS",
     "ChatCompletionRequest",
     "ChatMessage",
     "CommonRequest",
@@ -73,6 +74,13 @@ _CACHE_FIELDS = ("prompt_cache_key", "prompt_cache_retention", "safety_identifie
 _HARMLESS = frozenset({*_CACHE_FIELDS, "metadata", "parallel_tool_calls", "priority", "request_id"})
 
 
+FUSION_FIELDS = ("recompute", "select", "select_rounds")
+"""Fields of fused requests, named as the engine's options."""
+
+# Each round computes the tokens chosen so far once more.
+_MOST_ROUNDS = 16
+
+
 @readable_by_threads
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
@@ -93,9 +101,11 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     # Ours: seconds for the whole answer, at most the server's.
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
-    # Ours: how documents outside the cached prefix are reused, and the share of their tokens recomputed.
+    # Ours: how documents outside the cached prefix are reused, the share of their tokens recomputed, and which ones.
     reuse: Literal["exact", "fused"] | None = None
     recompute: Annotated[float, Meta(ge=0, le=1)] | None = None
+    select: Annotated[str, Meta(max_length=_MAX_NAME)] | None = None
+    select_rounds: Annotated[int, Meta(ge=1, le=_MOST_ROUNDS)] | None = None
     # Only our facts in it are read; malformed ones refuse no request.
     kv_transfer_params: Any = None
 
@@ -275,8 +285,8 @@ def _check(body: CommonRequest) -> None:
             raise _wrong("stream_options", "requires stream: true")
         if body.stream_options.continuous_usage_stats:
             raise _unsupported("stream_options.continuous_usage_stats")
-    if body.reuse == "exact" and body.recompute is not None:
-        raise _wrong("recompute", "requires reuse: fused")
+    if body.reuse == "exact" and (idle := [name for name in FUSION_FIELDS if getattr(body, name) is not None]):
+        raise _wrong(idle[0], "requires reuse: fused")
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
         raise _wrong("top_logprobs", "requires logprobs: true")
     if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):

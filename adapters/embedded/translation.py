@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from ragorder.adapters.embedded.protocol import (
+    FUSION_FIELDS,
     ChatCompletionRequest,
     ChatMessage,
     CommonRequest,
@@ -21,6 +22,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.request_facts import EXACT, FACTS, PREFIX, QUESTION, RequestFacts, read_facts
 from ragorder.kernels.engine import Fusion, Request, Sampling
+from ragorder.kernels.fusion.selection import selections
 from ragorder.tokens import PLACEHOLDER
 
 __all__ = ["RequestTranslator", "TranslatedRequest"]
@@ -126,13 +128,18 @@ class RequestTranslator:
     def _fusion_of(self, body: CommonRequest) -> Fusion | Literal["exact"] | None:
         if body.reuse == "exact":
             return "exact"
-        if body.recompute is None and body.reuse is None:
+        given = [name for name in ("reuse", *FUSION_FIELDS) if getattr(body, name) is not None]
+        if not given:
             return None
         if self._fusion is None:
-            given = "reuse" if body.reuse is not None else "recompute"
-            message = f"{given}: this engine reuses exact prefixes only: start it with --reuse fused."
-            raise HTTPError(400, message, code=f"invalid_{given}", param=given)
-        return self._fusion if body.recompute is None else replace(self._fusion, recompute=body.recompute)
+            message = f"{given[0]}: this engine reuses exact prefixes only: start it with --reuse fused."
+            raise HTTPError(400, message, code=f"invalid_{given[0]}", param=given[0])
+        try:
+            select = self._fusion.select if body.select is None else selections.check(body.select)
+        except ValueError as error:
+            raise HTTPError(400, f"select: {error}.", code="invalid_select", param="select") from None
+        recompute = self._fusion.recompute if body.recompute is None else body.recompute
+        return Fusion(recompute, select, body.select_rounds or self._fusion.rounds)
 
     def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
         given = body.kv_transfer_params[FACTS].get(PREFIX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,11 @@ TIERS = ("device", "host", "disk")
 SOURCES = (*TIERS, "elsewhere", "computed")
 
 _OURS = "vllm:ragorder_"
+_MISFITS = {
+    "other_model": "another model, or the same one set up differently",
+    "other_prefix": "another system prompt or cache_salt",
+    "other_documents": "none of its documents",
+}
 _HITS = "vllm:prompt_tokens_cached_by_source_total"
 _QUERIES = "vllm:prefix_cache_queries_total"
 
@@ -84,7 +89,8 @@ class TierStats:
         fetch_tier_stats("http://host:8000")
 
     `device_order`: whether the device evicts in the policy's order (None if not configured). `profile`: whether prefill
-    times are measured (None if not awaited).
+    times are measured (None if not awaited). `build`: fused requests by their fit to the build in the disk tier's
+    folder (empty without one): `used`, `other_model`, `other_prefix` or `other_documents`.
     """
 
     tiers: tuple[TierFigures, ...]
@@ -96,10 +102,17 @@ class TierStats:
     tenants: int
     device_order: bool | None = None
     profile: bool | None = None
+    build: Mapping[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
         return asdict(self) | {"tiers": tiers, "hits": self.hits.as_json()}
+
+    @property
+    def misfits(self) -> str:
+        """What keeps requests from using the build, with counts; empty if nothing does."""
+        words = {fit: count for fit, count in self.build.items() if count and fit in _MISFITS}
+        return ", ".join(f"{count:,} have {_MISFITS[fit]}" for fit, count in words.items())
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
@@ -109,12 +122,15 @@ class TierStats:
             raise ValueError("there are no metrics of ragorder's tiers")
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         refused: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        build: Counter[str] = Counter()
         for family in families:
             for sample in family.samples:
                 name, tier = sample.name.removeprefix(_OURS), sample.labels.get("tier", "")
                 if name == "refused_chunks_total":
                     reason = sample.labels["reason"]
                     refused[tier][reason] = refused[tier].get(reason, 0) + round(sample.value)
+                elif name == "build_requests_total":
+                    build[sample.labels.get("fit", "")] += round(sample.value)
                 elif name == "oldest_chunk_seconds":
                     values[name, tier] = max(values[name, tier], sample.value)
                 elif sample.name.startswith(_OURS):
@@ -150,6 +166,7 @@ class TierStats:
             tenants=figure("tenants"),
             device_order=bool(figure("device_order")) if ("device_order", "") in values else None,
             profile=bool(figure("profile")) if ("profile", "") in values else None,
+            build=build,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,14 @@ PLACEMENT_OPTIONS = (
     "host_bytes",
     "prompt_tokens",
     "answer_tokens",
+    "placement_limit",
 )
 """Parameters that require `--placement`."""
+
+
+_PLACEMENT_LIMIT_S = 100.0
+# Of the limit, for the workspace of steps.
+_WORKSPACE_SHARE = 0.2
 
 
 def placement_options() -> Decorator:
@@ -73,6 +80,13 @@ def placement_options() -> Decorator:
         option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
         option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
         option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
+        option(
+            "--placement-limit",
+            type=Duration(above=True),
+            metavar="TIME",
+            help="Measure large batches and repeats only as long as this allows, from the start on.",
+            unset="100s",
+        ),
     )
 
 
@@ -94,19 +108,26 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
     batches = given["batches"] or [1, 4, 16, 64]
     part = output.with_name(output.name + ".part")
     notes = Console(stderr=True)
+    limit_s, began_s = given["placement_limit"] or _PLACEMENT_LIMIT_S, time.monotonic()
     try:
         budgets = choose_budgets(given["device_bytes"], given["host_bytes"], None)
-        with notes.status("Loading the model"):
-            system = PlacedSystem(
-                model,
-                given["index"],
-                budgets,
-                workload,
-                batch=max(batches, default=1),
-                partitions=given["partitions"] or 32,
-                seed=seed,
+        with ExitStack() as stack:
+            progress = stack.enter_context(progress_bar())
+            loaded = progress("Loading the model", 1)
+            system = stack.enter_context(
+                PlacedSystem(
+                    model,
+                    given["index"],
+                    budgets,
+                    workload,
+                    batch=max(batches, default=1),
+                    partitions=given["partitions"] or 32,
+                    seed=seed,
+                    limit_s=_WORKSPACE_SHARE * limit_s,
+                    progress=progress,
+                )
             )
-        with system:
+            loaded()
             grid = PlacementGrid.spread(
                 len(system.model.layers),
                 len(system.index.partitions),
@@ -126,8 +147,8 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
             journal = Journal(part, identity)
             if len(journal):
                 notes.print(Text(f"{part}: {len(journal)} times have been measured before", "yellow"))
-            with progress_bar() as progress:
-                left_out = measure_placement(system, grid, journal, seed=seed, progress=progress)
+            left_s = limit_s - (time.monotonic() - began_s)
+            left_out = measure_placement(system, grid, journal, seed=seed, limit_s=left_s, progress=progress)
             for note in left_out:
                 notes.print(Text(f"left out: {note}", "yellow"))
             generation, retrieval = journal.medians()

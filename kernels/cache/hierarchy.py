@@ -195,6 +195,8 @@ class Hierarchy:
     def close(self) -> None:
         # The disk's folder is released even if the device is lost.
         with ExitStack() as closing:
+            for tier in (self.device, self.host):
+                closing.callback(tier.pool.close)
             closing.callback(self.copies.close)
             if self.disk is not None:
                 closing.callback(self.disk.close)

@@ -38,6 +38,7 @@ from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
+from ragorder.pipelining.placement.plan import STAGES
 
 __all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
 
@@ -47,8 +48,6 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 _LEAST_STEP = 64
 # Steps without a shortage before a part of the memory is taken back.
 _STEPS_TO_GROW = 256
-# Pinned buffers between disk and GPU.
-_STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,13 @@ def _plan_streamed(
             block=block,
             block_tokens=settings.block_size,
             workspace=lambda tokens: weights.workspace(tokens, settings.max_requests),
-            staging=_STAGES * max(layers) if gpu else 0,
+            staging=STAGES * max(layers) if gpu else 0,
         ),
         longest=longest,
         device_tokens=settings.device_tokens,
         wanted_tokens=None if gpu else wanted_tokens(longest),
         max_batch_tokens=settings.max_batch_tokens,
+        held="max_batch_tokens" in settings.model_fields_set,
     )
 
 

@@ -43,7 +43,8 @@ from ragorder.kernels.models.model import PatchedModel, cache_maker, device_bloc
 from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.pipelining.placement.base import Placement
+from ragorder.kernels.preprocessing.fit import BuildFit
+from ragorder.pipelining.placement.base import Placement, Spread
 
 __all__ = ["TieredEngine"]
 
@@ -112,10 +113,13 @@ class TieredEngine:
         fuser = None
         self._questions: KeptQuestions | None = None
         self._idle: IdleBuilder | None = None
+        self._build: BuildFit | None = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, settings.max_batch_tokens)
             self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
+        if rotation is not None and settings.disk_path is not None:
+            self._build = self._find_build(settings.disk_path)
         if rotation is not None and settings.build_idle:
             self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         window = settings.schedule_window if settings.schedule == "cached-first" else 0
@@ -127,6 +131,13 @@ class TieredEngine:
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
+
+    def _find_build(self, folder: Path) -> BuildFit | None:
+        other_model = "identity" in (self._cache.stats().disk.refused or {})
+        build = BuildFit.of(folder, model=self.model_name, other_model=other_model)
+        if build is not None:
+            self._counters.build_fits = build.counts
+        return build
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -173,6 +184,8 @@ class TieredEngine:
                 raise
             self._sequences[request_id] = sequence
             self._scheduler.add(sequence)
+            if self._build is not None and sequence.fusion is not None:
+                self._build.observe(sequence.path)
             if self._idle is not None:
                 self._idle.observe(sequence)
             return request_id
@@ -230,6 +243,24 @@ class TieredEngine:
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
             stream = None if self._streamer is None else self._streamer.stats
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement now. `partitions` is 0: the engine has no index."""
+        with self._lock:
+            cache, step_tokens = self._cache.stats(), self._scheduler.step_tokens
+            stream = None if self._streamer is None else self._streamer.stats
+            weights = Spread(self._cache.shape.layers)
+            if stream is not None:
+                weights = Spread(stream.device_layers, stream.host_layers, stream.disk_layers)
+            return Placement(
+                weights,
+                Spread(cache.device.capacity_bytes, cache.host.capacity_bytes, cache.disk.capacity_bytes),
+                partitions=0,
+                batch=min(self.settings.max_requests, step_tokens),
+                step_tokens=step_tokens,
+                slots=self._streamer.wanted_slots if self._streamer and weights.device < weights.total else 0,
+            )
 
     def relieve(self) -> bool:
         """Give memory back between two steps, see `MemoryPressure`. Return False if nothing is left to give."""

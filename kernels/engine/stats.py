@@ -22,7 +22,8 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 class EngineCounters:
     """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts` counts times between
     tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
-    `questions_used`; `idle_aborted` builds ended for due requests."""
+    `questions_used`; `idle_aborted` builds ended for due requests. `build_fits`: fused requests by their fit to the
+    build in the disk tier's folder (empty without one), see `BUILD_FITS`."""
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -44,6 +45,7 @@ class EngineCounters:
     idle_documents: int = 0
     idle_tokens: int = 0
     idle_aborted: int = 0
+    build_fits: Counter[str] = field(default_factory=Counter)
 
     def first_token(self, sequence: Sequence) -> None:
         self.prompt_tokens += sequence.prompt_tokens

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as bars
 
@@ -35,6 +36,7 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 _OLD_HUB_NAME = re.compile(r"\w[\w.-]*")
 _HUB_NAME = re.compile(rf"{_OLD_HUB_NAME.pattern}/{_OLD_HUB_NAME.pattern}")
+_HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -75,20 +77,11 @@ def load_config(name: str | Path) -> Any:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} is not a model: it has no config.json")
-    if not folder.is_dir() and not may_be_on_hub(str(name)):
-        raise ModelLoadError(
-            f"there is no folder {name}: give the folder of a model, or its full name on the Hugging Face Hub "
-            "(organisation/name)"
-        )
+    _check_found(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        why = first_line(error)
-        if not folder.is_dir():
-            raise ModelLoadError(
-                f"there is no folder {name}, and it cannot be downloaded from the Hub: {why}"
-            ) from error
-        raise ModelLoadError(f"{name}: its configuration cannot be read: {why}") from error
+        raise ModelLoadError(f"{name}: its configuration cannot be read: {first_line(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model of transformers")
     return config
@@ -127,6 +120,7 @@ def load_tokenizer(name: str | Path) -> Any | None:
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
         return None
+    _check_found(name)
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -138,6 +132,27 @@ def may_be_on_hub(name: str) -> bool:
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _check_found(name: str | Path) -> None:
+    """Ask the Hub once: transformers asks for each file, and five times without an answer. Raises ModelLoadError."""
+    if Path(name).is_dir():
+        return
+    if not may_be_on_hub(str(name)):
+        raise ModelLoadError(
+            f"there is no folder {name}: give the folder of a model, or its full name on the Hugging Face Hub "
+            "(organisation/name)"
+        )
+    if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(str(name), "config.json"), timeout=_HUB_TIMEOUT_S)
+    except RepositoryNotFoundError as error:
+        why = "the model is private, or there is none of this name"
+        raise ModelLoadError(f"there is no folder {name}, and it cannot be downloaded from the Hub: {why}") from error
+    except Exception as error:
+        why = first_line(error)
+        raise ModelLoadError(f"there is no folder {name}, and it cannot be downloaded from the Hub: {why}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ragorder.errors import RagorderError
+from ragorder.pipelining.placement.plan import LEAST_STEP, fit_device, fit_host, step_sizes
 
 __all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
 
-# Tokens of a request that must fit into any budget, and of the smallest step.
+# Tokens of a request that must fit into any budget.
 _REQUEST_TOKENS = 2048
-_LEAST_STEP = 64
 # Minimum share for KV of the memory beside the workspace while weights stream.
 _KV_SHARE = 0.25
-# Share of the budget for the largest step's workspace while weights stream.
-_WORKSPACE_SHARE = 0.125
-# Slots of the ring in the largest step: one layer is computed, one is ready, one is read.
-_SLOTS = 3
-# Layers' share of the host budget: they are read in every step, KV only when documents recur.
-_HOST_LAYERS_SHARE = 0.75
 
 
 class BudgetError(RagorderError, ValueError):
@@ -71,12 +66,13 @@ def plan_memory(
     device_tokens: int | None = None,
     wanted_tokens: int | None = None,
     max_batch_tokens: int = 8192,
+    held: bool = False,
 ) -> MemoryPlan:
-    """Plan within the budgets: the whole model if it fits with one request, else a ring and the layers beside it.
-    `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the most useful KV. Raises
-    BudgetError."""
+    """Plan within the budgets, as `plan_placement` does: the whole model if it fits with one request, else a ring and
+    the layers beside it. `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the most
+    useful KV. Steps of `max_batch_tokens` are `held` if they fit at all, and smaller otherwise. Raises BudgetError."""
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
-    least_kv, least_step = needs.kv(request), min(_LEAST_STEP, max_batch_tokens)
+    least_kv, least_step = needs.kv(request), min(LEAST_STEP, max_batch_tokens)
     least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
     if device_bytes < least:
         raise BudgetError(
@@ -85,47 +81,27 @@ def plan_memory(
             f"{needs.workspace(least_step)}, the KV of one request of {request} tokens {least_kv}. Give device_bytes "
             f"{format_bytes(least)} or more, or a smaller device_tokens or max_model_len"
         )
-    step = max_batch_tokens
-    whole = needs.outside + sum(needs.layers) + least_kv
-    if device_bytes >= whole + needs.workspace(least_step):
-        while step > least_step and whole + needs.workspace(step) > device_bytes:
-            step //= 2
-        left = device_bytes - whole + least_kv - needs.workspace(step)
-        blocks = _blocks(needs, left, least_kv, device_tokens, wanted_tokens)
-        used = whole - least_kv + blocks * needs.block + needs.workspace(step)
-        return MemoryPlan(step, blocks, len(needs.layers), 0, 0, host_bytes, used)
-    beside = needs.outside + needs.slot + least_kv
-    while step > least_step and (
-        needs.workspace(step) > _WORKSPACE_SHARE * device_bytes or beside + needs.workspace(step) > device_bytes
-    ):
-        step = max(least_step, step // 2)
-    left = device_bytes - needs.outside - needs.workspace(step)
-    kv = max(least_kv, min(int(left * _KV_SHARE), left - needs.slot))
-    blocks = _blocks(needs, kv, least_kv, device_tokens, wanted_tokens)
-    fitting = min((left - blocks * needs.block) // needs.slot, len(needs.layers))
-    slots = min(fitting, _SLOTS)
-    staying = min(fitting - slots, len(needs.layers) - slots)
-    used = needs.outside + needs.workspace(step) + blocks * needs.block + (slots + staying) * needs.slot
-    in_host, kv_bytes = _host(host_bytes - needs.staging, needs, len(needs.layers) - staying)
-    return MemoryPlan(step, blocks, staying, slots, in_host, kv_bytes, used)
-
-
-def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | None, wanted_tokens: int | None) -> int:
-    if device_tokens is not None:
-        return max(1, device_tokens // needs.block_tokens)
-    most = nbytes // needs.block
-    if wanted_tokens is not None:
-        most = min(most, -(-wanted_tokens // needs.block_tokens))
-    return max(most, least // needs.block)
-
-
-def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
-    if nbytes <= 0:
-        return 0, 0
-    if streamed * needs.slot <= nbytes:
-        return streamed, nbytes - streamed * needs.slot
-    layers = min(streamed, int(nbytes * _HOST_LAYERS_SHARE) // needs.slot)
-    return layers, nbytes - layers * needs.slot
+    fit = partial(fit_device, device_bytes, slot=needs.slot, layers=len(needs.layers), workspace=needs.workspace)
+    steps = step_sizes(max_batch_tokens, least_step)
+    kv = least_kv if device_tokens is None else max(1, device_tokens // needs.block_tokens) * needs.block
+    found = (fit(fixed=needs.outside + kv, steps=steps[:1]) if held else None) or fit(
+        fixed=needs.outside + kv, steps=steps
+    )
+    assert found is not None
+    if device_tokens is None:
+        most = device_bytes if wanted_tokens is None else max(least_kv, needs.kv(wanted_tokens))
+        if found.layers < len(needs.layers):
+            left = device_bytes - needs.outside - needs.workspace(found.step_tokens)
+            kv = max(least_kv, min(int(left * _KV_SHARE), left - needs.slot, most)) // needs.block * needs.block
+            found = fit(fixed=needs.outside + kv, steps=[found.step_tokens])
+            assert found is not None
+        more = max(0, min(found.free, most - kv)) // needs.block * needs.block
+        kv, found = kv + more, replace(found, free=found.free - more)
+    streamed = len(needs.layers) - found.layers
+    in_host, host_kv = fit_host(host_bytes - (needs.staging if streamed else 0), streamed, needs.slot)
+    return MemoryPlan(
+        found.step_tokens, kv // needs.block, found.layers, found.slots, in_host, host_kv, device_bytes - found.free
+    )
 
 
 def format_bytes(nbytes: int) -> str:

@@ -12,12 +12,11 @@ import torch
 
 from ragorder.kernels.offload.layout import LayerLayout
 from ragorder.kernels.offload.store import LayerStore
+from ragorder.pipelining.placement.plan import STAGES
 
 __all__ = ["Feeder", "LayerBuffer", "allocate"]
 
 _READERS = 2
-# Pinned host buffers from disk to a GPU: one is read while the other is copied.
-_STAGES = 2
 
 
 def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
@@ -67,7 +66,7 @@ class Feeder:
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ragorder-layer-reader") if readers > 1 else None
         self._gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._gpu else None
-        stages = [_Stage(store.slot_bytes) for _ in range(_STAGES)] if self._gpu else []
+        stages = [_Stage(store.slot_bytes) for _ in range(STAGES)] if self._gpu else []
         self._stages = cycle(stages)
 
     def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = lambda: False) -> None:

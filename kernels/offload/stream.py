@@ -108,6 +108,11 @@ class LayerStreamer:
         return len(self._ring)
 
     @property
+    def wanted_slots(self) -> int:
+        """Slots that each step has, unless memory is short or a CPU computes all layers in place."""
+        return self._wanted
+
+    @property
     def stats(self) -> StreamStats:
         ring, count = self._ring, self.residency.count
         places = (count(Place.DEVICE), count(Place.HOST), count(Place.DISK))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class BlockPool:
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite. On
+    a CPU, memory is only taken from the system when a block is first written, unless it is pinned.
     """
 
     def __init__(
@@ -160,6 +162,10 @@ class BlockPool:
         self._free = list(range(self.blocks - 1, -1, -1))
         self.kv.zero_()
 
+    def close(self) -> None:
+        """Give the memory back. The pool's blocks cannot be used again."""
+        self.kv, self._views = self.kv.new_empty((0, *self.kv.shape[1:])), None
+
     def copy(self, source: int, target: int) -> None:
         self.kv[target].copy_(self.kv[source])
 
@@ -208,8 +214,12 @@ class BlockPool:
         try:
             # Threads outside inference mode write to it.
             with torch.inference_mode(False):
+                if self.device.type == "cpu" and not self._pinned and blocks:
+                    # torch.zeros writes every page.
+                    pages = mmap(-1, blocks * shape.block_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                    return torch.frombuffer(pages, dtype=shape.dtype).view(size)
                 return torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=self._pinned and blocks > 0)
-        except RuntimeError as error:
+        except (OSError, OverflowError, RuntimeError) as error:
             raise MemoryError(
                 f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
             ) from error

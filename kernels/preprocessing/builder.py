@@ -126,7 +126,7 @@ class FusionBuilder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts given to `plan`, with `identity`, `prefix_tokens` and `token_bytes`; empty before."""
+        """The facts given to `plan`, with `identity`, `prefix_key`, `prefix_tokens` and `token_bytes`; empty before."""
         return self._manifest.facts
 
     @property
@@ -148,6 +148,7 @@ class FusionBuilder:
         for a duplicate id, and an empty or too long document."""
         made = {
             "identity": self._copies.identity,
+            "prefix_key": self._copies.prefix_key.hex(),
             "prefix_tokens": len(self._preprocessor.prefix),
             "token_bytes": self.token_bytes,
         }

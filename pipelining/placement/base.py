@@ -73,14 +73,16 @@ class _Sizes(BaseModel):
 class ModelSizes(_Sizes):
     """Bytes of decoder layers, of other weights (`outside`, on the device), and of a token's KV.
 
-    `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step besides weights and KV. `staging`:
-    host memory that streamed layers pass.
+    `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step besides weights and KV, with logits of
+    `step_rows` requests, `row_bytes` each (0: not known). `staging`: host memory that streamed layers pass.
     """
 
     layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
     outside: _Bytes
     kv_token: int = Field(gt=0)
     step_bytes: Curve = Field(min_length=1)
+    step_rows: int = Field(default=64, ge=1)
+    row_bytes: _Bytes = 0
     itemsize: int = Field(default=2, gt=0)
     block_tokens: int = Field(default=16, gt=0)
     staging: _Bytes = 0
@@ -98,8 +100,11 @@ class ModelSizes(_Sizes):
     def weights(self) -> int:
         return sum(self.layers) + self.outside
 
-    def workspace(self, tokens: int) -> int:
-        return int(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
+    def workspace(self, tokens: int, requests: int | None = None) -> int:
+        """Return H for a step of `tokens` tokens, of at most `requests` requests (default: `step_rows`)."""
+        known = round(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
+        rows = self.step_rows if requests is None else requests
+        return known + (min(rows, tokens) - min(self.step_rows, tokens)) * self.row_bytes
 
     def kv(self, tokens: int, requests: int = 1) -> int:
         """Return the bytes of KV in blocks; each request may end inside a block."""

@@ -73,7 +73,7 @@ class Footprint:
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
         yield ("buffers of streamed layers", Spread(placement.slots * slot, model.staging if placement.streamed else 0))
         yield "KV", placement.kv
-        yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
+        yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens, placement.batch))
         yield "index without partitions", Spread(host=index.fixed)
         yield "partitions", Spread(host=index.resident(placement.partitions))
         yield "partitions in transit", Spread(host=index.reading(placement.partitions))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,83 @@ from ragorder.pipelining.placement.base import Placement, Spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
 
-__all__ = ["PlacementError", "PlannedPlacement", "bottleneck", "explanation", "plan_placement"]
+__all__ = [
+    "LEAST_STEP",
+    "STAGES",
+    "DeviceFit",
+    "PlacementError",
+    "PlannedPlacement",
+    "bottleneck",
+    "explanation",
+    "fit_device",
+    "fit_host",
+    "plan_placement",
+    "step_sizes",
+]
 
+LEAST_STEP = 64
+"""Tokens of the smallest planned step."""
+
+STAGES = 2
+"""Pinned host buffers that layers pass from the disk to a GPU: one is read while the other is copied."""
+
+# Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
+_WORKSPACE_SHARE = 0.125
+# Buffers of streamed layers: one is computed, the next is ready, one more is read.
+_SLOTS = 3
 # Least gain, as a share of the latency, that is worth mentioning.
 _WORTHWHILE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """Layers that stay on the device, buffers for the others, tokens of the largest step, and bytes that are left."""
+
+    layers: int
+    slots: int
+    step_tokens: int
+    free: int
+
+
+def fit_device(
+    device_bytes: int, *, fixed: int, slot: int, layers: int, workspace: Callable[[int], int], steps: Iterable[int]
+) -> DeviceFit | None:
+    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2). Return None without room
+    for one.
+
+    All layers with the largest step that leaves room for them; else the largest step with a moderate workspace, or the
+    smallest one.
+    """
+    best: tuple[bool, bool, int, int] | None = None
+    for step in steps:
+        needed = workspace(step)
+        fitting = (device_bytes - fixed - needed) // slot
+        if fitting >= 1:
+            whole, moderate = fitting >= layers, needed <= _WORKSPACE_SHARE * device_bytes
+            rank = whole, moderate, step if whole or moderate else -step, fitting
+            best = rank if best is None else max(best, rank)
+    if best is None:
+        return None
+    whole, _, step, fitting = best
+    slots = 0 if whole else min(_SLOTS, fitting)
+    staying = layers if whole else fitting - slots
+    left = device_bytes - fixed - workspace(abs(step)) - (staying + slots) * slot
+    return DeviceFit(staying, slots, abs(step), left)
+
+
+def fit_host(host_bytes: int, streamed: int, slot: int) -> tuple[int, int]:
+    """Return the streamed layers in host memory (Eq. 3), which are read in each step, and the bytes that are left."""
+    layers = min(streamed, max(0, host_bytes) // slot)
+    return layers, max(0, host_bytes) - layers * slot
+
+
+def step_sizes(most: int, least: int) -> list[int]:
+    """Return the tried tokens of the largest step: halves of `most`, down to `least`."""
+    sizes = []
+    while most > least:
+        sizes.append(most)
+        most //= 2
+    return [*sizes, least]
 
 
 def explanation(
@@ -107,12 +180,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-# Tokens of the smallest planned step.
-_LEAST_STEP = 64
-# Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
-_WORKSPACE_SHARE = 0.125
-# Buffers of streamed layers: one is computed, the next is ready, one more is read.
-_SLOTS = 3
 # Increase of memory that `explain` tries.
 _MORE = 0.25
 
@@ -218,74 +285,54 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
             return
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
         found = _on_device(device, costs, batch)
-        if budgets.unified and found is not None and found[0] < len(model.layers):
+        if budgets.unified and found is not None and found.layers < len(model.layers):
             # In unified memory staging is taken from the layers.
             found = _on_device(min(device, host - model.staging), costs, batch)
         if found is None:
             return
-        layers, slots, step_tokens, free = found
-        streamed = len(model.layers) - layers
-        if budgets.unified:
-            # In unified memory there is nothing beside the device.
-            in_host, host_free = 0, 0
-        else:
-            host_free = host - (model.staging if streamed else 0)
-            in_host = min(streamed, max(0, host_free) // model.slot)
-            host_free -= in_host * model.slot
-        if host_free < 0:
+        streamed = len(model.layers) - found.layers
+        # In unified memory there is nothing beside the device.
+        host_left = 0 if budgets.unified else host - (model.staging if streamed else 0)
+        if host_left < 0:
             return
+        in_host, host_free = fit_host(host_left, streamed, model.slot)
         block = model.kv(1)
         yield Placement(
-            weights=Spread(layers, in_host, streamed - in_host),
+            weights=Spread(found.layers, in_host, streamed - in_host),
             kv=Spread(
-                model.kv(costs.workload.kv_tokens(batch), batch) + free // block * block,
+                model.kv(costs.workload.kv_tokens(batch), batch) + found.free // block * block,
                 host_free // block * block,
                 budgets.disk_bytes // block * block,
             ),
             partitions=partitions,
             batch=batch,
-            step_tokens=step_tokens,
-            slots=slots,
+            step_tokens=found.step_tokens,
+            slots=found.slots,
         )
 
 
-def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[int, int, int, int] | None:
-    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None."""
-    model, count = costs.model, len(costs.model.layers)
-    left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
-    # Choose all layers with the largest step that leaves room for them; else the largest step with a moderate
-    # workspace.
-    best: tuple[bool, bool, int] | None = None
-    for step in _steps(costs, batch):
-        workspace = model.workspace(step)
-        fitting = (left - workspace) // model.slot
-        if fitting >= 1:
-            rank = fitting >= count, workspace <= _WORKSPACE_SHARE * device_bytes, step
-            best = rank if best is None else max(best, rank)
-    if best is None:
-        return None
-    step_tokens = best[2]
-    left -= model.workspace(step_tokens)
-    fitting = left // model.slot
-    slots = 0 if fitting >= count else min(_SLOTS, fitting)
-    layers = count if fitting >= count else fitting - slots
-    return layers, slots, step_tokens, left - (layers + slots) * model.slot
+def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> DeviceFit | None:
+    model = costs.model
+    return fit_device(
+        device_bytes,
+        fixed=model.outside + model.kv(costs.workload.kv_tokens(batch), batch),
+        slot=model.slot,
+        layers=len(model.layers),
+        workspace=partial(model.workspace, requests=batch),
+        steps=_steps(costs, batch),
+    )
 
 
-def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
+def _steps(costs: PlacementCosts, batch: int) -> list[int]:
     most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
-    step, least = most, max(batch, min(_LEAST_STEP, most))
-    while step > least:
-        yield step
-        step //= 2
-    yield least
+    return step_sizes(most, max(batch, min(LEAST_STEP, most)))
 
 
 def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     model, index = costs.model, costs.index
     batch = min(costs.batches)
     tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
-    kv, workspace = model.kv(tokens, batch), model.workspace(step)
+    kv, workspace = model.kv(tokens, batch), model.workspace(step, batch)
     device = model.outside + model.slot + kv + workspace
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
     on_device = (

@@ -37,6 +37,7 @@ _MEMORY_OPTIONS = (
     "partitions",
     "backlog",
     "dtype",
+    "for",
 )
 
 
@@ -93,6 +94,12 @@ def _memory_options() -> Decorator:
             metavar="FILE",
             help="Times from `ragorder profile --placement`, with the sizes of model and index.",
             unset="times estimated from sizes",
+        ),
+        option(
+            "--for",
+            type=Choice(["ragorder", "vllm", "llama.cpp"]),
+            help="Engine whose command is printed for the placement.",
+            unset="ragorder",
         ),
         option("--device-bytes", type=Size(0), metavar="SIZE", help="Memory of the device.", unset="what is free"),
         option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
@@ -370,10 +377,16 @@ def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> boo
         report = examine_memory(costs, budgets, backlog=given["backlog"])
     except (OSError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    name = str(getattr(report.costs, "facts", {}).get("model", "FOLDER")) if model is None else model
+    folder = Path(name).parent if Path(name).is_file() else name
+    command = report.command(str(folder), given["dtype"], given["for"] or "ragorder")
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=1))
+        words = None if command is None else list(command.words)
+        click.echo(json.dumps({**report.as_json(), "command": words}, indent=1))
     else:
         click.echo(str(report))
+        if command is not None:
+            click.echo(f"\nServe it as placed:\n{command}")
     if report.problem is not None:
         click.echo(f"Error: {report.problem}", err=True)
     return report.problem is None

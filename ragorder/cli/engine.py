@@ -54,7 +54,16 @@ _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.
 _NOWHERE = "http://embedded"
 _TIERS = ("device_bytes", "device_tokens", "host_bytes", "disk_path", "disk_bytes", "policy")
-_COMPUTATION = ("max_model_len", "max_requests", "schedule", "deadline_s", "dtype", "device", "profile")
+_COMPUTATION = (
+    "max_model_len",
+    "max_requests",
+    "max_batch_tokens",
+    "schedule",
+    "deadline_s",
+    "dtype",
+    "device",
+    "profile",
+)
 _FUSED = ("recompute", "select", "select_rounds", "build_idle")
 
 

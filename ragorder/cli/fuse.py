@@ -134,8 +134,7 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """
     recipe = given(options) | {"model": _resolved(options["model"])}
-    with opened(out, recipe) as (builder, read):
-        documents = read(corpus)
+    with opened(out, recipe, corpus) as (builder, documents):
         if not builder.facts:
             with working("choosing neighbours"):
                 builder.plan(documents, {"recipe": as_json(recipe)})
@@ -167,8 +166,7 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
     Known ids with another text are replaced; all others stay. Run an interrupted command again.
     """
     recipe = recipe_of(folder) | given(options)
-    with opened(folder, recipe) as (builder, read):
-        documents = read(corpus)
+    with opened(folder, recipe, corpus) as (builder, documents):
         with working("choosing neighbours"):
             changed = builder.add(documents)
             stale = builder.refresh() if refresh else len(builder.stale())
@@ -216,11 +214,16 @@ class CorpusLine(BaseModel):
 
 
 @contextmanager
-def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
+def opened(
+    folder: Path, recipe: Mapping[str, Any], corpus: Path
+) -> Iterator[tuple[FusionBuilder, list[SourceDocument]]]:
     with errors():
         from ragorder.kernels.models.loading import load_tokenizer
         from ragorder.kernels.preprocessing.builder import FusionBuilder
+        from ragorder.kernels.preprocessing.plan import SourceDocument
 
+        # Errors in the corpus are found before a model is loaded.
+        read = _read(corpus)
         options = dict(recipe)
         choice = make_neighbours(options.pop("neighbours_by"))
         salt = options.pop("salt", None)
@@ -233,12 +236,13 @@ def opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuil
         if tokenizer is None:
             raise click.UsageError(f"--model {model}: documents cannot be tokenised: the folder has no tokenizer")
         prompts = PromptBuilder(**prompt, tokenizer=tokenizer)
+        documents = [SourceDocument(each.id, each.text, prompts.document_ids(each)) for each in read]
         engine = build(EngineSettings, {"profile": "auto"} | options)
         with (
             log_shown("ragorder.profile", "Profile"),
             FusionBuilder.load(model, folder, prompts.prefix_ids, choice, settings, engine, salt=salt) as builder,
         ):
-            yield builder, lambda corpus: _read(corpus, prompts)
+            yield builder, documents
 
 
 @contextmanager
@@ -253,12 +257,10 @@ def errors() -> Iterator[None]:
         raise click.ClickException(str(error)) from None
 
 
-def _read(corpus: Path, prompts: PromptBuilder) -> list[SourceDocument]:
-    from ragorder.kernels.preprocessing.plan import SourceDocument
-
+def _read(corpus: Path) -> list[Document]:
     lines = JSONLines(corpus, example=_EXAMPLE)
     numbers: dict[str, int] = {}
-    documents: list[SourceDocument] = []
+    documents: list[Document] = []
     with working(f"reading {corpus.name}"):
         for number, line in lines.read(CorpusLine):
             if line.id in numbers:
@@ -266,8 +268,7 @@ def _read(corpus: Path, prompts: PromptBuilder) -> list[SourceDocument]:
                     number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
                 )
             numbers[line.id] = number
-            document = Document(line.id, line.text, metadata={"title": line.title or ""})
-            documents.append(SourceDocument(line.id, line.text, prompts.document_ids(document)))
+            documents.append(Document(line.id, line.text, metadata={"title": line.title or ""}))
     if not documents:
         raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
     return documents
@@ -343,5 +344,5 @@ def say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
         )
         click.echo(
             f"ragorder engine --model {recipe['model']}{identical} --reuse fused "
-            f"--disk-path {builder.folder} --disk-bytes {disk_gib(size)}GiB"
+            f"--copies all --disk-path {builder.folder} --disk-bytes {disk_gib(size)}GiB"
         )

@@ -317,6 +317,8 @@ def _facts(stats: TierStats) -> Text:
         text.append(
             "; its prefill times are not measured yet: start `ragorder serve --tiers`, which measures them", "yellow"
         )
+    if stats.misfits:
+        text.append(f"; of {sum(stats.build.values()):,} requests that could use the build, {stats.misfits}", "red")
     if stats.unreadable_facts:
         text.append(f"; {stats.unreadable_facts:,} had malformed facts", "red")
     return text

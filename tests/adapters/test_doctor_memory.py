@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import run_command
+from support.placed_memory import make_model
 
-from ragorder.adapters.doctor.memory import choose_budgets
+from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
-from ragorder.pipelining.placement.base import ModelSizes
+from ragorder.cli.engine import engine as engine_command
+from ragorder.pipelining.placement.base import ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.plan import plan_placement
 from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
 
 doctor = partial(run_command, main, "doctor", "--memory")
@@ -104,6 +109,76 @@ class TestReport:
         done = python(*command, "--model", str(config), *BUDGETS, blocked=blocked)
         assert done.returncode == 0, done.stderr
         assert "Bottleneck:" in done.stdout
+
+
+class TestServing:
+    """One planner: the engine, started by the printed command or placed while it runs, is placed as planned."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        pytest.importorskip("transformers")
+        return make_model(tmp_path_factory.mktemp("models") / "model", layers=24, hidden=64)
+
+    @pytest.mark.parametrize(
+        ("device", "host"),
+        [("40MiB", "8MiB"), ("6MiB", "700KiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("4MiB", "12MiB")],
+    )
+    def test_by_the_printed_command_is_placed_as_planned(self, device: str, host: str, folder: Path) -> None:
+        from ragorder.kernels.engine import EngineSettings, TieredEngine
+
+        tokens = ("--prompt-tokens", "100", "--answer-tokens", "20", "--dtype", "float32")
+        found = reported("--model", folder, "--device-bytes", device, "--host-bytes", host, *tokens)
+        program, command, *words = found["command"]
+        assert (program, command) == ("ragorder", "engine")
+        options = engine_command.make_context("engine", words).params
+        assert options["model"] == str(folder)
+        chosen = {name: options[name] for name in EngineSettings.model_fields if options.get(name) is not None}
+        with TieredEngine.load(folder, EngineSettings(**chosen, device="cpu", profile=None, verify=False)) as engine:
+            placed = engine.placement
+            planned = found["placement"]
+            assert asdict(placed) == {name: planned[name] for name in asdict(placed)}
+
+    def test_by_vllm_has_its_settings(self, config: Path) -> None:
+        short = ("--prompt-tokens", "200", "--answer-tokens", "56")
+        done = doctor("--model", config, "--for", "vllm", "--device-bytes", "8GiB", "--host-bytes", "2GiB", *short)
+        planned = reported("--model", config, "--device-bytes", "8GiB", "--host-bytes", "2GiB", *short)["placement"]
+        line = next(line for line in done.stdout.splitlines() if line.startswith("vllm serve"))
+        words = shlex.split(line)
+        assert words[2] == str(config.parent)
+        options = dict(zip(words[3::2], words[4::2], strict=True))
+        weights = planned["weights"]
+        # 202 million parameters a layer, of two bytes.
+        streamed = (weights["host"] + weights["disk"]) * 202.4e6 * 2 / (1 << 30)
+        assert float(options.pop("--cpu-offload-gb")) == pytest.approx(streamed, rel=0.01)
+        assert options == {
+            "--max-model-len": "256",
+            "--max-num-seqs": str(planned["batch"]),
+            "--max-num-batched-tokens": str(planned["step_tokens"]),
+            "--kv-cache-memory-bytes": str(planned["kv"]["device"]),
+        } | ({"--kv-offloading-size": options["--kv-offloading-size"]} if "--kv-offloading-size" in options else {})
+        assert "vLLM streams no weights from the disk" in done.stdout
+
+    def test_by_llama_cpp_has_its_settings(self, config: Path) -> None:
+        words = reported("--model", config, "--for", "llama.cpp", *BUDGETS)
+        planned, options = words["placement"], dict(zip(words["command"][1::2], words["command"][2::2], strict=True))
+        assert words["command"][0] == "llama-server"
+        assert options["--n-gpu-layers"] == str(planned["weights"]["device"])
+        assert options["--parallel"] == str(planned["batch"])
+        assert int(options["--ctx-size"]) >= planned["batch"] * 2176
+
+    def test_of_a_running_engine_is_the_one_it_is_given(self, folder: Path) -> None:
+        from ragorder.kernels.engine import EngineSettings, TieredEngine
+
+        workload = Workload(prompt_tokens=100, answer_tokens=20)
+        costs = estimated_costs(folder, None, workload=workload, on_a_cpu=False, dtype="float32")
+        plans = [plan_placement(Budgets(size, "700KiB"), costs) for size in ("4MiB", "6MiB", "40MiB")]
+        assert plans[0].weights != plans[1].weights != plans[2].weights
+        settings = {**plans[0].engine_settings, "device": "cpu", "dtype": "float32", "verify": False}
+        with TieredEngine.load(folder, EngineSettings(**settings)) as engine:
+            for plan in (plans[1], plans[2], plans[0]):
+                engine.place(plan)
+                placed = engine.placement
+                assert (placed.weights, placed.kv, placed.slots) == (plan.weights, plan.kv, plan.slots)
 
 
 class TestIndex:

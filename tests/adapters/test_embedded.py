@@ -26,9 +26,12 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bodies import Bodies
+from support.commands import run_command
+from support.http_server import Handler, LocalServer
 from support.inside import runner_of
 from support.rings import examples, grid
 from support.serve_process import ServeProcess, launching
+from support.serving_app import serving
 from support.waiting import eventually
 
 pytest.importorskip("torch")
@@ -56,6 +59,9 @@ from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
 from ragorder.kernels.models import loading
+from ragorder.kernels.preprocessing.builder import FusionBuilder
+from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
+from ragorder.kernels.preprocessing.plan import SourceDocument
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
 from ragorder.trie.profile import PrefillProfile
@@ -505,6 +511,31 @@ class TestDocuments:
         builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(worker.engine.tokenizer))
         assert stream.usage.cached_tokens == builder.prefix_tokens
 
+    async def test_stats_and_doctor_show_why_requests_do_not_use_a_build(
+        self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
+    ) -> None:
+        settings = EngineSettings(device_tokens=2048, dtype="float32", device="cpu", verify=False, profile=None)
+        prefix, documents = list(range(5, 15)), [list(range(start, start + 20)) for start in (20, 60)]
+        with FusionBuilder.load(
+            model, tmp_path / "kv", prefix, GivenNeighbours({"0": ["1"]}), engine=settings
+        ) as builder:
+            builder.plan([SourceDocument(str(n), "", each) for n, each in enumerate(documents)])
+            list(builder.build())
+        worker = load(reuse="fused", disk_path=tmp_path / "kv")
+        prompt = [9, *prefix, *documents[0], *documents[1], 4]
+        said = facts(len(prefix) + 21, len(prompt) - 1, prefix=len(prefix) + 1)
+        with serving() as serve:
+            url = serve(make_engine_app(worker))
+            async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+                await complete(client, prompt, max_tokens=1, **said)
+            shown = await asyncio.to_thread(run_command, main, "stats", url)
+            examined = await asyncio.to_thread(run_command, main, "doctor", url, "--json")
+        words = "1 have another system prompt or cache_salt"
+        assert f"of 1 requests that could use the build, {words}" in " ".join(shown.stdout.split())
+        [finding] = [each for each in json.loads(examined.stdout)["findings"] if each["check"] == "build"]
+        assert (finding["verdict"], finding["found"]) == ("bad", f"of 1 requests that could use it, {words}")
+        assert "--system" in finding["advice"]
+
     async def test_of_tenants_are_apart(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens, ends = self.prompt(worker, "abc")
         salts: list[str | None] = [None, "red", "blue", "red", None]
@@ -624,6 +655,13 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
+        for chosen, recomputed in (
+            ({"select": "none"}, 0),
+            ({"select_rounds": 2}, length / 4),
+            ({"select": "all"}, length),
+        ):
+            _, details = await self.ask(fusing, "ba", **chosen)
+            assert details.get("recomputed_tokens", 0) == round(recomputed)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -699,6 +737,11 @@ class TestFusion:
             ({"recompute": "much"}, "recompute"),
             ({"reuse": "both"}, "reuse"),
             ({"reuse": "exact", "recompute": 0.1}, "recompute"),
+            ({"reuse": "exact", "select": "head"}, "select"),
+            ({"select": "qurey"}, "select"),
+            ({"select": "x" * 65}, "select"),
+            ({"select_rounds": 0}, "select_rounds"),
+            ({"select_rounds": 1 << 40}, "select_rounds"),
         ],
     )
     async def test_what_cannot_be_is_named(self, fusing: EngineWorker, fields: dict[str, Any], param: str) -> None:
@@ -706,7 +749,7 @@ class TestFusion:
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert error["param"] == param
 
-    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}, {"select": "head"}])
     async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert "start it with --reuse fused" in error["message"]
@@ -1820,6 +1863,27 @@ class TestOptions:
         return tmp_path_factory.mktemp("cache")
 
     @pytest.fixture
+    def unhelpful_hub(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+        """A model hub that answers every request with an error; the requested paths."""
+        asked: list[str] = []
+
+        class Unhelpful(Handler):
+            def do_HEAD(self) -> None:
+                asked.append(self.path)
+                self.answer(503)
+
+            do_GET = do_HEAD
+
+        with LocalServer(Unhelpful) as hub:
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.base_url)
+            monkeypatch.setattr(
+                "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                f"{hub.base_url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            )
+            yield asked
+
+    @pytest.fixture
     def serving(self, model: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
         """Runs the command up to the moment from which it would serve."""
         import ragorder.adapters.proxy as proxy
@@ -1902,6 +1966,7 @@ class TestOptions:
             "--block-size": "32",
             "--max-model-len": "512",
             "--max-requests": "4",
+            "--max-batch-tokens": "256",
             "--schedule": "fcfs",
             "--deadline": "2m",
             "--reuse": "fused",
@@ -1925,6 +1990,7 @@ class TestOptions:
             block_size=32,
             max_model_len=512,
             max_requests=4,
+            max_batch_tokens=256,
             schedule="fcfs",
             deadline_s=120.0,
             reuse="fused",
@@ -1999,25 +2065,18 @@ class TestOptions:
         assert command.result.exit_code != 0
         assert said in re.sub(r"\s+", " ", command.result.stderr)
 
-    def test_row10_a_name_without_an_organisation_is_not_looked_up_on_the_hub(
-        self, serving: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    def test_a_name_without_an_organisation_is_not_looked_up_on_the_hub(
+        self, serving: Callable[..., Command], unhelpful_hub: list[str]
     ) -> None:
-        asked: list[str] = []
-
-        def ask(name: str) -> None:
-            asked.append(name)
-            raise OSError("no network")
-
-        monkeypatch.setattr("ragorder.kernels.models.loading.AutoConfig.from_pretrained", ask)
         command = serving(needed=["--model", "tiny", "--port", "0"])
         assert command.result.exit_code == 1
         assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
-        assert asked == []
+        assert unhelpful_hub == []
+
+    def test_a_hub_that_fails_is_asked_once(self, serving: Callable[..., Command], unhelpful_hub: list[str]) -> None:
         command = serving(needed=["--model", "org/tiny", "--port", "0"])
-        assert (
-            "there is no folder org/tiny, and it cannot be downloaded from the Hub: no network" in command.result.stderr
-        )
-        assert asked == ["org/tiny"]
+        assert "there is no folder org/tiny, and it cannot be downloaded from the Hub: " in command.result.stderr
+        assert unhelpful_hub == ["/org/tiny/resolve/main/config.json"]
 
     def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))

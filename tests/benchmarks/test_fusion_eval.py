@@ -562,6 +562,7 @@ class TestSuite:
         part = make_part(load_suites()["fusion-quality"], results)
         assert "What this cannot show" in part.words[0]
         assert len(part.tables) == 4
+        assert all("Every row was computed by a reference in plain torch." in table.note for table in part.tables)
         titles = [picture.title for picture in part.pictures()]
         for order in ("in front", "behind"):
             for title in ("Right answers", "Deviation of reused KV"):
@@ -589,6 +590,7 @@ class TestSuite:
         assert all("take by = reference" in line["reason"] for line in _lines(tmp_path, "unavailable"))
         part = make_part(load_suites()["fusion-quality"], read_results(tmp_path))
         assert "embedded engine" in part.tables[0].title
+        assert all("Every row was computed by the embedded engine." in table.note for table in part.tables[:2])
         assert len(part.pictures()) == 2
 
     def test_times_are_compared_at_the_same_share_and_at_the_same_answers(self, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[
     assert done.exit_code == 0, done.output
     assert "4 documents to compute" in done.stderr
     assert f"4 of 4 documents are in {kv}" in done.stdout
-    assert f"--reuse fused --disk-path {kv} --disk-bytes 1GiB" in done.stdout
+    assert f"--reuse fused --copies all --disk-path {kv} --disk-bytes 1GiB" in done.stdout
     shown = figures(kv)
     assert (shown["documents"], shown["stored"], shown["missing"], shown["other_chunks"]) == (4, 4, 0, 1)
     assert shown["bytes"] / shown["tokens"] == shown["bytes_per_token"] > shown["token_bytes"]
@@ -146,6 +146,18 @@ def test_a_corpus_that_cannot_be_read_is_named(
     write(corpus, lines)
     assert problem in refusal("build", corpus, *options)
     assert list((tmp_path / "kv").glob("chunks/??/*")) == []
+
+
+@pytest.mark.parametrize("command", ["build", "add"])
+def test_a_corpus_is_checked_before_the_model_is_loaded(
+    command: str, corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
+) -> None:
+    if command == "add":
+        assert fuse("build", corpus, *options).exit_code == 0
+    absent = ["--model", tmp_path / "no-model"]
+    wrong = write(tmp_path / "wrong.jsonl", [{"text": "x"}])
+    arguments = [wrong, *options, *absent] if command == "build" else [tmp_path / "kv", wrong, *absent]
+    assert 'wrong.jsonl:1: "id" is missing: add it' in refusal(command, *arguments)
 
 
 def test_a_disk_that_is_too_small_is_said_with_the_size_needed(

@@ -109,6 +109,33 @@ class TestMeasuring:
         }
         assert sorted((each.partitions, each.seconds) for each in retrieval) == [(n, 10.0 - n) for n in (0, 2, 4, 6, 8)]
 
+    def test_without_time_the_least_that_can_be_fitted_is_measured(self, tmp_path: Path) -> None:
+        system, grid = System(), PlacementGrid.spread(4, 0, from_host=False, batches=[1, 4, 16])
+        measure_placement(system, grid, Journal(tmp_path / "part", {}), limit_s=0.0, clock=lambda: 0.0)
+        assert set(system.measured) == {("generation", batch, device, 0) for batch in (1, 4) for device in (0, 4)}
+
+    def test_ends_in_time_with_small_batches_at_all_places(self, tmp_path: Path) -> None:
+        system, grid = System(), PlacementGrid.spread(4, 8, from_host=False, batches=[1, 4, 16, 64], repeats=3)
+        system_s = {"now": 0.0}
+
+        def generation_s(batch: int) -> float:
+            seconds = System.generation_s(system, batch)
+            system_s["now"] += seconds
+            return seconds
+
+        system.generation_s = generation_s  # type: ignore[method-assign]
+        notes = measure_placement(
+            system, grid, Journal(tmp_path / "part", {}), limit_s=1000.0, clock=lambda: system_s["now"]
+        )
+        # 40 s for each request of a batch, at five places together: 16 requests fit, 64 do not.
+        assert 40 * (1 + 4 + 16) <= system_s["now"] <= 1000
+        once = {cell[1:3] for cell in system.measured if cell[0] == "generation"}
+        assert once == {(batch, device) for batch in (1, 4, 16) for device in range(5)}
+        assert "some or all batches of 64: more than 1000 s in all (--placement-limit)" in notes
+        measure_placement(system, grid, Journal(tmp_path / "part", {}))
+        assert set(system.measured.values()) == {3}
+        assert len(Journal(tmp_path / "part", {})) == grid.cells
+
     def test_leaves_out_what_there_is_no_memory_for(self, tmp_path: Path) -> None:
         system = System(lacking=((4, 0), 8))
         notes = measure_placement(system, GRID, Journal(tmp_path / "part", {}))
@@ -252,8 +279,7 @@ class TestCommand:
         real, calls = PlacedEngine.generation_s, iter(range(100))
 
         def failing(engine: PlacedEngine, batch: int) -> float:
-            # The first call warms up.
-            if next(calls) == 3:
+            if next(calls) == 2:
                 raise RuntimeError("the power went out")
             measured[batch] += 1
             return real(engine, batch)
@@ -266,8 +292,8 @@ class TestCommand:
         second = profile("--model", model, *BUDGETS, *SMALL, "-o", output)
         assert second.exit_code == 0, second.output
         assert "2 times have been measured before" in second.stderr.replace("\n", " ")
-        # Two warm-ups with the largest batch, and each of the four cells once.
-        assert measured.total() == 2 + 4
+        # Each of the four cells once.
+        assert measured.total() == 4
         assert len(PlacementProfile.from_file(output).generation) == 4
 
     @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +66,14 @@ class TestTheShape:
             KVShape(**{"layers": 1, "kv_heads": 1, "head_dim": 1, "block_size": 1} | {name: 0})
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 class TestAPool:
     def test_a_block_is_one_piece_and_the_caches_are_views(self) -> None:
         pool = filled(5)
@@ -77,6 +88,17 @@ class TestAPool:
 
     def test_it_begins_with_zeros(self) -> None:
         assert not BlockPool(SHAPE, 4).kv.any()
+
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+    def test_takes_memory_when_it_is_written_and_gives_it_back(self) -> None:
+        pool = BlockPool(SHAPE, (256 << 20) // SHAPE.block_bytes)
+        before = resident_bytes()
+        assert not pool.kv[0].any()
+        assert resident_bytes() - before < 32 << 20
+        pool.kv.fill_(1)
+        assert resident_bytes() - before > 200 << 20
+        pool.close()
+        assert resident_bytes() - before < 32 << 20
 
     def test_blocks_are_taken_and_given_back(self) -> None:
         pool = BlockPool(SHAPE, 4)
@@ -412,10 +434,7 @@ class TestResize:
         taken = pool.allocate(2)
         before = pool.kv[taken].clone()
 
-        def full(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-        monkeypatch.setattr(torch, "zeros", full)
+        monkeypatch.setattr("ragorder.kernels.paging.pool.mmap", no_memory)
         with pytest.raises(MemoryError, match="no room for 3 blocks"):
             pool.resize(3)
         assert (pool.blocks, pool.used_blocks) == (4, 2)
@@ -423,15 +442,8 @@ class TestResize:
 
     def test_without_memory_for_what_it_was_it_is_empty_until_it_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = filled(4)
-        zeros = torch.zeros
-
-        def full(size: Any, **options: Any) -> Any:
-            if size[0]:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            return zeros(size, **options)
-
         with monkeypatch.context() as patched:
-            patched.setattr(torch, "zeros", full)
+            patched.setattr("ragorder.kernels.paging.pool.mmap", no_memory)
             with pytest.raises(MemoryError, match="no room for 3 blocks"):
                 pool.resize(3)
             assert (pool.blocks, pool.free_blocks, len(pool.kv)) == (0, 0, 0)

@@ -308,6 +308,47 @@ class TestABuildIsADiskTier:
         assert done.fused.disk == done.recomputed == sum(len(documents[number].token_ids) for number in (2, 0, 3))
         assert difference(done, plain, request) <= 1e-4
 
+    def test_the_engine_counts_and_logs_what_keeps_requests_from_using_it(
+        self, make: Make, open_builder: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        documents = corpus(3)
+        with open_builder() as builder:
+            builder.plan(documents)
+            list(builder.build())
+        folder = tmp_path / "build"
+        used = folder, PREFIX, documents[1].token_ids, None
+        cases = {
+            "used": used,
+            "other_prefix": (folder, tokens(5, 77), documents[1].token_ids, None),
+            "other_documents": (folder, PREFIX, tokens(12, 78), None),
+        }
+        engine = make(disk_path=folder, reuse="fused")
+        for fit, (_, prefix, document, _) in cases.items():
+            for _ in range(2):
+                request = ask([prefix, document, document], tokens(7, 9))
+                engine.generate([replace(request, prefix_tokens=len(prefix))])
+            assert engine.stats().build_fits[fit] == 2
+        request = replace(ask([PREFIX, documents[1].token_ids], tokens(7, 9), "tenant"), prefix_tokens=len(PREFIX))
+        engine.generate([request, replace(request, fusion="exact"), ask([], tokens(7, 9))])
+        assert engine.stats().build_fits == {"used": 2, "other_model": 0, "other_prefix": 3, "other_documents": 2}
+        engine.close()
+        said = [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()]
+        assert len(said) == 2
+        assert "after a system prompt of 21 tokens, and a request begins with another one, of 5 tokens" in said[0]
+        assert "none of its documents" in said[1]
+
+    def test_the_engine_logs_that_it_is_another_models(
+        self, make: Make, open_builder: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with open_builder(of=small_model(hidden_size=32)) as builder:
+            builder.plan(corpus(1), {"recipe": {"model": "org/other"}})
+            list(builder.build())
+        engine = make(disk_path=tmp_path / "build", reuse="fused")
+        assert "is not used: it was built for org/other, and this is " in caplog.text
+        request = ask([PREFIX, corpus(1)[0].token_ids], tokens(7, 9))
+        engine.generate([replace(request, prefix_tokens=len(PREFIX))])
+        assert engine.stats().build_fits == {"used": 0, "other_model": 1, "other_prefix": 0, "other_documents": 0}
+
     def test_tenants_share_nothing(self, open_builder: Open, tmp_path: Path) -> None:
         found = []
         for place, salt in enumerate((None, "", "a")):

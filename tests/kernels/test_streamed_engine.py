@@ -130,6 +130,19 @@ class TestAnswers:
                     assert torch.equal(one.logits, other.logits)
                     assert one.token_ids == other.token_ids
 
+    @pytest.mark.parametrize("step", [16, 64])
+    def test_to_prompts_longer_than_a_step_are_the_same_in_steps_of_the_same_size(
+        self, step: int, tmp_path: Path
+    ) -> None:
+        folder = saved(model_of("llama"), tmp_path / "model")
+        long = [ask([tokens(5 * step, 1), tokens(step, 2)], tokens(7, 3)), ask([], tokens(3 * step + 1, 4))]
+        same = {"max_batch_tokens": step, "dtype": "bfloat16", "max_requests": 8}
+        with TieredEngine.load(folder, whole(**same)) as engine:
+            expected = engine.generate(long)
+        with TieredEngine.load(folder, streaming(folder, 2, **same)) as engine:
+            assert engine.placement.step_tokens == step
+            check_same(engine.generate(long), expected)
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_are_the_same_in_another_dtype_than_the_files(self, dtype: str, tmp_path: Path) -> None:
         folder = saved(model_of("llama"), tmp_path / "model")

@@ -62,6 +62,17 @@ class TestPlan:
         assert made.host_kv_bytes + made.host_layers * of.slot + of.staging * made.streams <= max(host, 2 * layer)
         assert made.host_kv_bytes >= 0
 
+    @given(device=st.integers(20_000, 60_000), layers=st.integers(1, 80))
+    def test_less_than_a_block_is_left_where_the_model_has_use_for_it(self, device: int, layers: int) -> None:
+        of = needs(layers)
+        assert device - plan(device, 0, of, max_batch_tokens=8192).device_bytes < of.block
+
+    def test_a_given_step_is_held_where_it_fits(self) -> None:
+        of = needs(40)
+        assert plan(60_000, 0, of, max_batch_tokens=400).step_tokens < 400
+        assert plan(60_000, 0, of, max_batch_tokens=400, held=True).step_tokens == 400
+        assert plan(60_000, 0, of, max_batch_tokens=8192, held=True).step_tokens < 8192
+
     def test_keeps_the_whole_model_where_it_fits(self) -> None:
         of = needs(10)
         made = plan(10 * 1000 + 500 + 6400 + of.kv(256), 5000, of)
@@ -87,7 +98,7 @@ class TestPlan:
     def test_host_memory_holds_layers_first_and_kv_from_the_rest(self) -> None:
         of = needs(10)
         least = 500 + 1000 + 6400 + of.kv(256)
-        assert [plan(least, host, of).host_layers for host in (0, 999, 4000, 10_000, 99_000)] == [0, 0, 3, 10, 10]
+        assert [plan(least, host, of).host_layers for host in (0, 999, 4000, 10_000, 99_000)] == [0, 0, 4, 10, 10]
         assert plan(least, 12_345, of).host_kv_bytes == 2345
 
     def test_large_steps_are_given_up_for_layers(self) -> None:

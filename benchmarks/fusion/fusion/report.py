@@ -306,6 +306,11 @@ def _setting(group: Group) -> str:
     return f"{cell.hops} hops, {cell.documents} documents, {order[cell.order]}{engine}"
 
 
+def _computed_by(group: Group) -> str:
+    computed_by = "the embedded engine" if group.runs()[0].setting.by == "engine" else "a reference in plain torch"
+    return f"Every row was computed by {computed_by}."
+
+
 def _curves(group: Group) -> Table:
     table = Table(f"EM by share recomputed: {_setting(group)}", ["", *(_percent(ratio) for ratio in RATIOS)])
     for arm in group.policies:
@@ -319,6 +324,7 @@ def _curves(group: Group) -> Table:
         f"{facts['tokens']} tokens in all; 2 % of them are {format_number(0.02 * facts['tokens'])} tokens, a question "
         f"needs lines of {facts['answer_tokens']}."
     )
+    note += f" {_computed_by(group)}"
     if removed is not None:
         note += f" Preprocessing removes {format_number(100 * removed)} % of the second layer's KV deviation."
     table.note = note
@@ -345,7 +351,8 @@ def _compared(group: Group) -> Table:
     table.note = (
         "Normalised as in FusionRAG's equation 11: 0 is full reuse, 100 full attention. Differences of EM × 100, "
         "paired by question, with 95 % intervals. Enough: the least share from which on "
-        f"{_percent(ENOUGH)} are reached; tokens computed: of all documents', those of an exact prefix are not."
+        f"{_percent(ENOUGH)} are reached; tokens computed: of all documents', those of an exact prefix are not. "
+        f"{_computed_by(group)}"
     )
     return table
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +113,14 @@ class Journal:
             stream.write(json.dumps({"repeat": repeat, **sample.model_dump()}) + "\n")
         self._found[repeat, sample.setting] = sample
 
+    def expected_s(self, batch: int, place: _Place) -> float:
+        """Return the seconds of a batch by the largest measured one up to it, in proportion: at this place, or else at
+        the slowest one. 0 without any."""
+        known = [each for each in self._found.values() if isinstance(each, GenerationSample) and each.batch <= batch]
+        here = [each for each in known if (each.device_layers, each.host_layers) == place] or known
+        largest = max((each.batch for each in here), default=0)
+        return max((each.seconds * batch / largest for each in here if each.batch == largest), default=0.0)
+
     def medians(self) -> tuple[list[GenerationSample], list[RetrievalSample]]:
         """Over the repeats."""
         times: dict[tuple[object, ...], list[_Sample]] = {}
@@ -141,27 +151,51 @@ class Journal:
 
 
 def measure_placement(
-    measured: Measured, grid: PlacementGrid, journal: Journal, *, seed: int = 0, progress: Progress = silent
+    measured: Measured,
+    grid: PlacementGrid,
+    journal: Journal,
+    *,
+    seed: int = 0,
+    limit_s: float = math.inf,
+    progress: Progress = silent,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Fill the journal, and return what had to be left out for want of memory. Rounds in changing order spread slow
-    spells over all cells; within a round layers move once for all batches."""
-    draw, advance = Random(seed), progress("placements", grid.cells)
+    """Fill the journal, and return what had to be left out for want of memory or time.
+
+    The two smallest batches with fewest and most layers on the device come first, with which times can be fitted.
+    Other places, larger batches and repeats are measured if they are expected to end within `limit_s`. Places in
+    changing order spread slow spells over all cells.
+    """
+    draw, advance, end_s = Random(seed), progress("placements", grid.cells), clock() + limit_s
+    smallest, ends = grid.batches[0], list(dict.fromkeys((min(grid.places), max(grid.places))))
+    others = [place for place in grid.places if place not in ends]
     notes: dict[str, None] = {}
     for repeat in range(grid.repeats):
-        for device, host in draw.sample(grid.places, len(grid.places)):
-            batches = draw.sample(grid.batches, len(grid.batches))
-            samples = [(batch, ("generation", batch, device, host)) for batch in batches]
-            due = [batch for batch, place in samples if not journal.has(repeat, place)]
-            if due and not measured.place(device, host):
-                notes[f"{device} layers on the device and {host} in host memory: not enough memory"] = None
-                due = []
-            for batch in due:
-                seconds = measured.generation_s(batch)
-                made = GenerationSample(batch=batch, device_layers=device, host_layers=host, seconds=seconds)
-                journal.add(repeat, made)
-            _advance(advance, len(batches))
+        for batches in (grid.batches[:2], *((batch,) for batch in grid.batches[2:])):
+            for place in [*ends, *draw.sample(others, len(others))]:
+                known = [("generation", batch, *place) for batch in batches]
+                due = [batch for batch, cell in zip(batches, known, strict=True) if not journal.has(repeat, cell)]
+                if batches[0] > smallest and not journal.has(0, ("generation", smallest, *place)):
+                    # A power law takes the smallest batches.
+                    due = []
+                required = not repeat and batches[0] == smallest and place in ends
+                expected_s = sum(journal.expected_s(batch, place) for batch in due)
+                if due and not required and clock() + expected_s > end_s:
+                    notes[_late(repeat, batches[0], limit_s)] = None
+                    due = []
+                if due and not measured.place(*place):
+                    notes[f"{place[0]} layers on the device and {place[1]} in host memory: not enough memory"] = None
+                    due = []
+                for batch in batches:
+                    if batch in due:
+                        seconds = measured.generation_s(batch)
+                        made = GenerationSample(
+                            batch=batch, device_layers=place[0], host_layers=place[1], seconds=seconds
+                        )
+                        journal.add(repeat, made)
+                    advance()
         for partitions in draw.sample(grid.partitions, len(grid.partitions)):
-            if not journal.has(repeat, ("retrieval", partitions)):
+            if not journal.has(repeat, ("retrieval", partitions)) and not (repeat and clock() > end_s):
                 taken = measured.retrieval_s(partitions)
                 if taken is None:
                     notes[f"{partitions} resident partitions: not enough memory"] = None
@@ -171,9 +205,9 @@ def measure_placement(
     return list(notes)
 
 
-def _advance(advance: Callable[[], None], steps: int) -> None:
-    for _ in range(steps):
-        advance()
+def _late(repeat: int, batch: int, limit_s: float) -> str:
+    what = f"repeat {repeat + 1} of" if repeat else "some or all"
+    return f"{what} batches of {batch}: more than {limit_s:.0f} s in all (--placement-limit)"
 
 
 def _chosen(name: str, given: Sequence[int] | None, most: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -14,9 +15,11 @@ from typing import Any, Self
 
 from ragorder.common.extras import needs
 from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.running.progress import Progress, silent
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.plan import STAGES
 from ragorder.pipelining.placement.profile import index_sizes
 
 __all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
@@ -35,7 +38,16 @@ class PlacedEngine:
     """
 
     def __init__(
-        self, model: Path, budgets: Budgets, workload: Workload, *, batch: int, seed: int = 0, device: str | None = None
+        self,
+        model: Path,
+        budgets: Budgets,
+        workload: Workload,
+        *,
+        batch: int,
+        seed: int = 0,
+        device: str | None = None,
+        limit_s: float = math.inf,
+        progress: Progress = silent,
     ) -> None:
         with needs("torch", "ragorder profile --placement"):
             from ragorder.kernels.engine import EngineSettings, TieredEngine
@@ -71,10 +83,14 @@ class PlacedEngine:
             ),
         )
         try:
-            # Every block of the pool is written once, so that it counts as memory in use before a step is measured.
             self.place(self._layers, 0)
-            self.generation_s(batch)
-            self.sizes = sizes.model_copy(update={"step_bytes": self._measure_steps(batch)})
+            # Writes every block of the pool, so that it counts as memory in use before a step is measured.
+            self._engine.forget_device()
+            self._timed([min(_STEPS[0], workload.prompt_tokens)], 1)
+            staging = STAGES * sizes.slot if self.from_host else 0
+            self.sizes = sizes.model_copy(
+                update={"step_bytes": self._measure_steps(batch, limit_s, progress), "row_bytes": 0, "staging": staging}
+            )
         except BaseException:
             self._engine.close()
             raise
@@ -114,15 +130,22 @@ class PlacedEngine:
             raise RuntimeError(f"a batch of {len(prompts)} requests failed: {failed.error}")
         return seconds
 
-    def _measure_steps(self, batch: int) -> Curve:
-        """Return the bytes that a prefill takes at its peak, by its tokens."""
+    def _measure_steps(self, batch: int, limit_s: float, progress: Progress) -> Curve:
+        """Return the bytes that a prefill takes at its peak, by its tokens, as far as `limit_s` reaches."""
         points: list[tuple[int, int]] = []
         largest = min(self.step_tokens, batch * self.workload.prompt_tokens)
-        for step in [*(each for each in _STEPS if each < largest), largest]:
+        steps = [*(each for each in _STEPS if each < largest), largest]
+        advance, taken_s, last_s = progress("workspace of steps", len(steps)), 0.0, 0.0
+        for step in steps:
+            # Between two points the workspace is linear, and so it is beyond the last one.
+            if len(points) >= 2 and taken_s + last_s * step / points[-1][0] > limit_s:
+                break
             prompts = _cut(step, self.workload.prompt_tokens)
             memory = MemoryPeak(cuda=self.from_host)
-            self._timed(prompts, 1)
+            last_s = self._timed(prompts, 1)
+            taken_s += last_s
             points.append((step, max(memory.taken(), points[-1][1] if points else 1)))
+            advance()
         return tuple(points)
 
 
@@ -181,14 +204,19 @@ class PlacedSystem:
         partitions: int = 32,
         seed: int = 0,
         device: str | None = None,
+        limit_s: float = math.inf,
+        progress: Progress = silent,
     ) -> None:
+        """The workspace is measured for at most `limit_s`."""
         with ExitStack() as opened:
             self._index = (
                 None if index is None else PlacedIndex(index, partitions, budgets.host_bytes, queries=batch, seed=seed)
             )
             if self._index is not None:
                 opened.callback(self._index.close)
-            self.engine = PlacedEngine(model, budgets, workload, batch=batch, seed=seed, device=device)
+            self.engine = PlacedEngine(
+                model, budgets, workload, batch=batch, seed=seed, device=device, limit_s=limit_s, progress=progress
+            )
             opened.callback(self.engine.close)
             self._opened = opened.pop_all()
 

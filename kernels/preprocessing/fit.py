@@ -1,0 +1,86 @@
+"""Whether requests can use the build in a disk tier's folder."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from ragorder.kernels.cache import Segment
+from ragorder.kernels.preprocessing.manifest import Manifest, ManifestError, NoBuildError
+
+__all__ = ["BUILD_FITS", "BuildFit"]
+
+_logger = logging.getLogger("ragorder.kernels.engine")
+
+BUILD_FITS = ("used", "other_model", "other_prefix", "other_documents")
+"""A fused request has documents of the build after its system prompt, or else the first thing that differs."""
+
+
+class BuildFit:
+    """Counts fused requests by their fit (`BUILD_FITS`), and logs the first one of each misfit. Quotes no prompt."""
+
+    def __init__(self, manifest: Manifest, folder: Path, *, model: str, other_model: bool) -> None:
+        facts = manifest.facts
+        self.counts = Counter(dict.fromkeys(BUILD_FITS, 0))
+        self._folder = folder
+        self._model = model
+        self._built_by = facts.get("recipe", {}).get("model", "another model")
+        self._other_model = other_model
+        self._prefix_key = bytes.fromhex(facts["prefix_key"])
+        self._prefix_tokens = facts["prefix_tokens"]
+        # Eight bytes a document: a build may have millions.
+        self._contents = np.unique(np.fromiter(map(_short, manifest.contents()), np.uint64))
+        if other_model:
+            self._log("other_model", 0)
+
+    @classmethod
+    def of(cls, folder: Path, *, model: str, other_model: bool) -> Self | None:
+        """Return None for a folder without a build, or with one that cannot be read (logged)."""
+        try:
+            with closing(Manifest.of(folder)) as manifest:
+                return cls(manifest, folder, model=model, other_model=other_model)
+        except NoBuildError:
+            return None
+        except (ManifestError, ValueError) as error:
+            _logger.warning("%s: whether requests use the build is not known", error)
+            return None
+
+    def observe(self, path: Sequence[Segment]) -> None:
+        documents = [segment.content for segment in path if segment.content]
+        if not documents:
+            return
+        front = () if path[0].content else path[:1]
+        fit = self._fit_of(front, documents)
+        if fit != "used" and not self.counts[fit] and not self._other_model:
+            self._log(fit, sum(segment.tokens for segment in front))
+        self.counts[fit] += 1
+
+    def _fit_of(self, front: Sequence[Segment], documents: Sequence[bytes]) -> str:
+        if self._other_model:
+            return "other_model"
+        if [segment.key for segment in front] != [self._prefix_key]:
+            return "other_prefix"
+        asked = np.fromiter(map(_short, documents), np.uint64)
+        return "used" if np.isin(asked, self._contents).any() else "other_documents"
+
+    def _log(self, fit: str, front_tokens: int) -> None:
+        reason = {
+            "other_model": f"it was built for {self._built_by}, and this is {self._model}, or the same model set up "
+            "differently. Give the engine the --model, --dtype, --block-size and --device of the build, or build again",
+            "other_prefix": f"it was built after a system prompt of {self._prefix_tokens} tokens, and a request begins "
+            f"with another one, of {front_tokens} tokens, or has another cache_salt. Build with the --system and "
+            "--salt of the requests",
+            "other_documents": "a request has the build's system prompt, and none of its documents. Build with the "
+            "--document-template of the requests, or add their documents with `ragorder fuse add`",
+        }[fit]
+        _logger.warning("the build in %s is not used: %s", self._folder, reason)
+
+
+def _short(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
