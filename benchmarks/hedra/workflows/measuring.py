@@ -182,6 +182,8 @@ async def serve(
                     load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
                     max_requests=_UNBOUNDED,
                     max_waiting=_UNBOUNDED,
+                    # The paper's systems have no budget.
+                    extra_tokens=None,
                     max_generations=system.max_generations,
                     window=system.window,
                     clock=loop.time,
