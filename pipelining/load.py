@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,8 +61,11 @@ class EngineLoad:
         return Admission(self) if self.has_room else None
 
     @contextmanager
-    def prefilling(self) -> Iterator[Callable[[], None]]:
-        """Count a request as pending until the yielded function is called at its first token."""
+    def prefilling(self, *, streamed: bool = True) -> Iterator[Callable[[], None]]:
+        """Count a request as pending until the yielded function is called at its first token.
+
+        An answer that comes whole shows no first token: its request is pending for the mean prefill.
+        """
         waits = True
         self._pending += 1
         sent_s = self._clock()
@@ -73,13 +77,16 @@ class EngineLoad:
                 self._pending -= 1
 
         def started() -> None:
-            if waits:
+            if waits and streamed:
                 self._prefill_s.add(self._clock() - sent_s)
                 ended()
 
+        expected = None if streamed else asyncio.get_running_loop().call_later(self.prefill_s or 0.0, ended)
         try:
             yield started
         finally:
+            if expected is not None:
+                expected.cancel()
             ended()
 
 

@@ -43,7 +43,10 @@ class AnswerChunk:
 
 
 class EngineRequest(Protocol):
-    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown."""
+    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown.
+
+    It may also have `streamed`. If that is False, the engine may send the answer in one chunk.
+    """
 
     @property
     def prompt_tokens(self) -> int | None: ...

@@ -23,7 +23,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
             async for chunk in stream:
                 yield chunk
             return
-        with load.prefilling() as started:
+        with load.prefilling(streamed=getattr(request, "streamed", True)) as started:
             async for chunk in stream:
                 started()
                 yield chunk

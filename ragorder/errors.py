@@ -41,10 +41,13 @@ RagorderError
   QueueFullError                  ragorder.pipelining.reordering
   SearchProcessError              ragorder.pipelining.search.process
   WorkflowError                   ragorder.pipelining.workflow.nodes
+    DeadlineError                 ragorder.pipelining.workflow.nodes
     GraphError                    ragorder.pipelining.workflow.nodes
+      RoundsError                 ragorder.pipelining.workflow.nodes
     NodeError                     ragorder.pipelining.workflow.nodes
     RefusedSearchError            ragorder.pipelining.workflow.nodes
     UnknownNameError              ragorder.pipelining.workflow.nodes
+    UnknownValueError             ragorder.pipelining.workflow.nodes
     UnusableValueError            ragorder.pipelining.workflow.nodes
   JSONLinesError                  ragorder.common.jsonl
   LineError                       ragorder.cli.planning.requests

@@ -9,8 +9,9 @@ from typing import Any
 
 from ragorder import Ordering
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
-from ragorder.adapters.openai.reply import Reply
+from ragorder.adapters.openai.reply import Reply, read_chunks
 from ragorder.adapters.request_facts import with_facts
+from ragorder.adapters.usage import member, read_usage
 from ragorder.common.extras import needs
 from ragorder.pipelining import AnswerChunk
 
@@ -38,7 +39,7 @@ class ModelEndpoint:
         self._send_facts = send_facts
 
     def create(self, request: PromptRequest, options: dict[str, Any], usage: UsageOption) -> Any:
-        options = options | {"model": self._model, "stream": True}
+        options = options | {"model": self._model, "stream": request.streamed}
         if self._send_facts:
             options["extra_body"] = with_facts(
                 options["extra_body"],
@@ -51,7 +52,7 @@ class ModelEndpoint:
             )
         if request.extra_body:
             options["extra_body"] = {**request.extra_body, **options["extra_body"]}
-        if usage.sent:
+        if usage.sent and request.streamed:
             options["stream_options"] = {"include_usage": True}
         if request.token_ids is None:
             return self._client.chat.completions.create(messages=request.messages, **options)
@@ -129,15 +130,19 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer. Raises the openai client's errors (APIConnectionError for a cut-off answer) and those of
-        `checked_options`."""
+        """Stream an answer, or yield it whole if the request is not `streamed`. Raises the openai client's errors
+        (APIConnectionError for a cut-off answer) and those of `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()
-        async with await self._create(request, options) as response:
+        response = await self._create(request, options)
+        if not request.streamed:
+            yield _whole(response, reply.sent_s)
+            return
+        async with response:
             reply.watch(response)
             began = False
-            async for chunk in response:
+            async for chunk in read_chunks(response):
                 text = reply.read(chunk)
                 if text or (reply.ttft_s is not None and not began):
                     began = True
@@ -156,3 +161,14 @@ class OpenAIStreams:
             response = await self._endpoint.create(request, options, usage)
         usage.accepted()
         return response
+
+
+def _whole(completion: Any, sent_s: float) -> AnswerChunk:
+    choice = completion.choices[0]
+    message = member(choice, "message")
+    text = member(choice, "text") if message is None else member(message, "content")
+    counts = read_usage(member(completion, "usage"))
+    usage = TimedUsage(
+        counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens, member(choice, "finish_reason"), sent_s
+    )
+    return AnswerChunk(text or "", usage, usage.completion_tokens or 1)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -33,13 +33,15 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`options` are further ones of create(), or of vLLM's SamplingParams; None leaves an option to the engine."""
+    """`options` are further ones of create(), or of vLLM's SamplingParams; None leaves an option to the engine.
+    `streamed`: tokens are read as they come."""
 
     query: str
     scope: Hashable = None
     max_tokens: int | None = 256
     temperature: float | None = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    streamed: bool = field(default=True, compare=False)
 
     def all_options(self) -> dict[str, Any]:
         return dict(self.options) | {"max_tokens": self.max_tokens, "temperature": self.temperature}
@@ -65,6 +67,7 @@ class PromptRequest:
     exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    streamed: bool = field(default=True, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,8 @@ class OrderedPrompts:
             self._learn(request.prompt_tokens)
 
     def _of(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
-        return self.request(question.query, ordering, question.scope, question.all_options())
+        request = self.request(question.query, ordering, question.scope, question.all_options())
+        return replace(request, streamed=question.streamed)
 
 
 class _CommittedRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -12,7 +13,7 @@ from ragorder import Document, Ordering
 from ragorder.adapters.usage import answers_something, member, read_usage
 from ragorder.clouds import read_cloud_usage
 
-__all__ = ["Answer", "Reply"]
+__all__ = ["Answer", "Reply", "read_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,35 @@ class Reply:
         counts = usage.cached_tokens, usage.prompt_tokens, usage.completion_tokens
         written = read_cloud_usage(self._usage).written_tokens if self.ordering.cloud is not None else None
         return Answer("".join(self.pieces), *counts, self.ttft_s, self.ordering, self._finish_reason, written)
+
+
+async def read_chunks(stream: Any) -> AsyncIterator[Any]:
+    """Yield the chunks of a streamed response as mappings: the client's models of them cost more than all else.
+
+    Raises openai.APIError for an error that the server sends instead of a chunk.
+    """
+    import openai
+
+    if type(stream) is not openai.AsyncStream:
+        # A wrapper of the client's stream watches its chunks.
+        async for chunk in stream:
+            yield chunk
+        return
+    response, rest, data = stream.response, b"", list[bytes]()
+    async for received in response.aiter_bytes():
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif data and not line.strip():
+                event, data = b"\n".join(data), []
+                if event == b"[DONE]":
+                    return
+                chunk = json.loads(event)
+                if error := member(chunk, "error"):
+                    message = member(error, "message") or "The server ended the answer with an error."
+                    raise openai.APIError(str(message), response.request, body=error)
+                yield chunk
 
 
 class _TailedResponse:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import ConfigDict, SkipValidation
+from pydantic import ConfigDict, PrivateAttr, SkipValidation
 
 import ragorder
 from ragorder.adapters.workflows.shared import SharedWorkflows
 from ragorder.common.extras import needs
-from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
+from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult
 
 __all__ = ["WorkflowRetriever", "workflow_node"]
 
@@ -22,6 +22,8 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
 
 class WorkflowRetriever(BaseRetriever):
     """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
+
+    Only what leads to the documents runs: no answer is generated for nobody.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
@@ -41,12 +43,15 @@ class WorkflowRetriever(BaseRetriever):
     scope: str | None = None
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return self._found(self.workflows.run(self.graph, query, state=self.state, scope=self.scope))
+        return self._found(self.workflows.run(self.graph, query, **self._options()))
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
     ) -> list[Document]:
-        return self._found(await self.workflows.arun(self.graph, query, state=self.state, scope=self.scope))
+        return self._found(await self.workflows.arun(self.graph, query, **self._options()))
+
+    def _options(self) -> RunOptions:
+        return {"state": self.state, "scope": self.scope, "until": self.documents}
 
     def _found(self, result: WorkflowResult) -> list[Document]:
         found: Sequence[Any] = result.state[self.documents]
@@ -58,7 +63,56 @@ def _document(document: ragorder.Document) -> Document:
 
 
 with needs("langchain", "ragorder.adapters.workflows.langchain"):
-    from langchain_core.runnables import RunnableLambda
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.runnables import RunnableConfig, RunnableLambda
+
+
+class _WorkflowModel(BaseChatModel):
+    """One question to a workflow, as a chat model: it streams if a callback reads tokens, as LangGraph's streams do."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    workflows: SkipValidation[SharedWorkflows]
+    graph: SkipValidation[CompiledGraph]
+    options: dict[str, Any]
+    _result: WorkflowResult | None = PrivateAttr(None)
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragorder-workflow"
+
+    @property
+    def result(self) -> WorkflowResult:
+        if self._result is None:
+            raise RuntimeError("the workflow has no result yet: invoke the model first")
+        return self._result
+
+    def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        self._result = self.workflows.run(self.graph, messages[-1].text, **self.options)
+        return self._answer()
+
+    async def _agenerate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        self._result = await self.workflows.arun(self.graph, messages[-1].text, **self.options)
+        return self._answer()
+
+    def _stream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
+        for piece in self.workflows.stream(self.graph, messages[-1].text, **self.options):
+            yield self._chunk(piece)
+
+    async def _astream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> AsyncIterator[ChatGenerationChunk]:
+        async for piece in self.workflows.astream(self.graph, messages[-1].text, **self.options):
+            yield self._chunk(piece)
+
+    def _answer(self) -> ChatResult:
+        return ChatResult(generations=[ChatGeneration(message=AIMessage(content=self.result.text))])
+
+    def _chunk(self, piece: str | WorkflowResult) -> ChatGenerationChunk:
+        if isinstance(piece, str):
+            return ChatGenerationChunk(message=AIMessageChunk(content=piece))
+        self._result = piece
+        return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
 
 
 def workflow_node(
@@ -79,22 +133,31 @@ def workflow_node(
     - `inputs`: names that are passed on as the graph's `inputs`.
     - `scope`: the tenant, a function of the state.
 
+    LangGraph's `stream_mode="messages"` yields the answer's text as it is generated.
+
     Raises the server's errors, KeyError for a name that the state lacks.
     """
 
-    def arguments(state: Any) -> dict[str, Any]:
+    def ask(state: Any) -> tuple[_WorkflowModel, list[BaseMessage]]:
         asked = question(state) if callable(question) else _read(state, question)
         given = {name: _read(state, name) for name in inputs}
-        return {"question": asked, "state": given, "scope": None if scope is None else scope(state)}
+        options = {"state": given, "scope": None if scope is None else scope(state)}
+        # Without LangChain's global cache, which knows neither state nor scope.
+        model = _WorkflowModel(workflows=workflows, graph=graph, options=options, cache=False, name=graph.name)
+        return model, [HumanMessage(asked)]
 
     def update(result: WorkflowResult) -> Any:
         return answer(result) if callable(answer) else {answer: result.text}
 
-    def call(state: Any) -> Any:
-        return update(workflows.run(graph, **arguments(state)))
+    def call(state: Any, config: RunnableConfig) -> Any:
+        model, messages = ask(state)
+        model.invoke(messages, config)
+        return update(model.result)
 
-    async def acall(state: Any) -> Any:
-        return update(await workflows.arun(graph, **arguments(state)))
+    async def acall(state: Any, config: RunnableConfig) -> Any:
+        model, messages = ask(state)
+        await model.ainvoke(messages, config)
+        return update(model.result)
 
     return RunnableLambda(call, acall, name=graph.name)
 

@@ -45,6 +45,9 @@ class WorkflowMetrics(PrometheusMetrics):
             "pieces", "Pieces of work, by worker, kind (due or speculative) and outcome.", *labels
         )
         self._piece_s = self._counter("piece_seconds", "Time of pieces, by worker, kind and outcome.", *labels)
+        self._from_memory = self._counter(
+            "pieces_from_memory", "Pieces answered by an earlier one of their request.", "worker"
+        )
         self._refused = self._counter("refused_speculations", "Speculations for which there was no room.")
         self._declined = self._counter("declined_speculations", "Speculations without a predicted gain.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of generations whose usage was reported.")
@@ -67,6 +70,8 @@ class WorkflowMetrics(PrometheusMetrics):
         for piece in trace.pieces:
             labels = piece.worker, piece.kind, piece.outcome
             self._pieces.labels(*labels).inc()
+            if piece.from_memory:
+                self._from_memory.labels(piece.worker).inc()
             if piece.started_s is not None and piece.ended_s is not None:
                 self._piece_s.labels(*labels).inc(max(0.0, piece.ended_s - piece.started_s))
             if piece.prompt_tokens is not None and piece.cached_tokens is not None:

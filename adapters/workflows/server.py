@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ragorder import Document, Ordering, PromptBuilder
@@ -46,7 +47,8 @@ class WorkflowPrompts:
 
     def _ranked(self, question: Question, documents: Sequence[Document]) -> PromptRequest:
         ordering = Ordering(list(documents), list(range(len(documents))))
-        return self._prompts.request(question.query, ordering, question.scope, question.all_options())
+        request = self._prompts.request(question.query, ordering, question.scope, question.all_options())
+        return replace(request, streamed=question.streamed)
 
 
 class _Ranked:
@@ -61,7 +63,8 @@ class _Ranked:
 
 
 def _question(question: NodeQuestion) -> Question:
-    return Question(question.text, question.scope, question.max_tokens, question.temperature, question.options)
+    limits = question.max_tokens, question.temperature
+    return Question(question.text, question.scope, *limits, question.options, streamed=question.streamed)
 
 
 class WorkflowPrefix:

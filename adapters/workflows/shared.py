@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, Self, Unpack
 
 from ragorder.pipelining.loop_thread import LoopThread
-from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult
+from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult, WorkflowStream
 
 __all__ = ["ServerLike", "SharedWorkflows"]
 
 
 class ServerLike(Protocol):
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult: ...
+
+    def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream: ...
 
     async def close(self) -> None: ...
 
@@ -42,6 +44,27 @@ class SharedWorkflows:
     async def arun(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         return await self._thread.arun(self._server.run(graph, question, **options))
 
+    def stream(
+        self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]
+    ) -> Iterator[str | WorkflowResult]:
+        """Yield the answer's text as it is generated, then the result. Closing it early ends the request."""
+        stream = self._server.stream(graph, question, **options)
+        try:
+            while (piece := self._thread.run(_next(stream))) is not None:
+                yield piece
+        finally:
+            self._thread.run(stream.close())
+
+    async def astream(
+        self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]
+    ) -> AsyncIterator[str | WorkflowResult]:
+        stream = self._server.stream(graph, question, **options)
+        try:
+            while (piece := await self._thread.arun(_next(stream))) is not None:
+                yield piece
+        finally:
+            await self._thread.arun(stream.close())
+
     def close(self) -> None:
         self._thread.close(self._server.close)
 
@@ -50,6 +73,14 @@ class SharedWorkflows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _next(stream: WorkflowStream) -> str | WorkflowResult | None:
+    """Return a piece of the text, then the result once, then None."""
+    async for text in stream:
+        return text
+    result, stream.result = stream.result, None
+    return result
 
 
 async def _call(make: Callable[[], ServerLike]) -> ServerLike:

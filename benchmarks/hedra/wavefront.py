@@ -179,6 +179,7 @@ async def measure(cell: WavefrontCell, *, transformed: bool) -> tuple[float, dic
         load=EngineLoad(16),
         max_requests=cell.in_flight,
         max_waiting=cell.requests,
+        memo=False,
         observer=traces.append,
     ) as server:
         graph = irg(rounds=_ROUNDS).compile()

@@ -32,6 +32,7 @@ class WorkItem(BaseModel):
     ended_s: float | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    from_memory: bool = False
 
     @property
     def used(self) -> bool:
@@ -67,6 +68,7 @@ class TraceFigures:
     pieces: dict[str, int]
     ahead: dict[str, int]
     ahead_used: dict[str, int]
+    from_memory: dict[str, int]
     generating: float | None
     searching: float | None
     both: float | None
@@ -86,8 +88,9 @@ class TraceFigures:
         table.add_row("slowest", _seconds(self.slowest_s))
         table.add_row("waited for a turn, mean", _seconds(self.waited_s))
         for worker, count in self.pieces.items():
-            used, ahead = self.ahead_used.get(worker, 0), self.ahead.get(worker, 0)
-            table.add_row(f"pieces: {worker}", f"{count:,}, {ahead:,} speculative, {used:,} of them used")
+            used, ahead, known = (of.get(worker, 0) for of in (self.ahead_used, self.ahead, self.from_memory))
+            text = f"{count:,}, {ahead:,} speculative, {used:,} of them used"
+            table.add_row(f"pieces: {worker}", f"{text}; {known:,} from memory" if known else text)
         table.add_row("generations running", _percent(self.generating))
         table.add_row("searches running", _percent(self.searching))
         table.add_row("both", _percent(self.both))
@@ -116,6 +119,7 @@ def figures_of(requests: Sequence[TracedRequest]) -> TraceFigures:
         pieces=_by_worker(pieces),
         ahead=_by_worker(ahead),
         ahead_used=_by_worker(piece for piece in ahead if piece.used),
+        from_memory=_by_worker(piece for piece in pieces if piece.from_memory),
         generating=_length_s(engine) / span_s if span_s else None,
         searching=_length_s(search) / span_s if span_s else None,
         both=_length_s(_common(engine, search)) / span_s if span_s else None,

@@ -8,6 +8,7 @@ from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot,
 from ragorder.pipelining.workflow.nodes import (
     END,
     START,
+    DeadlineError,
     Generation,
     GraphError,
     NodeError,
@@ -18,12 +19,14 @@ from ragorder.pipelining.workflow.nodes import (
     WorkflowError,
 )
 from ragorder.pipelining.workflow.result import WorkflowResult, WorkflowStream, WorkflowTrace
-from ragorder.pipelining.workflow.server import RunOptions, WorkflowServer
+from ragorder.pipelining.workflow.run import RunOptions
+from ragorder.pipelining.workflow.server import WorkflowServer
 
 __all__ = [
     "END",
     "START",
     "CompiledGraph",
+    "DeadlineError",
     "Generation",
     "GraphError",
     "NodeError",

@@ -185,6 +185,13 @@ class CompiledGraph:
         targets = dict.fromkeys(target for edge in self.edges[id] for target in edge.targets)
         return tuple(target for target in targets if target is not END)
 
+    def leads_to(self, id: NodeId, name: str | None) -> bool:
+        """Return whether a node writes this name, or one that may come after it (None: True)."""
+        later = self.topology.later(id)
+        return name is None or any(
+            name in node.writes for node in self.nodes.values() if node.id == id or node.id in later
+        )
+
     def to_mermaid(self) -> str:
         return _flowchart(self.nodes, self.edges)
 

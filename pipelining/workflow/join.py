@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ragorder.pipelining.workflow.graph import CompiledGraph
@@ -15,6 +16,7 @@ from ragorder.pipelining.workflow.nodes import (
     Node,
     NodeError,
     NodeId,
+    RoundsError,
     State,
     Terminal,
     WorkflowError,
@@ -46,10 +48,13 @@ class Tokens:
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
     become one, and their states are joined. At the head of a loop a token waits for all others in the loop. So results
     do not depend on the order or duration of runs.
+
+    `until`: a name of the state. A branch ends before a node that does not write it and that no such node follows.
     """
 
-    def __init__(self, graph: CompiledGraph, state: State) -> None:
+    def __init__(self, graph: CompiledGraph, state: State, until: str | None = None) -> None:
         self._graph = graph
+        self.until = until
         self._waiting: dict[Position, list[tuple[int, int, State]]] = {}
         self._running: dict[tuple[NodeId, int], NodeRun] = {}
         self._ended: list[tuple[int, int, State]] = []
@@ -59,7 +64,7 @@ class Tokens:
 
     def copy(self) -> Tokens:
         other = Tokens.__new__(Tokens)
-        other._graph = self._graph
+        other._graph, other.until = self._graph, self.until
         other._waiting = {position: list(tokens) for position, tokens in self._waiting.items()}
         other._running, other._ended = dict(self._running), list(self._ended)
         other._runs, other._ages = self._runs.copy(), dict(self._ages)
@@ -70,6 +75,10 @@ class Tokens:
         return tuple(self._running.values())
 
     @property
+    def branches(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
     def done(self) -> bool:
         return not self._waiting and not self._running
 
@@ -77,24 +86,44 @@ class Tokens:
     def state(self) -> State:
         return _joined(self._ended)
 
+    @property
+    def state_so_far(self) -> State:
+        """Return the newest value of each name in all branches, also of those that have not ended."""
+        order = self._graph.topology.order
+        running = [(order[run.id], run.round, run.state) for run in self._running.values()]
+        return _joined([*self._ended, *chain.from_iterable(self._waiting.values()), *running])
+
+    def alone(self, run: NodeRun) -> Tokens:
+        """Return a copy in which nothing but this run has begun."""
+        other = self.copy()
+        other._waiting, other._ended = {}, []
+        other._running = {(run.id, run.round): run}
+        return other
+
     def take(self) -> list[NodeRun]:
-        """Return the runs to start now, each once. Raises GraphError for a node that has run `max_rounds` times."""
+        """Return the runs to start now, each once. Raises RoundsError for a node that has run `max_rounds` times."""
         started = []
         active = [*self._waiting, *((id, False) for id, _ in self._running)]
         awaits = self._graph.topology.awaits
         for position in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
-            tokens, (id, again) = self._waiting.pop(position), position
+            id, again = position
             round = self._runs[id]
             if round == self._graph.max_rounds:
-                raise GraphError(
+                raise RoundsError(
                     f"workflow {self._graph.name!r}: node {id!r} has run {round} times, its max_rounds: the "
                     "conditional edges of its loop never led out"
                 )
+            tokens = self._waiting.pop(position)
             self._runs[id] += 1
             run = NodeRun(self._graph.nodes[id], id, round, _joined(tokens, self._age_before(id, again)))
             self._running[id, round] = run
             started.append(run)
         return started
+
+    def leave(self, run: NodeRun) -> None:
+        """End the branch before this run."""
+        del self._running[run.id, run.round]
+        self._ended.append((self._graph.topology.order[run.id], run.round, run.state))
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
         del self._running[run.id, run.round]
@@ -111,7 +140,7 @@ class Tokens:
             raise NodeError(self._graph.name, source, f"conditional edge: {_shown(error)}") from error
         topology = self._graph.topology
         for target in targets:
-            if target is END:
+            if target is END or not self._graph.leads_to(target, self.until):
                 tokens = self._ended
             else:
                 tokens = self._waiting.setdefault((target, topology.ends_round(source, target)), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +14,9 @@ __all__ = [
     "END",
     "QUESTION",
     "START",
+    "UNKNOWN",
     "Choice",
+    "DeadlineError",
     "Edge",
     "Generation",
     "GraphError",
@@ -23,10 +26,12 @@ __all__ = [
     "NodeQuestion",
     "RefusedSearchError",
     "Retrieval",
+    "RoundsError",
     "State",
     "Step",
     "Terminal",
     "UnknownNameError",
+    "UnknownValueError",
     "UnusableValueError",
     "WorkflowError",
 ]
@@ -40,8 +45,19 @@ class GraphError(WorkflowError, ValueError):
     """A graph that cannot run, or an edge that returned no node."""
 
 
+class RoundsError(GraphError):
+    """A node that would run more than `max_rounds` times."""
+
+
+class DeadlineError(WorkflowError, TimeoutError):
+    """A request whose deadline has ended before it had an answer."""
+
+
 class UnknownNameError(WorkflowError, KeyError):
     __str__ = Exception.__str__
+
+
+class UnknownValueError(WorkflowError): ...
 
 
 class UnusableValueError(WorkflowError, TypeError): ...
@@ -49,6 +65,9 @@ class UnusableValueError(WorkflowError, TypeError): ...
 
 class RefusedSearchError(WorkflowError, ValueError):
     """A search that the index cannot answer, such as a vector of another dimension."""
+
+
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '\w{1,64}'", re.IGNORECASE)
 
 
 class NodeError(WorkflowError, RuntimeError):
@@ -66,11 +85,19 @@ class NodeError(WorkflowError, RuntimeError):
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
         """Return the error to raise from `error`. Messages of other packages may have texts: they are not shown."""
-        return cls(graph, node, str(error) if isinstance(error, WorkflowError) else type(error).__name__)
+        if isinstance(error, WorkflowError):
+            return cls(graph, node, str(error))
+        # An engine that does not know an option of a generation; a name of Python's has no text.
+        named = _UNKNOWN_OPTION.search(str(error)) if isinstance(error, TypeError) else None
+        return cls(graph, node, f"{type(error).__name__}: {named[0]}" if named else type(error).__name__)
 
 
 QUESTION = ("input", "query")
 """Names of the user's question, both from HedraRAG's Listing 1."""
+
+
+UNKNOWN: Any = object()
+"""In a state: a value that is not known yet."""
 
 
 class State(Mapping[str, Any]):
@@ -89,9 +116,12 @@ class State(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._values[name]
+            value = self._values[name]
         except KeyError:
             raise UnknownNameError(f"the state has no {name!r}, only {', '.join(self._values)}") from None
+        if value is UNKNOWN:
+            raise UnknownValueError(f"{name!r} is not known yet")
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -208,7 +238,8 @@ Node = Generation | Retrieval | Step
 class NodeQuestion:
     """The question of a `RequestBuilder`: a generation's prompt without its documents.
 
-    `ordered`: documents may be in the order of the engine's cache, else they are in rank order.
+    - `ordered`: documents may be in the order of the engine's cache, else they are in rank order
+    - `streamed`: tokens are read as they come, else the answer may come whole
     """
 
     text: str = field(repr=False)
@@ -217,6 +248,7 @@ class NodeQuestion:
     temperature: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     ordered: bool = True
+    streamed: bool = field(default=True, compare=False)
 
 
 Choice = Callable[[State], NodeId | Terminal]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.pipelining.workflow.execution import answered, found, query_of
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, NodeId, Retrieval, Step
+from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, NodeId, Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher, Spawn
 from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["Query", "SpeculativeSearch", "known_runs", "predict_runs"]
+__all__ = ["Query", "SpeculativeSearch", "known_runs", "may_lead_on", "predict_runs"]
 
 Query = tuple[NodeId, str]
 """A retrieval's id, and what it searches for."""
@@ -87,6 +87,32 @@ def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
     if isinstance(node, Retrieval):
         return found(node, (f"{text} {rank}" for rank in range(node.topk)))
     return _call_pure(run)
+
+
+def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
+    """Return False if nothing that leads to `tokens.until` can follow this generation, whatever its text is.
+
+    With other branches beside it the answer is True.
+    """
+    if tokens.branches > 1 or tokens.until in run.node.writes:
+        return True
+    expected = tokens.alone(run)
+    runs = [run]
+    try:
+        for _ in range(_MAX_STEPS):
+            for each in runs:
+                # A function that reads the text fails.
+                unknown = dict.fromkeys(each.node.writes, UNKNOWN)
+                values = unknown if isinstance(each.node, Generation) else _call_pure(each)
+                if values is None or tokens.until in values:
+                    return True
+                expected.finish(each, values)
+            if expected.done:
+                return False
+            runs = expected.take()
+    except Exception:
+        return True
+    return True
 
 
 def _started(expected: Tokens) -> list[NodeRun]:

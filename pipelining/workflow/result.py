@@ -24,17 +24,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text` is the graph's answer, `state` all values of its nodes, `trace` the request's times."""
+    """`text` is the graph's answer ("" if `until` ended the request before), `state` all values of its nodes, `trace`
+    the request's times."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
     trace: Any = None
 
     @classmethod
-    def of(cls, graph: CompiledGraph, state: State, trace: Any = None) -> Self:
-        if graph.answer not in state:
-            raise NodeError(graph.name, "END", f"no node on the way has written the answer, {graph.answer!r}")
-        value = state[graph.answer]
+    def of(cls, graph: CompiledGraph, state: State, trace: Any = None, until: str | None = None) -> Self:
+        wanted = graph.answer if until is None else until
+        if wanted not in state:
+            what = "the answer, " if until is None else ""
+            raise NodeError(graph.name, "END", f"no node on the way has written {what}{wanted!r}")
+        value = state.get(graph.answer, "")
         return cls(value if isinstance(value, str) else str(value), state, trace)
 
 
@@ -53,6 +56,7 @@ class WorkItemTrace:
     - `outcome` of a speculation: "used", "wasted" (right, on a dropped branch) or "rolled back" (wrong)
     - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
     - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
+    - `from_memory`: an earlier item of the request had the same input, so neither engine nor search was asked
     """
 
     node: NodeId
@@ -72,6 +76,7 @@ class WorkItemTrace:
     clusters: int | None = None
     settled: int | None = None
     embed_s: float | None = None
+    from_memory: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +84,7 @@ class WorkflowTrace:
     """One request, in seconds; `started_s` is by the server's clock.
 
     - `waited_s`: in the queue before the start, not part of `total_s`
+    - `outcome` "limited": ended by `max_rounds` or a deadline, with the answer so far
     - `refused`, `declined`: speculations without room, and without a gain
     - `dropped`: work items after the first 1000
     """
@@ -87,7 +93,7 @@ class WorkflowTrace:
     started_s: float = 0.0
     waited_s: float = 0.0
     total_s: float | None = None
-    outcome: Literal["running", "answered", "failed", "cancelled"] = "running"
+    outcome: Literal["running", "answered", "limited", "failed", "cancelled"] = "running"
     pieces: list[WorkItemTrace] = field(default_factory=list)
     rounds: dict[NodeId, int] = field(default_factory=dict)
     refused: int = 0

@@ -6,15 +6,29 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
-from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import END, Generation, NodeError, Retrieval, State
+from ragorder.pipelining.workflow.memory import Memory, input_of
+from ragorder.pipelining.workflow.nodes import (
+    END,
+    DeadlineError,
+    Generation,
+    GraphError,
+    Node,
+    NodeError,
+    NodeId,
+    Retrieval,
+    RoundsError,
+    State,
+    Step,
+)
+from ragorder.pipelining.workflow.prediction import may_lead_on
 from ragorder.pipelining.workflow.result import Outcome, WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.searching import Handle
 from ragorder.pipelining.workflow.speculations import Speculations, SpeculativeGeneration, Workers, question_for
@@ -24,7 +38,7 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.workflow.searching import Found
 
-__all__ = ["WorkflowRun"]
+__all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
@@ -33,10 +47,50 @@ _CHECK_EVERY = 8
 """Tokens of a generation between two scheduling cycles."""
 
 
+class RunOptions(TypedDict, total=False):
+    """What a caller says about one request.
+
+    - `state`: values for the graph's `inputs`
+    - `scope`: the tenant, which shares no cached prefixes
+    - `deadline_s`: seconds from the call, with the time in the queue
+    - `on_limit`: "return" ends the request at `max_rounds` or its deadline with the answer so far, and raises if there
+      is none; "raise" always raises
+    - `until`: a name of the state, such as "docs". Only what leads to the last value of this name runs
+    """
+
+    state: Mapping[str, Any] | None
+    scope: Hashable
+    deadline_s: float | None
+    on_limit: Literal["return", "raise"]
+    until: str | None
+
+
+def checked_options(graph: CompiledGraph, options: RunOptions) -> RunOptions:
+    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
+    names = RunOptions.__annotations__
+    if unknown := options.keys() - names.keys():
+        raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are {', '.join(names)}")
+    on_limit, deadline_s, until = options.get("on_limit", "return"), options.get("deadline_s"), options.get("until")
+    if on_limit not in ("return", "raise"):
+        raise ValueError(f"on_limit is {on_limit!r}: give 'return' or 'raise'")
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s is {deadline_s!r}: give seconds above 0, or None")
+    written = sorted({name for node in checked_graph(graph).nodes.values() for name in node.writes})
+    if until is not None and until not in written:
+        known = ", ".join(map(repr, written))
+        raise GraphError(f"workflow {graph.name!r}: until={until!r} is written by no node: give one of {known}")
+    return options
+
+
+def deadline_error(graph: CompiledGraph, options: RunOptions) -> DeadlineError:
+    return DeadlineError(f"workflow {graph.name!r}: no answer within deadline_s={options.get('deadline_s')}")
+
+
 class WorkflowRun(Generic[D, R]):
     """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, if no later node can change it.
+    `emit` is called with the answer's text as it is generated, if no later node can change it. `ends_s`: the deadline,
+    by the event loop's clock. `streams` returns whether a transformation reads a generation's tokens as they come.
     """
 
     def __init__(
@@ -44,54 +98,101 @@ class WorkflowRun(Generic[D, R]):
         workers: Workers[D, R],
         graph: CompiledGraph,
         state: State,
-        scope: Hashable,
+        options: RunOptions,
         trace: WorkflowTrace,
         emit: Callable[[str], None] | None = None,
+        *,
+        streams: Callable[[CompiledGraph, NodeId], bool] = lambda graph, node: True,
+        memo: bool | None = None,
+        ends_s: float | None = None,
     ) -> None:
         self.graph = graph
-        self.scope = scope
+        self.scope = scope = options.get("scope")
+        self.limited = False
         self.trace = trace
         self._workers = workers
         self._state = state
+        self._options = options
+        self._ends_s = ends_s
         self._emit = emit
+        self._streams = streams
+        self._shown: WorkItem | None = None
+        self._memory = Memory(memo)
         self._context = copy_context()
         self._history: History | None = None
-        self._results: asyncio.Queue[tuple[WorkItem, Mapping[str, Any] | BaseException]] = asyncio.Queue()
+        self._results: asyncio.Queue[tuple[WorkItem | None, Any]] = asyncio.Queue()
         self._items: set[WorkItem] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        self._speculations = Speculations(workers, graph, scope, self._elapsed_s, self._begun, self._end)
+        self._speculations = Speculations(
+            workers, graph, scope, self._is_known, self._elapsed_s, self._begun, self._end
+        )
 
     async def run(self) -> State:
-        """Run the graph to its end. Raises GraphError and NodeError. All work has ended when this returns or raises."""
+        """Run the graph to its end, or to a limit. Raises GraphError, DeadlineError and NodeError.
+
+        All work has ended when this returns or raises.
+        """
         self._tokens: Tokens
+        loop = asyncio.get_running_loop()
+        error = deadline_error(self.graph, self._options)
+        alarm = None if self._ends_s is None else loop.call_at(self._ends_s, self._results.put_nowait, (None, error))
         try:
-            self._tokens = tokens = Tokens(self.graph, self._state)
+            self._tokens = tokens = Tokens(self.graph, self._state, self._options.get("until"))
             while not tokens.done:
                 for run in tokens.take():
-                    self._add(run)
+                    if self._is_needed(run):
+                        self._add(run)
+                    else:
+                        tokens.leave(run)
                 self._leave(self._speculations.left(tokens), "wasted")
-                item, values = await self._results.get()
-                if isinstance(values, BaseException):
-                    raise NodeError.of(self.graph.name, item.run.id, values) from values
-                tokens.finish(item.run, values)
+                if tokens.running:
+                    await self._next_result()
             self._leave(self._speculations.drop_all("wasted"), "wasted")
             return tokens.state
+        except (RoundsError, DeadlineError):
+            state = self._state_so_far()
+            if self._options.get("on_limit") == "raise" or (tokens.until or self.graph.answer) not in state:
+                raise
+            self.limited = True
+            return state
         finally:
+            if alarm is not None:
+                alarm.cancel()
             await self._close()
+
+    async def _next_result(self) -> None:
+        item, values = await self._results.get()
+        if item is None:
+            raise values
+        if isinstance(values, BaseException):
+            raise NodeError.of(self.graph.name, item.run.id, values) from values
+        self._tokens.finish(item.run, values)
+
+    def _is_needed(self, run: NodeRun) -> bool:
+        if self._tokens.until is None or not isinstance(run.node, Generation):
+            return True
+        return may_lead_on(self._tokens, run)
+
+    def _state_so_far(self) -> State:
+        """What has been shown of an answer counts as the answer."""
+        state = self._tokens.state_so_far
+        return state if self._shown is None else state.with_(self.graph.answer, "".join(self._shown.text).strip())
 
     @property
     def searches(self) -> int:
         return 0 if self._history is None else len(self._history)
 
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
-        return self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
+        runs = self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
+        return [run for run in runs if self._is_needed(run)]
 
     def known_runs(self) -> list[NodeRun]:
         return self._context.copy().run(self._speculations.known_runs, self._tokens)
 
     def is_speculated(self, item: WorkItem, /) -> bool:
-        return self._context.copy().run(self._speculations.is_speculated, item)
+        context = self._context.copy()
+        return context.run(self._speculations.is_speculated, item) or context.run(self._is_known, item.run)
 
     def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
         node, predict = item.node, getattr(self._workers.prompts, "lengths", None)
@@ -113,6 +214,8 @@ class WorkflowRun(Generic[D, R]):
         self._context.copy().run(self._start, item)
 
     def _start(self, item: WorkItem) -> None:
+        if isinstance(item.node, Generation):
+            item.streamed = self._may_show(item.node) or self._streams(self.graph, item.run.id)
         if item.after is None:
             self._begun(item)
             self._spawn(self._work(item), self._working)
@@ -126,6 +229,15 @@ class WorkflowRun(Generic[D, R]):
 
     def _elapsed_s(self) -> float:
         return self._workers.clock() - self.trace.started_s
+
+    def _is_known(self, run: NodeRun) -> bool:
+        if isinstance(run.node, Step):
+            return False
+        try:
+            return self._memory.find(input_of(run.node, run.state, self.scope)) is not None
+        except Exception:
+            # The node raises the error itself.
+            return False
 
     def _add(self, run: NodeRun) -> None:
         self.trace.rounds[run.id] = self.trace.rounds.get(run.id, 0) + 1
@@ -162,12 +274,7 @@ class WorkflowRun(Generic[D, R]):
     async def _work(self, item: WorkItem) -> None:
         values: Mapping[str, Any] | BaseException
         try:
-            if isinstance(item.node, Generation):
-                values = await self._generate(item, item.node)
-            elif isinstance(item.node, Retrieval):
-                values = await self._retrieve(item, item.node)
-            else:
-                values = await call_step(item.node, item.run.state)
+            values = await self._values(item, item.node)
         except asyncio.CancelledError as error:
             if item.ended:
                 raise
@@ -178,7 +285,26 @@ class WorkflowRun(Generic[D, R]):
         self._end(item, "failed" if isinstance(values, BaseException) else "used")
         self._results.put_nowait((item, values))
 
-    async def _retrieve(self, item: WorkItem, node: Retrieval) -> Mapping[str, Any]:
+    async def _values(self, item: WorkItem, node: Node) -> Mapping[str, Any]:
+        if isinstance(node, Step):
+            return await call_step(node, item.run.state)
+        asked = input_of(node, item.run.state, self.scope)
+        result: Any
+        known = self._memory.find(asked)
+        if known is not None:
+            item.trace.from_memory = True
+            self._leave(self._speculations.drop(item.run, "wasted"), "wasted")
+            result = await known
+            if isinstance(node, Generation) and (emit := self._emit_of(item, node)) is not None:
+                emit(result)
+        else:
+            with self._memory.asking(asked) as known:
+                work = self._generate(item, node) if isinstance(node, Generation) else self._retrieve(item, node)
+                result = await work
+                known.set_result(result)
+        return answered(node, result, item.run.state) if isinstance(node, Generation) else found(node, result)
+
+    async def _retrieve(self, item: WorkItem, node: Retrieval) -> tuple[D, ...]:
         measured, searcher = self._workers.measured, self._workers.searcher
         query = query_of(node, item.run.state)
         handle, history = await self._speculations.search(item, query)
@@ -202,7 +328,7 @@ class WorkflowRun(Generic[D, R]):
             stage = await self._stages(item, handle)
         item.trace.clusters, item.trace.settled = stage.number, stage.settled
         (measured.settled_near if near else measured.settled).add(1 - stage.settled / max(1, stage.stages))
-        return found(node, searcher.documents(stage))
+        return searcher.documents(stage)
 
     async def _stages(self, item: WorkItem, handle: Handle) -> Found:
         seen: dict[int, tuple[bytes, float]] = {}
@@ -225,7 +351,7 @@ class WorkflowRun(Generic[D, R]):
             self._workers.measured.odds(item).learn(rights, seen)
         return stage
 
-    async def _generate(self, item: WorkItem, node: Generation) -> Mapping[str, Any]:
+    async def _generate(self, item: WorkItem, node: Generation) -> str:
         speculative = self._speculations.generation(item.run)
         try:
             usage = await self._answer(item, node, speculative)
@@ -233,24 +359,27 @@ class WorkflowRun(Generic[D, R]):
             if not speculative.idle:
                 self._leave([speculative], "rolled back")
         self._note_usage(item, usage)
-        return answered(node, "".join(item.text), item.run.state)
+        return "".join(item.text)
 
     async def _answer(self, item: WorkItem, node: Generation, speculative: SpeculativeGeneration[D, R]) -> Usage | None:
-        emit = self._emit if self._emit is not None and self._is_answer(item, node) else None
-        usage: Usage | None = None
+        emit = self._emit_of(item, node)
+        usage, began = None, False
         started_s = self._elapsed_s()
         question, documents = question_for(item, node, self.scope), documents_of(node, item.run.state)
         async with aclosing(speculative.attempt.answer(question, documents)) as chunks:
             async for chunk in chunks:
-                if item.trace.first_token_s is None:
-                    item.trace.first_token_s = self._elapsed_s()
+                if not began:
+                    began = True
                     speculative.used(right=speculative.right)
+                if item.trace.first_token_s is None and chunk.usage is None:
+                    item.trace.first_token_s = self._elapsed_s()
                 usage = chunk.usage or usage
                 if not chunk.text:
                     continue
                 item.text.append(chunk.text)
                 before, item.tokens = item.tokens, item.tokens + chunk.tokens
                 if emit is not None:
+                    self._shown = item
                     emit(chunk.text)
                 if item.tokens // _CHECK_EVERY > before // _CHECK_EVERY:
                     self._workers.wavefront.progress(item)
@@ -269,15 +398,17 @@ class WorkflowRun(Generic[D, R]):
                 measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
         measured.pay(item)
 
-    def _is_answer(self, item: WorkItem, node: Generation) -> bool:
+    def _emit_of(self, item: WorkItem, node: Generation) -> Callable[[str], None] | None:
+        return self._emit if self._may_show(node) and self._is_last(item) else None
+
+    def _may_show(self, node: Generation) -> bool:
+        ends = node.output == self.graph.answer and not self.graph.next_nodes(node.id)
+        return self._emit is not None and ends and node.parse is None
+
+    def _is_last(self, item: WorkItem) -> bool:
         graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]
         later = {vertex for id in others for vertex in (id, *graph.topology.later(id)) if vertex is not END}
-        return (
-            node.parse is None
-            and node.output == graph.answer
-            and not graph.next_nodes(node.id)
-            and not any(graph.answer in graph.nodes[id].writes for id in later)
-        )
+        return not any(graph.answer in graph.nodes[id].writes for id in later)
 
     def _branched(self) -> History | None:
         if self._history is None:

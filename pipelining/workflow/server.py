@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
-from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
-from ragorder.pipelining.workflow.nodes import NodeQuestion
+from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.nodes import DeadlineError, NodeId, NodeQuestion
 from ragorder.pipelining.workflow.pricing import EXTRA_TOKENS, Spending
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
-from ragorder.pipelining.workflow.run import WorkflowRun
+from ragorder.pipelining.workflow.run import RunOptions, WorkflowRun, checked_options, deadline_error
 from ragorder.pipelining.workflow.searching import Searcher
 from ragorder.pipelining.workflow.speculations import Workers
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
 from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
-__all__ = ["RunOptions", "WorkflowServer", "checked_options"]
+__all__ = ["WorkflowServer"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
+
+
+_MEASURE_EVERY = 16
+"""One of this number of answers whose tokens nobody reads is streamed, to measure the prefill."""
 
 
 class _BoundedEngine(Generic[R]):
@@ -39,21 +43,6 @@ class _BoundedEngine(Generic[R]):
         async with self._limiter.slot(None), aclosing(self._engine.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-
-class RunOptions(TypedDict, total=False):
-    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes."""
-
-    state: Mapping[str, Any] | None
-    scope: Hashable
-
-
-def checked_options(options: RunOptions) -> RunOptions:
-    """Raise TypeError for unknown options: with a misspelt scope a request would share others' prefixes."""
-    unknown = options.keys() - RunOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
-    return options
 
 
 class WorkflowServer(Generic[D, R]):
@@ -71,6 +60,8 @@ class WorkflowServer(Generic[D, R]):
       same share of engine requests and searches (None: any number; 0: only searches whose queries are known)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
     - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
+    - `memo`: what a request has asked at temperature 0 is not asked again, nor is a search with the same query (None);
+      at any temperature (True); never (False)
     - `observer`: called with each final trace
 
     Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only.
@@ -91,6 +82,7 @@ class WorkflowServer(Generic[D, R]):
         max_waiting: int = 1024,
         max_generations: int | None = None,
         window: int = 32,
+        memo: bool | None = None,
         observer: Callable[[WorkflowTrace], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -106,39 +98,43 @@ class WorkflowServer(Generic[D, R]):
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting
         )
+        self._memo = memo
         self._observer = observer
         self._clock = clock
         self._running: set[asyncio.Task[WorkflowResult]] = set()
+        self._whole = 0
         self._awake = False
         self._closed = False
         self._warn = FirstFailures()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if closed.
+        """Return the result. Raises GraphError, NodeError, DeadlineError, QueueFullError, and RuntimeError if closed.
 
         Cancelling it ends its work.
         """
-        return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
+        return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(graph, options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
         trace = WorkflowTrace(graph.name)
-        return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
+        return WorkflowStream(self._stream(graph, question, trace, checked_options(graph, options)), trace)
 
     def batch(
         self,
         graph: CompiledGraph,
         questions: Iterable[str],
         *,
-        scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
+        **options: Unpack[RunOptions],
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
         """Yield (number of the question, result or error) in the order of their ends.
 
-        At most `max_requests` questions are read at a time; they wait while the queue is full.
+        At most `max_requests` questions are read at a time; they wait while the queue is full. `options` are those of
+        each request.
         """
+        checked_options(graph, options)
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
-            return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
+            return self._run(graph, question, WorkflowTrace(graph.name), options, patient=True)
 
         return run_batch(questions, ask, at_once=self._limiter.limit, on_progress=on_progress)
 
@@ -163,26 +159,41 @@ class WorkflowServer(Generic[D, R]):
         *,
         patient: bool = False,
     ) -> WorkflowResult:
-        begun = checked_graph(graph).begin(question, options.get("state"))
+        begun = graph.begin(question, options.get("state"))
         if self._closed:
             raise RuntimeError("this server is closed")
-        came_s = self._clock()
+        came_s, deadline_s = self._clock(), options.get("deadline_s")
+        ends_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
 
         async def course() -> WorkflowResult:
-            async with self._limiter.slot(None, patient=patient):
+            async with asyncio.timeout_at(ends_s) as waiting, self._limiter.slot(None, patient=patient):
+                # From here on the run watches its deadline itself.
+                waiting.reschedule(None)
                 trace.started_s = self._clock()
                 trace.waited_s = trace.started_s - came_s
-                run = WorkflowRun(self._workers, graph, begun, options.get("scope"), trace, emit)
-                return WorkflowResult.of(graph, await run.run(), trace)
+                run = WorkflowRun(
+                    self._workers,
+                    graph,
+                    begun,
+                    options,
+                    trace,
+                    emit,
+                    streams=self._streams,
+                    memo=self._memo,
+                    ends_s=ends_s,
+                )
+                result = WorkflowResult.of(graph, await run.run(), trace, options.get("until"))
+                trace.outcome = "limited" if run.limited else "answered"
+                return result
 
         task = asyncio.create_task(course())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         trace.started_s, trace.outcome = came_s, "failed"
         try:
-            result = await task
-            trace.outcome = "answered"
-            return result
+            return await task
+        except TimeoutError as error:
+            raise error if isinstance(error, DeadlineError) else deadline_error(graph, options) from None
         except asyncio.CancelledError:
             trace.outcome = "cancelled"
             caller = asyncio.current_task()
@@ -210,6 +221,17 @@ class WorkflowServer(Generic[D, R]):
             yield result
         finally:
             await end_all((task,))
+
+    def _streams(self, graph: CompiledGraph, id: NodeId) -> bool:
+        """Return whether a transformation reads this generation's tokens, or a prefill is to be measured."""
+        for transformation in self.transformations:
+            reads_tokens = getattr(transformation, "reads_tokens", None)
+            if reads_tokens is None or reads_tokens(graph, id, self.measurements):
+                return True
+        if not self.transformations:
+            return False
+        self._whole += 1
+        return self.measurements.prefill_s is None or self._whole % _MEASURE_EVERY == 0
 
     def _wake(self) -> None:
         if not self._awake:

@@ -137,7 +137,7 @@ def _run_key(run: NodeRun) -> RunKey:
 
 
 def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
-    return replace(question_of(node, item.run.state, scope), ordered=item.ordered)
+    return replace(question_of(node, item.run.state, scope), ordered=item.ordered, streamed=item.streamed)
 
 
 class _Guesses(NamedTuple):
@@ -150,7 +150,8 @@ class _Guesses(NamedTuple):
 class Speculations(Generic[D, R]):
     """Speculative generations and searches of one request.
 
-    `begun` and `ended` are called with their items. `tasks` has those of searches until they end.
+    `begun` and `ended` are called with their items. `tasks` has those of searches until they end. Nothing is speculated
+    on runs whose input `is_known`.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Speculations(Generic[D, R]):
         workers: Workers[D, R],
         graph: CompiledGraph,
         scope: Hashable,
+        is_known: Callable[[NodeRun], bool],
         elapsed_s: Callable[[], float],
         begun: Callable[[WorkItem], None],
         ended: Callable[[WorkItem, Outcome], None],
@@ -165,6 +167,7 @@ class Speculations(Generic[D, R]):
         self._workers = workers
         self._graph = graph
         self._scope = scope
+        self._is_known = is_known
         self._elapsed_s = elapsed_s
         self._begun = begun
         self._ended = ended
@@ -181,7 +184,7 @@ class Speculations(Generic[D, R]):
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
-            return [run for run in runs if self._is_new(item, run)]
+            return [run for run in runs if not self._is_known(run) and self._is_new(item, run)]
         except Exception:
             return []
 
@@ -199,7 +202,8 @@ class Speculations(Generic[D, R]):
                     begun.add((run.id, query_of(run.node, run.state)))
         runs = []
         for query, run in known.items():
-            if query not in self._known_since and query not in begun and query[1].strip():
+            new = query not in self._known_since and query not in begun and query[1].strip()
+            if new and not self._is_known(run):
                 self._known_since[query] = now_s
                 runs.append(run)
         return runs
@@ -293,6 +297,9 @@ class Speculations(Generic[D, R]):
         while keys := [key for key, source in self._sources.items() if source.ended and key not in running]:
             dropped += [generation for key in keys for generation in self._drop(key, "wasted")]
         return dropped
+
+    def drop(self, run: NodeRun, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        return self._drop(_run_key(run), outcome)
 
     def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
         for (id, _), since_s in self._known_since.items():

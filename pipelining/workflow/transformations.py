@@ -9,7 +9,8 @@ from typing import Protocol
 
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
-from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
+from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
 from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
 from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
 
@@ -30,7 +31,8 @@ class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
     It marks items of `wavefront.new`, or adds speculative items after progress of others (`wavefront.progressed`). Both
-    methods run on the event loop and must be quick.
+    methods run on the event loop and must be quick. It may also have `reads_tokens(graph, node, measured)`: without it
+    all generations are streamed.
     """
 
     name: str
@@ -49,6 +51,9 @@ class _Mark(ABC):
     worker: Worker = "search"
     shared_only = False
     """Needs a search that is cut into parts (`Measurements.cuts`)."""
+
+    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
+        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         if self.shared_only and not measured.cuts:
@@ -178,6 +183,9 @@ class SpeculateGeneration:
         self.odds = odds
         self.across = across
         self.recalled_only = recalled_only
+
+    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
+        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         searches = [item for item in wavefront.progressed("search") if self._concerns(item)]
@@ -325,6 +333,18 @@ class SpeculateRetrieval:
         self.embeddings = embeddings
         self.generations = generations
         self.known = known
+
+    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
+        """Return whether a search can come next, with nothing but pure steps before it."""
+        waiting, seen = list(graph.next_nodes(node)), {node}
+        while waiting and measured.cuts:
+            following = graph.nodes[waiting.pop()]
+            if isinstance(following, Retrieval):
+                return True
+            if isinstance(following, Step) and following.pure and following.id not in seen:
+                seen.add(following.id)
+                waiting += graph.next_nodes(following.id)
+        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         if self.known:

@@ -89,6 +89,7 @@ class WorkItem:
     """Work on one run of a node: due, or predicted from the progress of `after`.
 
     - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
+    - `streamed`: of a generation: its tokens are read as they come
     - `released`: the speculative generation has been answered, and is no longer on the engine
     - of a speculative generation: `held`, tokens kept for it in the budget; `sent`, those of its prompt and answer when
       the engine is done with it
@@ -109,6 +110,7 @@ class WorkItem:
     fast: bool = False
     prefetch: bool = False
     ordered: bool = False
+    streamed: bool = True
     admission: Admission | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
     released: bool = False

@@ -480,7 +480,9 @@ class FarEnd:
                     self.held -= 1
                 return
             self._send(writer, {"choices": [{"index": 0, "delta": {"content": "In the "}, "finish_reason": None}]})
-            if how != "cut":
+            if how == "error":
+                self._send(writer, {"error": {"message": "out of memory", "type": "server_error"}})
+            elif how != "cut":
                 self._send(writer, {"choices": [{"index": 0, "delta": {"content": "drawer"}, "finish_reason": "stop"}]})
                 if how == "answer":
                     counts = {"prompt_tokens": 300, "completion_tokens": 4, "total_tokens": 304}
@@ -547,6 +549,11 @@ class TestAServerThatFails:
         assert one._pipeline.load is not None and one._pipeline.load.pending == 0
         # A prompt whose first token came was computed, whatever became of the answer.
         assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [how == "cut"]
+
+    async def test_in_the_middle_of_an_answer_raises_what_it_says(self, far_end: FarEnd, made: Client) -> None:
+        far_end.play = lambda body: "error"
+        with pytest.raises(openai.APIError, match="out of memory"):
+            await made(played([0])).answer("What is kept?")
 
     async def test_that_holds_its_answer_sees_the_stream_closed(
         self, far_end: FarEnd, made: Client, ledger: Ledger

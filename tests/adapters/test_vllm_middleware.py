@@ -144,9 +144,7 @@ class TestAsItCame:
         assert echoed.content == b"\x00\xff"
         assert get(f"{url}/health").text == "ok"
         packed = gzip.compress(json.dumps(chat(list("ab"))).encode())
-        answer = httpx2.post(
-            f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES
-        )
+        answer = httpx2.post(f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES)
         assert (answer.status_code, application.bodies) == (400, [packed])
 
     def test_after_an_error_inside(
@@ -253,9 +251,7 @@ class TestSettings:
         with pytest.raises(ValueError, match=said):
             OrderDocuments(Application().app())
 
-    def test_an_unknown_size_of_the_cache_is_said(
-        self, serve: Callable[[Any], str], application: Application
-    ) -> None:
+    def test_an_unknown_size_of_the_cache_is_said(self, serve: Callable[[Any], str], application: Application) -> None:
         app = application.app(template=FORM)
         with pytest.warns(DegradedWarning, match="RAGORDER_CAPACITY_TOKENS and RAGORDER_BLOCK_SIZE"):
             post(serve(app), chat(list("ab")))

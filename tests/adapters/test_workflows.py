@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
+from support.chat_server import ChatServer, chat_server
 from support.workflows import PlainPrompts, ScriptedEngine
 
 faiss = pytest.importorskip("faiss")
@@ -45,7 +46,7 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.transformations import OrderDocuments
+from ragorder.pipelining.workflow.transformations import OrderDocuments, SpeculateRetrieval
 
 DOCUMENTS = [Document(name, f"{name} is a document about {name}. " * 8, metadata={"of": name}) for name in "abcdef"]
 SYSTEM = "Answer from the documents. " * 8
@@ -287,6 +288,78 @@ class TestOrdered:
             make_server(search, prompts="token_ids")
 
 
+class TestOpenAIServer:
+    """A real server over HTTP: answers come token by token only where somebody reads the tokens."""
+
+    @pytest.fixture
+    def far_end(self) -> Iterator[ChatServer]:
+        pytest.importorskip("openai")
+        with chat_server() as server:
+            yield server
+
+    async def bodies(
+        self, far_end: ChatServer, search: Any, graph: RAGraph, requests: int, **options: Any
+    ) -> list[bool]:
+        """Which of the requests were streamed, by their order; the first one measures a prefill and is left out."""
+        import openai
+
+        from ragorder.adapters.openai.endpoint import OpenAIStreams
+
+        async with (
+            openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
+            make_server(search, OpenAIStreams(client, "served"), warm_up=False, **options) as server,
+        ):
+            await server.run(one_shot().compile(), "the first")
+            far_end.forget(lambda body: True)
+            for number in range(requests):
+                result = await server.run(graph.compile(), f"question {number}")
+                assert result.text == far_end.answers[-1]["content"] and result.trace.outcome == "answered"
+                *_, last = (piece for piece in result.trace.pieces if piece.worker == "engine")
+                assert last.prompt_tokens == far_end.usages[-1]["prompt_tokens"]
+                assert last.tokens == far_end.usages[-1]["completion_tokens"]
+        return [bool(body.get("stream")) for body in far_end.bodies]
+
+    async def test_an_answer_that_nobody_reads_as_it_comes_is_not_streamed(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        assert await self.bodies(far_end, search, one_shot(), 3, transformations=()) == [False] * 3
+        assert await self.bodies(far_end, search, hyde(), 2, transformations=()) == [False] * 4
+
+    async def test_what_a_search_may_follow_is_streamed_where_searches_are_speculated_on(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        streamed = await self.bodies(far_end, search, hyde(), 2, transformations=[SpeculateRetrieval()])
+        assert streamed == [True, False] * 2
+
+    async def test_one_in_sixteen_is_streamed_to_measure_the_prefill(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        streamed = await self.bodies(far_end, search, one_shot(), 32, transformations=[OrderDocuments()])
+        assert streamed.count(True) == 2
+
+    async def test_an_option_that_the_client_does_not_know_is_named(
+        self, far_end: ChatServer, search: ContinuousIVF
+    ) -> None:
+        graph = RAGraph("odd").add_generation("answer", prompt="{query}", temprature=0.5)
+        graph.add_edge(START, "answer").add_edge("answer", END)
+        with pytest.raises(NodeError, match=r"node 'answer': TypeError: unexpected keyword argument 'temprature'$"):
+            await self.bodies(far_end, search, graph, 1)
+
+    async def test_a_stream_is_streamed(self, far_end: ChatServer, search: ContinuousIVF) -> None:
+        import openai
+
+        from ragorder.adapters.openai.endpoint import OpenAIStreams
+
+        async with (
+            openai.AsyncOpenAI(base_url=f"{far_end.url}/v1", api_key="none") as client,
+            make_server(search, OpenAIStreams(client, "served"), transformations=()) as server,
+            server.stream(hyde().compile(), "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert [bool(body.get("stream")) for body in far_end.bodies] == [False, True]
+        assert len(pieces) > 3 and "".join(pieces) == stream.result.text == far_end.answers[-1]["content"]
+
+
 class TestObservers:
     async def run(self, search: ContinuousIVF, *observers: Any) -> None:
         async with make_server(search, observers=observers) as server:
@@ -321,6 +394,7 @@ class TestObservers:
         assert value("requests_total", graph="broken", outcome="failed") == 1
         assert value("seconds_count", graph="irg") == 1
         assert (value("pieces_total", worker="engine", kind="due", outcome="used") or 0) >= 1
+        assert value("pieces_from_memory_total", worker="engine") == 1
         prompt_tokens, cached_tokens = value("prompt_tokens_total"), value("cached_tokens_total")
         assert prompt_tokens and cached_tokens == pytest.approx(0.4 * prompt_tokens)
         assert (value("clusters_total") or 0) > 0
@@ -444,6 +518,29 @@ class TestLangGraph:
         assert app.invoke({"question": "b"}) == expected
         assert asyncio.run(app.ainvoke({"question": "b"})) == expected
 
+    async def test_the_answer_is_streamed_as_messages(self, search: ContinuousIVF) -> None:
+        graphs = pytest.importorskip("langgraph.graph")
+        from ragorder.adapters.workflows.langchain import workflow_node
+
+        class Asked(TypedDict, total=False):
+            question: str
+            answer: str
+
+        with SharedWorkflows(lambda: make_server(search)) as workflows:
+            builder = graphs.StateGraph(Asked)
+            builder.add_node("research", workflow_node(workflows, hyde(topk=3).compile()))
+            builder.add_edge(graphs.START, "research")
+            app = builder.add_edge("research", graphs.END).compile()
+            modes = ["messages", "values"]
+            events = list(app.stream({"question": "b"}, stream_mode=modes))
+            later = [event async for event in app.astream({"question": "b"}, stream_mode=modes)]
+        for streamed in (events, later):
+            texts = [part.text for mode, value in streamed if mode == "messages" for part in value[:1]]
+            whole = streamed[-1][1]["answer"]
+            assert len([text for text in texts if text]) == 3 and "".join(texts) == whole == "a b c"
+            nodes = {value[1]["langgraph_node"] for mode, value in streamed if mode == "messages"}
+            assert nodes == {"research"}
+
     def test_inputs_and_scope_come_from_the_state(self) -> None:
         pytest.importorskip("langchain_core")
         from ragorder.adapters.workflows.langchain import workflow_node
@@ -474,6 +571,16 @@ class TestLangChain:
             assert [(each.id, each.page_content, each.metadata) for each in found] == [
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[2], DOCUMENTS[0])
             ]
+
+    def test_generates_no_answer_for_nobody(self, search: ContinuousIVF) -> None:
+        pytest.importorskip("langchain_core")
+        from ragorder.adapters.workflows.langchain import WorkflowRetriever
+
+        engine = Reader()
+        with SharedWorkflows(lambda: make_server(search, engine, warm_up=False)) as workflows:
+            retriever = WorkflowRetriever(workflows=workflows, graph=hyde(topk=2).compile())
+            found = [[each.id for each in retriever.invoke(f"{name} {number}")] for number, name in enumerate("abcde")]
+        assert all(len(each) == 2 for each in found) and [shown(request) for request in engine.requests] == [""] * 5
 
     def test_converts_other_documents(self, workflows: SharedWorkflows) -> None:
         documents = pytest.importorskip("langchain_core.documents")

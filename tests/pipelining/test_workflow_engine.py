@@ -114,7 +114,7 @@ async def test_a_second_round_finds_the_first_ones_documents_cached(folder: Path
     found = iter(([1, 2, 3], [3, 2, 1]))
     graph = irg(rounds=2, topk=3, max_tokens=8).compile()
     async with WorkflowServer(
-        engine, lambda vector, k: next(found), lambda query: query, DOCUMENTS.__getitem__, prompts
+        engine, lambda vector, k: next(found), lambda query: query, DOCUMENTS.__getitem__, prompts, memo=False
     ) as server:
         trace = (await server.run(graph, "Which number?")).trace
     first, second = (piece for piece in trace.pieces if piece.worker == "engine")

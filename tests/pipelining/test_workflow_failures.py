@@ -28,11 +28,14 @@ from support.workflow_server import (
 )
 from support.workflows import Asked, PlainPrompts
 
+from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.search import Budget
 from ragorder.pipelining.workflow import (
     END,
     START,
+    DeadlineError,
+    GraphError,
     NodeError,
     RAGraph,
     State,
@@ -55,6 +58,7 @@ _OF_A_REQUEST = frozenset(
             "Attempt",
             "SpeculativeGeneration",
             "History",
+            "Memory",
             "NodeRun",
             "PastSearch",
             "WorkItem",
@@ -292,6 +296,111 @@ async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_
             engine.dead = False
             assert (await server.run(graph, "why?")).text == (await interpreted(graph, index, "why?")).text
             await settled(server, engine, search, prompts)
+
+
+class TestLimits:
+    """`max_rounds` and deadlines end a request with the best answer so far, and nothing is left running."""
+
+    @staticmethod
+    async def limited(graph: RAGraph, *, stream: bool = False, **options: Any) -> tuple[Any, str, float]:
+        """Result or error, what was shown, and when it ended: a word takes a second, a search none."""
+        engine, prompts, clock = SlowEngine(pause_s=1.0), PlainPrompts(), asyncio.get_running_loop().time
+
+        async def nearest(_: Any, k: int) -> Any:
+            return range(k)
+
+        shown: list[str] = []
+        traces: list[WorkflowTrace] = []
+        async with WorkflowServer(
+            engine, nearest, vector, document, prompts, max_requests=1, clock=clock, observer=traces.append, memo=False
+        ) as server:
+            result: Any
+            try:
+                if stream:
+                    async with server.stream(graph.compile(), "why?", **options) as pieces:
+                        shown = [piece async for piece in pieces]
+                    result = pieces.result
+                else:
+                    result = await server.run(graph.compile(), "why?", **options)
+            except (GraphError, DeadlineError) as error:
+                result = error
+            ended_s = clock()
+            assert engine.running == prompts.open == 0
+            assert traces[-1].outcome == ("failed" if isinstance(result, Exception) else result.trace.outcome)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result, "".join(shown), ended_s
+
+    @staticmethod
+    def checked() -> RAGraph:
+        """It never finds its answer good enough."""
+        graph = RAGraph("checked", max_rounds=2).add_retrieval("search", query="query", topk=2)
+        graph.add_generation("answer", prompt="{query} {docs}").add_step(
+            "check", lambda state: {"checked": True}, writes="checked"
+        )
+        graph.add_edge(START, "search").add_edge("search", "answer").add_edge("answer", "check")
+        return graph.add_edge("check", lambda state: "search", to=("search", END))
+
+    def test_rounds(self) -> None:
+        result, _, _ = run_virtual(self.limited(self.checked()))
+        assert result.text == result.state["answer"] != "" and result.state["checked"]
+        assert result.trace.outcome == "limited" and result.trace.rounds == dict.fromkeys(
+            ("search", "answer", "check"), 2
+        )
+
+    def test_rounds_as_an_error(self) -> None:
+        error, _, _ = run_virtual(self.limited(self.checked(), on_limit="raise"))
+        assert str(error).startswith("workflow 'checked': node 'search' has run 2 times, its max_rounds")
+
+    def test_rounds_without_an_answer(self) -> None:
+        graph = RAGraph("searches", max_rounds=2).add_retrieval("search", query="query")
+        graph.add_generation("answer", prompt="{docs}").add_edge(START, "search").add_edge("answer", END)
+        graph.add_edge("search", lambda state: "search", to=("search", "answer"))
+        error, _, _ = run_virtual(self.limited(graph))
+        assert isinstance(error, GraphError) and "has run 2 times" in str(error)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_deadline(self, stream: bool) -> None:
+        """An answer of twenty words takes 22 seconds: the first one is there, the second is not."""
+        result, shown, ended_s = run_virtual(self.limited(irg(rounds=3), deadline_s=30.0, stream=stream))
+        assert (result.trace.outcome, ended_s) == ("limited", 30.0)
+        assert result.text == result.state["answer"] and result.state["round"] == 1
+        assert shown == (result.text if stream else "")
+
+    def test_a_deadline_that_is_not_reached(self) -> None:
+        result, _, ended_s = run_virtual(self.limited(irg(rounds=2), deadline_s=1000.0))
+        assert result.trace.outcome == "answered" and ended_s < 100
+
+    @pytest.mark.parametrize(("graph", "on_limit", "ended_s"), [(one_shot(), "return", 10.0), (irg(), "raise", 30.0)])
+    def test_a_deadline_without_an_answer_or_as_an_error(self, graph: RAGraph, on_limit: str, ended_s: float) -> None:
+        error, _, ended_at_s = run_virtual(self.limited(graph, deadline_s=ended_s, on_limit=on_limit))
+        assert isinstance(error, DeadlineError) and isinstance(error, TimeoutError) and ended_at_s == ended_s
+        assert str(error) == f"workflow '{graph.name}': no answer within deadline_s={ended_s}"
+
+    def test_what_has_been_shown_is_the_answer(self) -> None:
+        result, shown, ended_s = run_virtual(self.limited(one_shot(), deadline_s=10.5, stream=True))
+        assert (result.trace.outcome, ended_s) == ("limited", 10.5)
+        assert shown == result.text == result.state["answer"] and 0 < len(shown.split()) < 20
+
+    def test_a_deadline_counts_the_time_in_the_queue(self) -> None:
+        async def queued() -> tuple[Any, WorkflowTrace, float]:
+            engine, prompts, clock = SlowEngine(pause_s=1.0), PlainPrompts(), asyncio.get_running_loop().time
+            traces: list[WorkflowTrace] = []
+            graph = RAGraph("plain").add_generation("answer", prompt="{query}")
+            compiled = graph.add_edge(START, "answer").add_edge("answer", END).compile()
+            async with WorkflowServer(
+                engine, vector, vector, document, prompts, max_requests=1, clock=clock, observer=traces.append
+            ) as server:
+                first = asyncio.create_task(server.run(compiled, "first"))
+                await asyncio.sleep(0)
+                with pytest.raises(DeadlineError) as raised:
+                    await server.run(compiled, "second", deadline_s=5.0)
+                ended_s = clock()
+                await first
+            assert len(engine.sent) == 1
+            return raised.value, traces[0], ended_s
+
+        _, trace, ended_s = run_virtual(queued())
+        assert (trace.outcome, ended_s) == ("failed", 5.0)
 
 
 async def test_nothing_is_kept_of_requests_that_have_ended() -> None:

@@ -162,7 +162,7 @@ class TestAnswers:
                 load=EngineLoad(16),
                 max_generations=max_generations,
             ) as server:
-                runs = (outcome(server.run(runnable, question)) for question in questions)
+                runs = (outcome(server.run(runnable, question, on_limit="raise")) for question in questions)
                 assert await asyncio.gather(*runs) == expected
                 await settled(server, engine, search, prompts)
 
@@ -837,12 +837,29 @@ class TestServer:
         """Without its scope a request would share the prefixes of those that have none."""
         graph = one_shot().compile()
         wrong: Any = {"scpoe": "acme"}
-        says = "a request has no scpoe: its options are state and scope"
+        says = "a request has no scpoe: its options are state, scope, deadline_s, on_limit, until"
         async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
             with pytest.raises(TypeError, match=says):
                 await server.run(graph, "why?", **wrong)
             with pytest.raises(TypeError, match=says):
                 server.stream(graph, "why?", **wrong)
+            with pytest.raises(TypeError, match=says):
+                server.batch(graph, ["why?"], **wrong)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"on_limit": "stop"}, "on_limit is 'stop': give 'return' or 'raise'"),
+            ({"deadline_s": 0}, "deadline_s is 0: give seconds above 0, or None"),
+            ({"until": "found"}, "until='found' is written by no node: give one of 'answer', 'docs'"),
+        ],
+    )
+    async def test_an_option_that_cannot_be_is_refused(
+        self, search: ContinuousIVF, options: dict[str, Any], says: str
+    ) -> None:
+        async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
+            with pytest.raises(ValueError, match=says):
+                await server.run(one_shot().compile(), "why?", **options)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
@@ -1067,6 +1084,178 @@ class TestServer:
         first, again, second, third, alone = histories
         assert first is again and second is third and first is not second and len(first) == 2
         assert alone is None
+
+
+class TestMemory:
+    """A request asks nothing twice: neither the engine for the same question and documents, nor the same search."""
+
+    @staticmethod
+    async def rounds(
+        graph: RAGraph, *transformations: Any, **options: Any
+    ) -> tuple[WorkflowResult, list[Asked], list[str]]:
+        """Every search finds the same documents."""
+        engine, prompts, embedded = SlowEngine(), PlainPrompts(), list[str]()
+
+        async def embed(query: str) -> Any:
+            embedded.append(query)
+            return vector("the same")
+
+        async def nearest(_: Any, k: int) -> Any:
+            return range(k)
+
+        async with WorkflowServer(
+            engine, nearest, embed, document, prompts, transformations=transformations, **options
+        ) as server:
+            result = await server.run(graph.compile(), "why?")
+        assert prompts.open == 0 and prompts.confirmed == len(engine.sent)
+        expected = await interpret(
+            graph.compile(),
+            "why?",
+            engine=ScriptedEngine(long_answer),
+            prompts=PlainPrompts(),
+            retrieve=lambda _, topk: asyncio.sleep(0, [document(id) for id in range(topk)]),
+        )
+        assert dict(result.state) == dict(expected.state)
+        return result, engine.sent, embedded
+
+    async def test_a_round_that_finds_the_same_is_not_generated_again(self) -> None:
+        result, sent, embedded = await self.rounds(irg(rounds=4))
+        assert len(sent) == 1 and embedded == ["why?", f"why? {result.text}"]
+        due = [(piece.node, piece.from_memory) for piece in result.trace.pieces if piece.worker != "step"]
+        new, known = [("search", False), ("answer", True)], [("search", True), ("answer", True)]
+        assert due == [("search", False), ("answer", False), *new, *known, *known]
+
+    @pytest.mark.parametrize(
+        ("memo", "temperature", "sent"),
+        [(None, 0.0, 1), (None, 0.7, 3), (None, None, 3), (True, 0.7, 1), (False, 0.0, 3)],
+    )
+    async def test_answers_are_kept_at_temperature_0_or_as_the_server_says(
+        self, memo: bool | None, temperature: float | None, sent: int
+    ) -> None:
+        graph = RAGraph("rounds", max_rounds=3).add_generation("answer", prompt="{query}", temperature=temperature)
+        graph.add_step("count", lambda state: {"round": state.get("round", 0) + 1}, writes="round")
+        graph.add_edge(START, "answer").add_edge("answer", "count")
+        graph.add_edge("count", lambda state: "answer" if state["round"] < 3 else END, to=("answer", END))
+        assert len((await self.rounds(graph, memo=memo))[1]) == sent
+
+    async def test_another_limit_option_or_document_is_asked(self) -> None:
+        graph = RAGraph("three").add_retrieval("search", query="query", topk=2)
+        graph.add_retrieval("more", query="query", topk=3, output="others")
+        for id, options in {
+            "a": {},
+            "b": {"max_tokens": 7},
+            "c": {"stop": ["."]},
+            "d": {"documents": "others"},
+        }.items():
+            graph.add_generation(id, prompt="{query}", output=id, **{"documents": "docs"} | options)
+        for source, target in pairwise((START, "search", "more", *"abcd", END)):
+            graph.add_edge(source, target)
+        _, sent, embedded = await self.rounds(graph)
+        assert len(sent) == 4 and embedded == ["why?", "why?"]
+
+    async def test_branches_share_what_is_still_being_answered(self) -> None:
+        graph = RAGraph("beside").add_retrieval("one", query="query", output="first")
+        graph.add_retrieval("other", query="query", output="second")
+        graph.add_generation("a", prompt="{query}", documents="first", output="left")
+        graph.add_generation("b", prompt="{query}", documents="second", output="right")
+        graph.add_generation("answer", prompt="{left} {right}")
+        graph.add_edge(START, "one").add_edge(START, "other").add_edge("one", "a").add_edge("other", "b")
+        graph.add_edge("a", "answer").add_edge("b", "answer").add_edge("answer", END)
+        _, sent, embedded = await self.rounds(graph, max_generations=1)
+        assert len(sent) == 2 and embedded == ["why?"]
+
+    async def test_an_answer_from_memory_is_streamed(self, search: ContinuousIVF) -> None:
+        graph = RAGraph("again").add_generation("guess", prompt="{query}", output="guess")
+        graph.add_generation("answer", prompt="{query}")
+        graph.add_edge(START, "guess").add_edge("guess", "answer").add_edge("answer", END)
+        engine = SlowEngine()
+        async with (
+            WorkflowServer(engine, search, vector, document, PlainPrompts()) as server,
+            server.stream(graph.compile(), "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert "".join(pieces) == stream.result.text == stream.result.state["guess"] and len(engine.sent) == 1
+
+    async def test_nothing_is_speculated_on_what_is_known(self) -> None:
+        search, engine = PlayedSearch([1], [1], [1]), SlowEngine(pause_s=0.001)
+        async with played_server(
+            engine, search, SpeculateGeneration(odds=False), SpeculateRetrieval(every=1, embeddings=8), Split()
+        ) as server:
+            run = asyncio.create_task(server.run(irg(topk=1, rounds=3).compile(), "why?"))
+            while not run.done():
+                search.next()
+                await asyncio.sleep(0.001)
+        assert len(engine.sent) == 1 and any(piece.kind == "speculative" for piece in run.result().trace.pieces)
+
+    async def test_other_requests_ask_themselves(self) -> None:
+        search, engine = PlayedSearch([1]), SlowEngine()
+        async with played_server(engine, search, Split()) as server:
+            for _ in range(2):
+                run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+                while not run.done():
+                    search.next()
+                    await asyncio.sleep(0)
+        assert len(engine.sent) == len(search.handles) == 2
+
+
+class TestUntil:
+    """A request for documents ends with them."""
+
+    @staticmethod
+    async def until(
+        graph: RAGraph, name: str, *transformations: Any, question: str = "why?"
+    ) -> tuple[Any, list[Asked]]:
+        engine, prompts = (
+            SlowEngine(lambda asked: "One?\nTwo?" if not asked.documents else long_answer(asked)),
+            PlainPrompts(),
+        )
+        with ContinuousIVF(small_index(), cores=1, budget=Budget(SMALL_PIECES)) as search:
+            async with WorkflowServer(
+                engine, search, vector, document, prompts, transformations=transformations, load=EngineLoad(16)
+            ) as server:
+                whole = await server.run(graph.compile(), question)
+                engine.sent.clear()
+                ended = await server.run(graph.compile(), question, until=name)
+                assert ended.state[name] == whole.state[name]
+                await settled(server, engine, search, prompts)
+        return ended, engine.sent
+
+    @pytest.mark.parametrize("transformations", [(), eager()])
+    @pytest.mark.parametrize(("make", "before"), [(one_shot, 0), (hyde, 1), (recomp, 0), (multistep, 3), (irg, 2)])
+    async def test_the_last_answer_is_not_generated(self, make: Any, before: int, transformations: Any) -> None:
+        """Those that lead to another search are: multistep's plan, and all but the last in rounds."""
+        result, sent = await self.until(make(), "docs", *transformations)
+        due = [piece for piece in result.trace.pieces if piece.worker == "engine" and piece.kind == "due"]
+        assert len(due) == before and result.trace.outcome == "answered"
+        if not transformations:
+            assert len(sent) == before
+            assert result.text == (result.state["answer"] if make in (multistep, irg) else "")
+        else:
+            assert len(sent) <= len([piece for piece in result.trace.pieces if piece.worker == "engine"])
+
+    async def test_a_step_after_the_last_search_runs_if_it_writes_the_documents(self) -> None:
+        graph = RAGraph("reranked").add_retrieval("search", query="query", topk=3)
+        graph.add_step("rerank", lambda state: {"docs": state["docs"][::-1]}, reads="docs", writes="docs")
+        graph.add_generation("answer", prompt="{query} {docs}")
+        for source, target in pairwise((START, "search", "rerank", "answer", END)):
+            graph.add_edge(source, target)
+        assert (await self.until(graph, "docs"))[1] == []
+
+    async def test_an_answer_that_decides_on_another_search_is_generated(self) -> None:
+        graph = RAGraph("decides", max_rounds=3).add_retrieval("search", query="query")
+        graph.add_generation("answer", prompt="{query} {docs}").add_edge(START, "search").add_edge("search", "answer")
+        graph.add_edge("answer", lambda state: END if state.get("answer", "") else "search", to=("search", END))
+        result, sent = await self.until(graph, "docs")
+        assert len(sent) == 1 and result.text == result.state["answer"]
+
+    async def test_branches_that_do_not_lead_to_it_do_not_run(self) -> None:
+        graph = RAGraph("beside").add_retrieval("search", query="query")
+        graph.add_generation("guess", prompt="{query}", output="guess").add_generation(
+            "answer", prompt="{guess} {docs}"
+        )
+        graph.add_edge(START, "search").add_edge(START, "guess").add_edge("search", "answer")
+        graph.add_edge("guess", "answer").add_edge("answer", END)
+        assert (await self.until(graph, "docs"))[1] == []
 
 
 class TestGains:

@@ -193,6 +193,19 @@ def test_a_workflow(python: Any, tmp_path: Path) -> None:
     assert "12 (12 answered)" in shown.stdout
 
 
+def test_workflows_on_a_server(python: Any) -> None:
+    for module in ("numpy", "openai", "starlette"):
+        pytest.importorskip(module)
+    from support.chat_server import chat_server
+
+    with chat_server() as server:
+        done = python(EXAMPLES / "workflow_server.py", server.url, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert sorted(line.split()[0] for line in lines[::2]) == ["checked"] * 3 + ["irg"] * 3
+    assert all("This is answer" in text for text in lines[1::2]) and len(lines) == 12
+
+
 @pytest.mark.slow
 def test_frameworks_that_share_workflows(python: Any) -> None:
     for module in ("faiss", "torch", "transformers", "starlette", "langgraph", "langchain_core", "haystack"):
