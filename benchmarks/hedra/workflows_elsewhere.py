@@ -245,5 +245,7 @@ def _known_at_once(
 
 
 def _shorter(row: Row, baseline: str) -> str:
+    if len(row.values(mean_s)) != len(row.values(mean_s, baseline)):
+        return format_number(None)
     times = compare_seeds(row.values(mean_s), row.values(mean_s, baseline), relative=True)
     return f"{format_number(1 + times.difference, 2)} {interval_words(times, 2, lambda difference: 1 + difference)}"
