@@ -49,12 +49,12 @@ class Attempt(Generic[Q, D, R]):
         load: EngineLoad,
         worthwhile: Callable[[], bool],
         admit: Callable[[], Admission | None] | None = None,
-        off_engine: Callable[[], object] | None = None,
+        off_engine: Callable[[Speculation[R]], object] | None = None,
     ) -> bool:
         """Begin a speculation if it is worthwhile (Algorithm 2, lines 6-10). Return False to try again later.
 
-        `admit` returns an earlier admission (default: a new one of `load`). `off_engine` is called when the speculation
-        has left the engine.
+        `admit` returns an earlier admission (default: a new one of `load`). `off_engine` is called with the
+        speculation when it has left the engine.
         """
         trace = self._trace
         try:

@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
+from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, StreamingEngine, Usage
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
 
-R = TypeVar("R")
+R = TypeVar("R", bound=EngineRequest)
 
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
@@ -30,7 +30,10 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request. `off_engine` is called when it has left the engine."""
+    """A speculative request. `off_engine` is called with it when it has left the engine.
+
+    `tokens`: of its prompt and of its answer so far, as the engine reports them, else as they are counted here.
+    """
 
     def __init__(
         self,
@@ -40,17 +43,26 @@ class Speculation(Generic[R]):
         admission: Admission,
         *,
         at_s: float,
-        off_engine: Callable[[], object] | None = None,
+        off_engine: Callable[[Speculation[R]], object] | None = None,
     ) -> None:
         self.request = request
         self.at_s = at_s
+        self._answered = 0
+        self._usage: Usage | None = None
         self._chunks: asyncio.Queue[AnswerChunk | None] = asyncio.Queue()
         self._error: Exception | None = None
         self._task = asyncio.create_task(self._generate(engine, load, admission))
         # A task that is cancelled at once never begins.
         self._task.add_done_callback(lambda _: admission.end())
         if off_engine is not None:
-            self._task.add_done_callback(lambda _: off_engine())
+            self._task.add_done_callback(lambda _: off_engine(self))
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        prompt, answer = self.request.prompt_tokens or 0, self._answered
+        if (usage := self._usage) is not None:
+            prompt, answer = usage.prompt_tokens or prompt, usage.completion_tokens or answer
+        return prompt, answer
 
     @property
     def failed(self) -> bool:
@@ -81,6 +93,8 @@ class Speculation(Generic[R]):
             admission.end()
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:
+                    self._answered += chunk.tokens if chunk.text else 0
+                    self._usage = chunk.usage or self._usage
                     self._chunks.put_nowait(chunk)
         except asyncio.CancelledError:
             if self._task.cancelling():
@@ -114,6 +128,9 @@ class SpeculationGain:
 
     def right(self, stage: int) -> float | None:
         return self._stages[stage][0].value if stage in self._stages else None
+
+    def left_s(self, stage: int) -> float | None:
+        return self._stages[stage][1].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
         """Return the mean seconds saved, or None before the first search.

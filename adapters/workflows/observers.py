@@ -52,6 +52,10 @@ class WorkflowMetrics(PrometheusMetrics):
         self._declined = self._counter("declined_speculations", "Speculations without a predicted gain.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of generations whose usage was reported.")
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens of these that the engine had cached.")
+        self._wasted_tokens = self._counter(
+            "wasted_tokens", "Tokens of prompts and answers of speculative generations that were not used."
+        )
+        self._wasted_searches = self._counter("wasted_searches", "Speculative searches that were not used.")
         self._clusters = self._counter("clusters", "Clusters of the index that searches scanned.")
 
     def __call__(self, trace: WorkflowTrace) -> None:
@@ -61,6 +65,8 @@ class WorkflowMetrics(PrometheusMetrics):
         self._waited_s.inc(trace.waited_s)
         self._refused.inc(trace.refused)
         self._declined.inc(trace.declined)
+        self._wasted_tokens.inc(trace.wasted_tokens)
+        self._wasted_searches.inc(trace.wasted_searches)
         for piece in trace.pieces:
             labels = piece.worker, piece.kind, piece.outcome
             self._pieces.labels(*labels).inc()

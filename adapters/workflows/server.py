@@ -98,8 +98,8 @@ class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
 def ordered_workflows(
     engine: StreamingEngine[PromptRequest],
     search: ContinuousIVF | StagedSearch | Callable[..., Any],
-    embed: Callable[[str], Any],
-    document: Callable[[int], Document],
+    embed: Callable[[str], Any] | None,
+    document: Callable[[Any], Document] | None,
     *,
     orderer: OrdererLike,
     builder: PromptBuilder,
@@ -119,6 +119,8 @@ def ordered_workflows(
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
+    - `search`: an index's, or any function of a vector and k, or of a text and k if `embed` is None; it returns ids, or
+      documents if `document` is None
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill an uncached system prompt during searches, if `transformations` is None.

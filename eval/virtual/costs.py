@@ -11,7 +11,8 @@ __all__ = ["EngineCosts", "ScanCosts", "SearchCosts"]
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """A step takes step_s + prefill_token_s x prompt tokens + context_token_s x context of all that decode.
+    """A step takes step_s + prefill_token_s x prompt tokens, and sequence_s and context_token_s x context for each that
+    decodes.
 
     `token_budget`: prompt tokens of a step; `max_requests` run at a time, in a cache of `capacity_tokens`.
     """
@@ -22,9 +23,11 @@ class EngineCosts:
     capacity_tokens: int | None = None
     token_budget: int = 8192
     max_requests: int = 256
+    sequence_s: float = 0.0
 
-    def seconds(self, prompt_tokens: int, context_tokens: int) -> float:
-        return self.step_s + self.prefill_token_s * prompt_tokens + self.context_token_s * context_tokens
+    def seconds(self, prompt_tokens: int, context_tokens: int, sequences: int = 0) -> float:
+        decoding_s = self.context_token_s * context_tokens + self.sequence_s * sequences
+        return self.step_s + self.prefill_token_s * prompt_tokens + decoding_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class VirtualEngine(Generic[R]):
     each; chunks come with the first of them, after every `report_every` and with the last.
 
     Requests join and leave between two steps; prompts are prefilled in the order of arrival. `computed_tokens` of
-    `prompt_tokens` were not cached; those of an aborted request count as far as its prompt was processed.
+    `prompt_tokens` were not cached; those of an aborted request count as far as its prompt was processed. `sent` counts
+    requests.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class VirtualEngine(Generic[R]):
         self.aborted = 0
         self.prompt_tokens = 0
         self.computed_tokens = 0
+        self.decoded_tokens = 0
+        self.sent = 0
         self._answer = answer
         self._report_every = report_every
         self._waiting: deque[_Sequence] = deque()
@@ -95,6 +98,7 @@ class VirtualEngine(Generic[R]):
         assert request.token_ids is not None, "a virtual engine takes token ids"
         sequence = _Sequence(request.token_ids, self._answer(request) or ("",))
         self._waiting.append(sequence)
+        self.sent += 1
         self._changed.set()
         if self._stepping is None:
             self._stepping = asyncio.get_running_loop().create_task(self._run())
@@ -165,7 +169,7 @@ class VirtualEngine(Generic[R]):
         tokens = self.costs.token_budget - left
         self.steps += 1
         self.computed_tokens += tokens
-        await asyncio.sleep(self.costs.seconds(tokens, _context(decoding)))
+        await asyncio.sleep(self.costs.seconds(tokens, _context(decoding), len(decoding)))
         for sequence, part in parts:
             sequence.to_prefill -= part
             if not sequence.to_prefill:
@@ -177,7 +181,7 @@ class VirtualEngine(Generic[R]):
         steps = min(sequence.until_report(self._report_every) for sequence in self._running)
         # The context at the middle of the leap.
         context = _context(self._running) + len(self._running) * steps // 2
-        step_s = self.costs.seconds(0, context)
+        step_s = self.costs.seconds(0, context, len(self._running))
         steps = await self._leap(steps, step_s)
         self.steps += steps
         self._take(self._running, steps)
@@ -196,6 +200,7 @@ class VirtualEngine(Generic[R]):
     def _take(self, sequences: Sequence[_Sequence], tokens: int) -> None:
         for sequence in sequences:
             if not sequence.aborted:
+                self.decoded_tokens += min(tokens, len(sequence.words) - sequence.decoded)
                 sequence.decode(tokens, self._report_every)
 
 

@@ -1,24 +1,33 @@
-"""Predicted nodes and speculative searches (HedraRAG section 4.3, speculative retrieval)."""
+"""Known and predicted nodes, and searches ahead of need (HedraRAG section 4.3, speculative retrieval)."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
+from ragorder.pipelining.workflow.execution import answered, found, query_of
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, Retrieval, Step
-from ragorder.pipelining.workflow.searching import Handle, Searcher
+from ragorder.pipelining.workflow.nodes import UNKNOWN, Generation, NodeId, Retrieval, Step
+from ragorder.pipelining.workflow.searching import Handle, Searcher, Spawn
 from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["SpeculativeSearch", "may_lead_on", "predict_runs"]
+__all__ = ["Query", "SpeculativeSearch", "known_runs", "may_lead_on", "predict_runs"]
+
+Query = tuple[NodeId, str]
+"""A retrieval's id, and what it searches for."""
 
 _MAX_STEPS = 8
+_MAX_AHEAD = 16
+_MAX_RUNS = 128
+# One line and several, without a word that a condition may look for.
+_UNKNOWN = ("qzx 7", "jvk\nwpf\nhgy\nbxq 4")
 
 
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
@@ -32,6 +41,52 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
         expected.finish(run, values)
         runs = _started(expected)
     return runs
+
+
+def known_runs(tokens: Tokens) -> dict[Query, NodeRun]:
+    """Return the next searches whose queries do not depend on what still runs.
+
+    The graph is followed twice, with other values for each answer and document that is not known yet: what is searched
+    for both times is known.
+    """
+    first, second = (_searches_after(tokens, text) for text in _UNKNOWN)
+    return {query: run for query, run in first.items() if query in second}
+
+
+def _searches_after(tokens: Tokens, text: str) -> dict[Query, NodeRun]:
+    expected = tokens.copy()
+    searches: dict[Query, NodeRun] = {}
+    running = deque(expected.running)
+    for number in range(_MAX_RUNS):
+        if not running or len(searches) >= _MAX_AHEAD:
+            break
+        run = running.popleft()
+        values: Mapping[str, Any] | None = None
+        # A function of the graph may be unable to read such a text: what follows is unknown.
+        with suppress(Exception):
+            values = _unknown_values(run, f"{text} {number}")
+        if values is None:
+            continue
+        try:
+            expected.finish(run, values)
+            started = expected.take()
+        except Exception:
+            break
+        for each in started:
+            if isinstance(each.node, Retrieval):
+                with suppress(Exception):
+                    searches.setdefault((each.id, query_of(each.node, each.state)), each)
+        running.extend(started)
+    return searches
+
+
+def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
+    node = run.node
+    if isinstance(node, Generation):
+        return answered(node, text, run.state)
+    if isinstance(node, Retrieval):
+        return found(node, (f"{text} {rank}" for rank in range(node.topk)))
+    return _call_pure(run)
 
 
 def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
@@ -104,7 +159,7 @@ class SpeculativeSearch:
         before: SpeculativeSearch | None,
         searcher: Searcher[Any],
         measured: Measurements,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        spawn: Spawn,
     ) -> None:
         self.item = item
         self.query = query
@@ -155,11 +210,11 @@ class SpeculativeSearch:
         if self.item.after is not None and self._before is not None:
             self.item.after.drift = self._searcher.distance(self._before, self.vector)
         try:
-            self._handle = self._searcher.submit(
+            self._handle = self._searcher.begin(
                 self.vector,
                 self._topk,
+                self._spawn,
                 history=self.history,
-                due=False,
                 split=self.item.split,
                 fast=self.item.fast,
                 prefetch=self.item.prefetch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
@@ -100,6 +100,20 @@ class WorkflowTrace:
     declined: int = 0
     dropped: int = 0
 
+    @property
+    def wasted_tokens(self) -> int:
+        """Tokens of the prompts and answers of speculative generations that were not used."""
+        return sum((item.prompt_tokens or 0) + item.tokens for item in self._wasted("engine"))
+
+    @property
+    def wasted_searches(self) -> int:
+        return sum(1 for _ in self._wasted("search"))
+
+    def _wasted(self, worker: Worker) -> Iterator[WorkItemTrace]:
+        for item in self.pieces:
+            if item.worker == worker and item.kind == "speculative" and item.outcome not in ("used", "running"):
+                yield item
+
     def add(self, item: WorkItemTrace) -> None:
         if len(self.pieces) < _MAX_ITEMS:
             self.pieces.append(item)
@@ -110,6 +124,7 @@ class WorkflowTrace:
         record = asdict(self)
         for item in record["pieces"]:
             item["node"] = str(item["node"])
+        record["wasted_tokens"], record["wasted_searches"] = self.wasted_tokens, self.wasted_searches
         record["rounds"] = {str(node): count for node, count in self.rounds.items()}
         return record
 

@@ -36,7 +36,7 @@ from ragorder.pipelining.workflow.wavefront import WorkItem, worker_of
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
-    from ragorder.pipelining.staged import Stage
+    from ragorder.pipelining.workflow.searching import Found
 
 __all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
 
@@ -124,7 +124,9 @@ class WorkflowRun(Generic[D, R]):
         self._items: set[WorkItem] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        self._speculations = Speculations(workers, scope, self._is_known, self._elapsed_s, self._begun, self._end)
+        self._speculations = Speculations(
+            workers, graph, scope, self._is_known, self._elapsed_s, self._begun, self._end
+        )
 
     async def run(self) -> State:
         """Run the graph to its end, or to a limit. Raises GraphError, DeadlineError and NodeError.
@@ -184,6 +186,9 @@ class WorkflowRun(Generic[D, R]):
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
         runs = self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
         return [run for run in runs if self._is_needed(run)]
+
+    def known_runs(self) -> list[NodeRun]:
+        return self._context.copy().run(self._speculations.known_runs, self._tokens)
 
     def is_speculated(self, item: WorkItem, /) -> bool:
         context = self._context.copy()
@@ -325,7 +330,7 @@ class WorkflowRun(Generic[D, R]):
         (measured.settled_near if near else measured.settled).add(1 - stage.settled / max(1, stage.stages))
         return searcher.documents(stage)
 
-    async def _stages(self, item: WorkItem, handle: Handle) -> Stage:
+    async def _stages(self, item: WorkItem, handle: Handle) -> Found:
         seen: dict[int, tuple[bytes, float]] = {}
         try:
             async with aclosing(handle.stages_async()) as stages:
@@ -379,17 +384,19 @@ class WorkflowRun(Generic[D, R]):
                 if item.tokens // _CHECK_EVERY > before // _CHECK_EVERY:
                     self._workers.wavefront.progress(item)
         if not speculative.right:
-            self._workers.measured.generation_s.add(self._elapsed_s() - started_s)
+            now_s, first_s = self._elapsed_s(), item.trace.first_token_s
+            self._workers.measured.generated(item, now_s - started_s, None if first_s is None else now_s - first_s)
         return usage
 
     def _note_usage(self, item: WorkItem, usage: Usage | None) -> None:
+        measured = self._workers.measured
         item.trace.tokens = item.tokens
-        if usage is None:
-            return
-        item.trace.tokens = usage.completion_tokens or item.tokens
-        item.trace.prompt_tokens, item.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        if item.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
-            self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
+        if usage is not None:
+            item.trace.tokens = usage.completion_tokens or item.tokens
+            item.trace.prompt_tokens, item.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            if item.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
+                measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
+        measured.pay(item)
 
     def _emit_of(self, item: WorkItem, node: Generation) -> Callable[[str], None] | None:
         return self._emit if self._may_show(node) and self._is_last(item) else None

@@ -1,10 +1,12 @@
-"""Shared and plain searches of workflows."""
+"""Searches of workflows: shared, in stages or whole; of this process or elsewhere; for vectors or for texts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import RefusedSearchError, UnusableValueError
@@ -13,41 +15,73 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["Handle", "Searcher"]
+__all__ = ["Found", "Handle", "Searcher", "Spawn", "WholeResult"]
 
 D = TypeVar("D")
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeResult(Generic[D]):
+    """What a search function has found, as a last `Stage` that has documents instead of ids."""
+
+    documents: tuple[D, ...] = field(repr=False)
+    number: int = 1
+    stages: int = 1
+    settled: int = 0
+    distances: tuple[tuple[float, ...], ...] = ((),)
+    ids: memoryview = field(default=memoryview(b""), repr=False)
+
+    @property
+    def final(self) -> bool:
+        return True
+
+
+Found: TypeAlias = "Stage | WholeResult[Any]"
 
 
 class Handle(Protocol):
     """See `SearchHandle`."""
 
     @property
-    def stage(self) -> Stage | None: ...
+    def stage(self) -> Found | None: ...
 
     def promote(self) -> None: ...
 
     def cancel(self) -> bool: ...
 
-    def stages_async(self) -> AsyncGenerator[Stage, None]: ...
+    def stages_async(self) -> AsyncGenerator[Found, None]: ...
 
 
 class Searcher(Generic[D]):
     """Embeds queries, searches, and fetches documents.
 
-    `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a vector and k that
-    returns ids, best first. Plain functions run in a thread.
+    - `search`: an object with the `submit` of `ContinuousIVF`, a `StagedSearch`, or a function of a query and k that
+      returns results, best first. Coroutine functions run on the event loop, others in a thread.
+    - `embed`: makes the vector that is searched for. None: the function is called with the text.
+    - `document`: returns the document of a result's id. None: the function's results are the documents.
+
+    Raises ValueError for a search of an index without `embed` or `document`.
     """
 
-    def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
+    def __init__(self, search: Any, embed: Callable[[str], Any] | None, document: Callable[[Any], D] | None) -> None:
         self._search = search
         self._embed = embed
         self._document = document
         self._shared = hasattr(search, "submit")
+        self._staged = not self._shared and hasattr(search, "search")
+        if self._shared or self._staged:
+            for name, given in (("embed", embed), ("document", document)):
+                if given is None:
+                    raise ValueError(f"{name} is None: give it, since {type(search).__name__} takes vectors for ids")
+        elif not callable(search):
+            raise TypeError(f"search must be an index's search or a function, got {type(search).__name__}")
         self._tiered = getattr(search, "tier_gains", None) is not None
         self._checks = self._shared and _is_ours(search)
 
     async def vector(self, query: str) -> Any:
-        return await call(self._embed, query)
+        return query if self._embed is None else await call(self._embed, query)
 
     def submit(
         self,
@@ -61,7 +95,7 @@ class Searcher(Generic[D]):
         prefetch: bool = False,
     ) -> Handle:
         if not self._shared:
-            return _WholeSearch(self._search, vector, k)
+            return _Whole(lambda: self._staged_search(vector, k) if self._staged else self._called(vector, k))
         options = {"history": history, "due": due} | ({} if split else {"whole": True})
         if self._tiered:
             options |= {"fast": fast, "prefetch": prefetch}
@@ -73,6 +107,11 @@ class Searcher(Generic[D]):
             raise
         return handle
 
+    def begin(self, vector: Any, k: int, spawn: Spawn, **options: Any) -> Handle:
+        """Return a speculative search that has begun; one that is not shared runs in a task of `spawn`."""
+        handle = self.submit(vector, k, due=False, **options)
+        return _Begun(handle, spawn) if isinstance(handle, _Whole) else handle
+
     def history(self) -> History | None:
         if not self._shared:
             return None
@@ -81,55 +120,123 @@ class Searcher(Generic[D]):
         return History()
 
     def distance(self, one: Any, other: Any) -> float:
+        if self._embed is None:
+            return float(one != other)
         import numpy as np
 
         return float(np.linalg.norm(np.subtract(one, other)))
 
-    def documents(self, stage: Stage) -> tuple[D, ...]:
+    def documents(self, stage: Found) -> tuple[D, ...]:
+        if isinstance(stage, WholeResult):
+            return stage.documents
+        assert self._document is not None, "an index has ids"
         return tuple(self._document(int(id)) for id in stage.ids[0] if id >= 0)
 
+    async def _staged_search(self, vector: Any, k: int) -> AsyncGenerator[Found, None]:
+        import numpy as np
 
-class _WholeSearch:
-    stage: Stage | None = None
+        from ragorder.pipelining.staged import Stage
 
-    def __init__(self, search: Any, vector: Any, k: int) -> None:
-        self._search = search
-        self._vector = vector
-        self._k = k
+        stages = iter(await asyncio.to_thread(self._search.search, np.reshape(vector, (1, -1)), k))
+        while (stage := await asyncio.to_thread(next, stages, None)) is not None:
+            if not isinstance(stage, Stage):
+                name = type(self._search).__name__
+                raise UnusableValueError(
+                    f"{name}.search gives no stages: search with ContinuousIVF(index), or a function"
+                )
+            yield stage
+
+    async def _called(self, vector: Any, k: int) -> AsyncGenerator[Found, None]:
+        results = await call(self._search, vector, k)
+        document = self._document
+        if document is not None:
+            results = [document(id) for id in _ids(results) if id != -1]
+        elif isinstance(results, str | bytes) or not isinstance(results, Iterable):
+            raise UnusableValueError(
+                f"a search function without `document` returns documents, best first, got {type(results).__name__}"
+            )
+        yield WholeResult(tuple(results))
+
+
+def _ids(results: Any) -> Sequence[Any]:
+    """Return the ids of one query, numbers or texts, also from an array of one row."""
+    if isinstance(results, list | tuple) and all(isinstance(id, str) for id in results):
+        return results
+    import numpy as np
+
+    found = np.atleast_1d(results)
+    if found.size and (found.dtype.kind not in "iu" or found.size != found.shape[-1]):
+        raise UnusableValueError(
+            f"a search function returns the ids of one query, best first, got {found.dtype} of shape {found.shape}"
+        )
+    ids: list[int] = found.reshape(-1).tolist()
+    return ids
+
+
+class _Whole:
+    """A search that its reader runs; each reading searches."""
+
+    stage: Found | None = None
+
+    def __init__(self, search: Callable[[], AsyncGenerator[Found, None]]) -> None:
+        self.stages_async = search
 
     def promote(self) -> None: ...
 
     def cancel(self) -> bool:
         return False
 
-    async def stages_async(self) -> AsyncGenerator[Stage, None]:
-        search = self._search
-        yield await (asyncio.to_thread(self._last_stage) if hasattr(search, "search") else self._called())
 
-    def _last_stage(self) -> Stage:
-        import numpy as np
+class _Begun:
+    """A search that runs before it is read. Promoted, it starts over if it has failed."""
 
-        from ragorder.pipelining.staged import Stage
+    stage: Found | None = None
 
-        *_, stage = self._search.search(np.reshape(self._vector, (1, -1)), self._k)
-        if not isinstance(stage, Stage):
-            name = type(self._search).__name__
-            raise UnusableValueError(f"{name}.search gives no stages: search with ContinuousIVF(index), or a function")
-        return stage
+    def __init__(self, search: _Whole, spawn: Spawn) -> None:
+        self._search = search
+        self._due = False
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._task = spawn(self._run())
+        self._task.add_done_callback(lambda _: self._notify())
 
-    async def _called(self) -> Stage:
-        import numpy as np
+    def promote(self) -> None:
+        self._due = True
 
-        from ragorder.pipelining.staged import Stage
+    def cancel(self) -> bool:
+        return self._task.cancel()
 
-        ids: Sequence[int] = await call(self._search, self._vector, self._k)
-        found = np.atleast_1d(ids)
-        if found.size and (found.dtype.kind not in "iu" or found.size != found.shape[-1]):
-            raise UnusableValueError(
-                f"a search function returns the ids of one query, best first, got {found.dtype} of shape {found.shape}"
-            )
-        found = found.astype(np.int64).reshape(1, -1)
-        return Stage(1, 1, found, np.zeros(found.shape, np.float32))
+    async def stages_async(self) -> AsyncGenerator[Found, None]:
+        seen: Found | None = None
+        while seen is None or not seen.final:
+            changed, stage = self._changed, self.stage
+            if stage is not None and stage is not seen:
+                seen = stage
+                yield stage
+            elif self._task.done():
+                break
+            else:
+                await changed.wait()
+        else:
+            return
+        if not self._due:
+            raise self._error or UnusableValueError("the search ended without a last stage")
+        async with aclosing(self._search.stages_async()) as stages:
+            async for stage in stages:
+                yield stage
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self._search.stages_async()) as stages:
+                async for stage in stages:
+                    self.stage = stage
+                    self._notify()
+        except Exception as error:
+            self._error = error
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _is_ours(search: Any) -> bool:

@@ -14,6 +14,7 @@ from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import DeadlineError, NodeId, NodeQuestion
+from ragorder.pipelining.workflow.pricing import EXTRA_TOKENS, Spending
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
 from ragorder.pipelining.workflow.run import RunOptions, WorkflowRun, checked_options, deadline_error
 from ragorder.pipelining.workflow.searching import Searcher
@@ -55,6 +56,8 @@ class WorkflowServer(Generic[D, R]):
     - `search`, `embed`, `document`: see `Searcher`; `document` must be quick
     - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
     - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
+    - `extra_tokens`: engine tokens that wrong speculations may take, as a share of what is taken stage by stage; the
+      same share of engine requests and searches (None: any number; 0: only searches whose queries are known)
     - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
     - `max_generations` are on the engine at once; the largest cached share goes next, within `window`
     - `memo`: what a request has asked at temperature 0 is not asked again, nor is a search with the same query (None);
@@ -68,12 +71,13 @@ class WorkflowServer(Generic[D, R]):
         self,
         engine: StreamingEngine[R],
         search: Any,
-        embed: Callable[[str], Any],
-        document: Callable[[int], D],
+        embed: Callable[[str], Any] | None,
+        document: Callable[[Any], D] | None,
         prompts: RequestBuilder[NodeQuestion, D, R],
         *,
         transformations: Sequence[Transformation] | None = None,
         load: EngineLoad | None = None,
+        extra_tokens: float | None = EXTRA_TOKENS,
         max_requests: int = 64,
         max_waiting: int = 1024,
         max_generations: int | None = None,
@@ -84,7 +88,8 @@ class WorkflowServer(Generic[D, R]):
     ) -> None:
         self.transformations = all_transformations() if transformations is None else tuple(transformations)
         self.wavefront = Wavefront(self._wake, EngineQueue(max_generations, window))
-        self.measurements = Measurements(load or EngineLoad(4, clock=clock), self.wavefront, search)
+        self.spending = Spending(extra_tokens)
+        self.measurements = Measurements(load or EngineLoad(4, clock=clock), self.wavefront, search, self.spending)
         self.cycles = 0
         searcher = Searcher(search, embed, document)
         if max_generations is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -11,12 +12,13 @@ from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
+from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
-from ragorder.pipelining.workflow.prediction import SpeculativeSearch, predict_runs
+from ragorder.pipelining.workflow.prediction import Query, SpeculativeSearch, known_runs, predict_runs
 from ragorder.pipelining.workflow.result import Outcome
 from ragorder.pipelining.workflow.searching import Handle, Searcher
-from ragorder.pipelining.workflow.wavefront import ANY_PART, Measurements, Wavefront, WorkItem
+from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
@@ -30,7 +32,8 @@ R = TypeVar("R", bound=EngineRequest)
 class SpeculativeGeneration(Generic[D, R]):
     """Speculations on one run of a generation, one at a time.
 
-    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one.
+    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one, with the tokens of
+    its prompt and its answer.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class SpeculativeGeneration(Generic[D, R]):
         trace: PipelineTrace,
         begun: Callable[[WorkItem], None],
         ended: Callable[[WorkItem, Outcome], None],
-        off_engine: Callable[[WorkItem], None],
+        off_engine: Callable[[WorkItem, tuple[int, int]], None],
     ) -> None:
         self.attempt = attempt
         self._trace = trace
@@ -89,7 +92,12 @@ class SpeculativeGeneration(Generic[D, R]):
     async def _begin(self, item: WorkItem, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
         began = self._trace.speculations
         kept = await self.attempt.speculate(
-            question, documents, load, lambda: True, lambda: item.admission, lambda: self._off_engine(item)
+            question,
+            documents,
+            load,
+            lambda: True,
+            lambda: item.admission,
+            lambda speculation: self._off_engine(item, speculation.tokens),
         )
         self._next = None
         if self._trace.speculations > began:
@@ -149,6 +157,7 @@ class Speculations(Generic[D, R]):
     def __init__(
         self,
         workers: Workers[D, R],
+        graph: CompiledGraph,
         scope: Hashable,
         is_known: Callable[[NodeRun], bool],
         elapsed_s: Callable[[], float],
@@ -156,6 +165,7 @@ class Speculations(Generic[D, R]):
         ended: Callable[[WorkItem, Outcome], None],
     ) -> None:
         self._workers = workers
+        self._graph = graph
         self._scope = scope
         self._is_known = is_known
         self._elapsed_s = elapsed_s
@@ -163,6 +173,8 @@ class Speculations(Generic[D, R]):
         self._ended = ended
         self._generations: dict[RunKey, SpeculativeGeneration[D, R]] = {}
         self._searches: dict[RunKey, SpeculativeSearch] = {}
+        self._known: dict[Query, SpeculativeSearch] = {}
+        self._known_since: dict[Query, float | None] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self._sources: dict[RunKey, WorkItem] = {}
         self._predicted_queries: dict[RunKey, dict[int, tuple[str, float]]] = {}
@@ -176,9 +188,30 @@ class Speculations(Generic[D, R]):
         except Exception:
             return []
 
+    def known_runs(self, tokens: Tokens) -> list[NodeRun]:
+        """Return searches to begin now, since their queries do not depend on what still runs."""
+        try:
+            known = known_runs(tokens)
+        except Exception:
+            return []
+        now_s = self._elapsed_s()
+        begun = {(search.item.run.id, search.query) for search in self._searches.values()}
+        for run in tokens.running:
+            if isinstance(run.node, Retrieval):
+                with suppress(Exception):
+                    begun.add((run.id, query_of(run.node, run.state)))
+        runs = []
+        for query, run in known.items():
+            new = query not in self._known_since and query not in begun and query[1].strip()
+            if new and not self._is_known(run):
+                self._known_since[query] = now_s
+                runs.append(run)
+        return runs
+
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
         key, node = _run_key(item.run), item.node
-        self._sources[key] = source
+        if not item.known:
+            self._sources[key] = source
         if isinstance(node, Generation):
             question, documents = question_for(item, node, self._scope), documents_of(node, item.run.state)
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
@@ -189,7 +222,8 @@ class Speculations(Generic[D, R]):
             else:
                 generation.begin(item, question, documents, self._workers.measured.load)
         elif isinstance(node, Retrieval):
-            query, before = query_of(node, item.run.state), self._searches.get(key)
+            query = query_of(node, item.run.state)
+            before = None if item.known else self._searches.get(key)
             if before is not None:
                 before.cancel()
                 self._ended(before.item, "rolled back")
@@ -198,7 +232,10 @@ class Speculations(Generic[D, R]):
             speculative = SpeculativeSearch(
                 item, node, query, past, before, workers.searcher, workers.measured, self._spawn
             )
-            self._searches[key] = speculative
+            if item.known:
+                self._known[item.run.id, query] = speculative
+            else:
+                self._searches[key] = speculative
             if before is not None:
                 self._reassign(before.item, item)
             self._begun(item)
@@ -228,7 +265,15 @@ class Speculations(Generic[D, R]):
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
         key = _run_key(item.run)
         self._learn(key, query)
+        self._workers.measured.spending.searches.due += 1
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
+        known = self._known_search(item, query)
+        if known is not None:
+            if speculative is not None:
+                speculative.cancel()
+                self._ended(speculative.item, "rolled back")
+                self._reassign(speculative.item, item)
+            speculative = known
         if speculative is None:
             return None, None
         self._reassign(speculative.item, item)
@@ -257,8 +302,25 @@ class Speculations(Generic[D, R]):
         return self._drop(_run_key(run), outcome)
 
     def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        for (id, _), since_s in self._known_since.items():
+            if since_s is not None and outcome == "wasted":
+                self._workers.measured.odds_of(self._graph, id, KNOWN).learn([(False, 0.0)], [ANY_PART])
+        for search in self._known.values():
+            search.cancel()
+            self._ended(search.item, outcome)
+        self._known.clear()
+        self._known_since.clear()
         keys = {*self._sources, *self._generations}
         return [generation for key in keys for generation in self._drop(key, outcome)]
+
+    def _known_search(self, item: WorkItem, query: str) -> SpeculativeSearch | None:
+        since_s = self._known_since.get((item.run.id, query))
+        # What has been searched for is not searched for ahead again.
+        self._known_since[item.run.id, query] = None
+        if since_s is not None:
+            odds = self._workers.measured.odds_of(self._graph, item.run.id, KNOWN)
+            odds.learn([(True, self._elapsed_s() - since_s)], [ANY_PART])
+        return self._known.pop((item.run.id, query), None)
 
     def _drop(self, key: RunKey, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
         self._sources.pop(key, None)
@@ -277,9 +339,15 @@ class Speculations(Generic[D, R]):
             workers, trace = self._workers, PipelineTrace()
             attempt = Attempt(workers.engine, workers.prompts, workers.measured.load, trace, self._elapsed_s)
             generation = self._generations[key] = SpeculativeGeneration(
-                attempt, trace, self._begun, self._ended, workers.wavefront.release
+                attempt, trace, self._begun, self._ended, self._off_engine
             )
         return generation
+
+    def _off_engine(self, item: WorkItem, tokens: tuple[int, int]) -> None:
+        item.trace.prompt_tokens, item.trace.tokens = tokens
+        item.sent = sum(tokens)
+        self._workers.measured.settle(item)
+        self._workers.wavefront.release(item)
 
     def _values(self, item: WorkItem) -> Mapping[str, Any]:
         node = item.node
@@ -300,7 +368,11 @@ class Speculations(Generic[D, R]):
         if item.worker == "engine":
             self._sources[key] = item
             self._predicted_queries.setdefault(key, {})[item.part] = query, self._elapsed_s()
-        return bool(query.strip()) and (key not in self._searches or self._searches[key].query != query)
+        return (
+            bool(query.strip())
+            and (run.id, query) not in self._known
+            and (key not in self._searches or self._searches[key].query != query)
+        )
 
     def _reassign(self, old: WorkItem, new: WorkItem) -> None:
         for key, source in self._sources.items():
@@ -337,4 +409,6 @@ class Speculations(Generic[D, R]):
         if predicted and source is not None:
             now_s = self._elapsed_s()
             seen = [(guess == query, now_s - at_s) for guess, at_s in predicted.values()]
-            self._workers.measured.odds(source).learn(seen, predicted)
+            odds = self._workers.measured.odds(source)
+            odds.learn(seen, predicted)
+            odds.learn(seen, [ANY_PART] * len(seen))

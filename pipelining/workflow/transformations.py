@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Protocol
 
 from ragorder.pipelining.speculation import SpeculationGain
@@ -11,7 +12,7 @@ from ragorder.pipelining.warmup import WarmUp
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
 from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
-from ragorder.pipelining.workflow.wavefront import ANY_PART, Measurements, Wavefront, WorkItem
+from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
 
 __all__ = [
     "FastIndex",
@@ -164,6 +165,8 @@ class Prefetch(_Mark):
 class SpeculateGeneration:
     """Starts the generation that follows a search with the documents found so far.
 
+    It does so while the budget of tokens has room (`Spending`).
+
     - `bound`: of the generations on the engine, 16 in the paper. Searches whose results are nearest to their query go
       first.
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
@@ -200,17 +203,27 @@ class SpeculateGeneration:
                 item = WorkItem(request, run, trace, search)
                 if self.gain_s(item, measured) <= 0:
                     request.trace.declined += 1
-                elif not self._has_room(wavefront, measured, replaced * len(runs)) or not _admit(item, measured):
+                elif not (
+                    self._has_room(wavefront, measured, replaced * len(runs))
+                    and _hold(item, measured)
+                    and _admit(item, measured)
+                ):
+                    # Nothing is known of an item that has not been added.
+                    _let_go(item, measured)
                     request.trace.refused += 1
                 else:
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search, at most the generation, if right, less the cost of a wrong prefill."""
+        """Return the rest of the search, at most the generation, if right, less the cost of a wrong one.
+
+        That is its prefill, and what its decoding adds to each token of the others on the engine.
+        """
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
-        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, measured)
+        answer_tokens = measured.expected_tokens(item)[1]
+        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, measured, answer_tokens)
         return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
@@ -223,7 +236,9 @@ class SpeculateGeneration:
             return math.inf
         odds = measured.odds(search)
         parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
-        gains_s = [_gain_s(odds, part, measured) for part in parts]
+        followed = (id for id in graph.next_nodes(search.run.id) if isinstance(graph.nodes[id], Generation))
+        answer_tokens = max(measured.tokens.of((graph.name, id))[1] for id in followed)
+        gains_s = [_gain_s(odds, part, measured, answer_tokens) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]
         return max(0.0, *known_s) if known_s else math.inf
 
@@ -238,17 +253,35 @@ class SpeculateGeneration:
         return not (self.recalled_only and item.stage.number)
 
 
-def _gain_s(odds: SpeculationGain, part: int, measured: Measurements) -> float | None:
+def _gain_s(odds: SpeculationGain, part: int, measured: Measurements, answer_tokens: float) -> float | None:
     prefill_s, generation_s = measured.prefill_s, measured.generation_s.value
     if prefill_s is None:
         return None
-    right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
-    if right is None or gain_s is None:
+    right, left_s = odds.right(part), odds.left_s(part)
+    gain_s = odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
+    if right is None or gain_s is None or left_s is None:
         return None
     others = measured.wavefront.count("engine", speculative=False)
     # The mean was measured with other prefills in the same iterations.
     alone_s = prefill_s / (1 + measured.load.pending)
-    return gain_s - (1 - right) * others * alone_s
+    # A wrong one is decoded until the search has ended.
+    decoding, token_s = measured.decoding, measured.decoding.token_s
+    tokens = answer_tokens if not token_s else min(answer_tokens, left_s / token_s)
+    return gain_s - (1 - right) * others * (alone_s + tokens * decoding.added_s)
+
+
+def _hold(item: WorkItem, measured: Measurements) -> bool:
+    tokens = round(sum(measured.expected_tokens(item)))
+    if not measured.spending.hold_generation(tokens):
+        return False
+    item.held = tokens
+    item.at_end.append(partial(measured.settle, item))
+    return True
+
+
+def _let_go(item: WorkItem, measured: Measurements) -> None:
+    item.ended = True
+    measured.settle(item)
 
 
 def _admit(item: WorkItem, measured: Measurements) -> bool:
@@ -266,10 +299,15 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Embeds the predicted next query of a generation and searches while due searches leave cores idle.
+    """Searches ahead of need, on any search.
 
-    If the final query differs, its results order the clusters of the due search.
+    - A query that does not depend on what still runs is known, and searched for at once.
+    - The next query of a generation is predicted from its text so far. The search is used if the final query is equal;
+      else it is cancelled, and its results order the clusters of the due search of a shared index.
 
+    Both as long as the budget of searches has room (`Spending`).
+
+    - `known`: False to predict alone
     - `bound`: of all searches, 32 in the paper
     - `every`: tokens of a generation between two predictions; queries that have changed least go first
     - `embeddings`: of predicted queries at the same time
@@ -279,7 +317,13 @@ class SpeculateRetrieval:
     name = "speculate_retrieval"
 
     def __init__(
-        self, bound: int = 32, *, every: int = 16, embeddings: int = 1, generations: SpeculateGeneration | None = None
+        self,
+        bound: int = 32,
+        *,
+        every: int = 16,
+        embeddings: int = 1,
+        generations: SpeculateGeneration | None = None,
+        known: bool = True,
     ) -> None:
         for name, value in (("bound", bound), ("every", every), ("embeddings", embeddings)):
             if value < 1:
@@ -288,6 +332,7 @@ class SpeculateRetrieval:
         self.every = every
         self.embeddings = embeddings
         self.generations = generations
+        self.known = known
 
     def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
         """Return whether a search can come next, with nothing but pure steps before it."""
@@ -302,8 +347,8 @@ class SpeculateRetrieval:
         return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
-        if not measured.cuts:
-            return
+        if self.known:
+            self._search_known(wavefront, measured)
         written = [item for item in wavefront.progressed("engine") if self._concerns(item)]
         room = min(self.embeddings - measured.speculative_embeddings, self.bound - wavefront.count("search"))
         for generation in sorted(written, key=lambda item: item.drift):
@@ -318,11 +363,13 @@ class SpeculateRetrieval:
                     continue
                 trace = WorkItemTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
                 item = WorkItem(request, run, trace, generation, checks=generation.checks)
-                if self.gain_s(item, measured) > 0:
-                    room -= 1
-                    wavefront.speculate(item)
-                else:
+                if self.gain_s(item, measured) <= 0:
                     request.trace.declined += 1
+                elif room <= 0 or not measured.spending.searches.has_room(1):
+                    request.trace.refused += 1
+                else:
+                    room -= 1
+                    _begin_search(item, wavefront, measured)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         """Return the search and its embedding, at most the rest of the generation, if the query is final.
@@ -333,14 +380,51 @@ class SpeculateRetrieval:
         if item.after is None or search_s is None:
             return math.inf
         odds, number = measured.odds(item.after), item.after.part
+        if odds.right(number) is None:
+            number = ANY_PART
         right, gain_s = odds.right(number), odds.gain_s(number, embed_s, embed_s + search_s)
         if right is None or gain_s is None:
             return math.inf
         across_s = 0.0 if self.generations is None else self.generations.across_s(item, measured)
         return across_s + gain_s + (1 - right) * (max(measured.hint, 0.0) * search_s - embed_s)
 
+    def _search_known(self, wavefront: Wavefront, measured: Measurements) -> None:
+        started = {item.request: item for item in wavefront.new if _leads_to_search(item)}
+        for request, item in started.items():
+            for run in request.known_runs():
+                trace = WorkItemTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
+                known = WorkItem(request, run, trace, item, known=True)
+                right = measured.odds_of(request.graph, run.id, KNOWN).right(ANY_PART)
+                if right is not None and right < _LEAST_KNOWN:
+                    request.trace.declined += 1
+                elif wavefront.count("search") >= self.bound or not measured.spending.searches.has_room(0):
+                    request.trace.refused += 1
+                else:
+                    _begin_search(known, wavefront, measured)
+
     def _concerns(self, item: WorkItem) -> bool:
         return item.tokens - item.checked_tokens >= self.every and bool(item.request.graph.next_nodes(item.run.id))
+
+
+# Known queries are not needed where a condition leads elsewhere.
+_LEAST_KNOWN = 0.5
+
+
+def _leads_to_search(item: WorkItem) -> bool:
+    return item.due and not item.ended and item.worker != "step" and _may_search_again(item)
+
+
+def _begin_search(item: WorkItem, wavefront: Wavefront, measured: Measurements) -> None:
+    allowance = measured.spending.searches
+    held = 0 if item.known else 1
+    allowance.held += held
+
+    def ended() -> None:
+        allowance.held -= held
+        allowance.wasted += item.trace.started_s is not None and item.trace.outcome != "used"
+
+    item.at_end.append(ended)
+    wavefront.speculate(item)
 
 
 def all_transformations() -> tuple[Transformation, ...]:

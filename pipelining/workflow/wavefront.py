@@ -16,13 +16,14 @@ from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
+from ragorder.pipelining.workflow.pricing import DecodingCost, NodeTokens, Spending
 from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search.tiers import TierGains
-    from ragorder.pipelining.staged import Stage
+    from ragorder.pipelining.workflow.searching import Found
 
-__all__ = ["ANY_PART", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
+__all__ = ["ANY_PART", "KNOWN", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
 
 T = TypeVar("T")
 
@@ -57,6 +58,8 @@ class EngineQueue(Generic[T]):
 
 
 ANY_PART = -1
+KNOWN = "known"
+"""Origin of a search whose query does not depend on what runs."""
 
 _PARTS = 8
 _MAX_CHECKS = 16
@@ -72,6 +75,8 @@ class Request(Protocol):
 
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]: ...
 
+    def known_runs(self) -> list[NodeRun]: ...
+
     def is_speculated(self, item: WorkItem, /) -> bool: ...
 
     def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None: ...
@@ -86,6 +91,10 @@ class WorkItem:
     - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
     - `streamed`: of a generation: its tokens are read as they come
     - `released`: the speculative generation has been answered, and is no longer on the engine
+    - of a speculative generation: `held`, tokens kept for it in the budget; `sent`, those of its prompt and answer when
+      the engine is done with it
+    - `known`: a search whose query does not depend on what runs
+    - `others`: on the engine when a generation became due
     - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
       engine
     - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
@@ -105,8 +114,12 @@ class WorkItem:
     admission: Admission | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
     released: bool = False
+    held: int | None = None
+    sent: int | None = None
+    known: bool = False
+    others: int = 0
     ended: bool = False
-    stage: Stage | None = None
+    stage: Found | None = None
     text: list[str] = field(default_factory=list, repr=False)
     speculated: bytes | None = None
     dependents: int = 0
@@ -168,6 +181,7 @@ class Wavefront:
 
     def add(self, item: WorkItem) -> None:
         self.new.append(item)
+        item.others = self.on_engine
         self._running[item.worker] += 1
         self._changed()
 
@@ -204,6 +218,10 @@ class Wavefront:
         return running if speculative is None else added if speculative else running - added
 
     @property
+    def on_engine(self) -> int:
+        return self._running["engine"] - len(self.queue)
+
+    @property
     def unsent(self) -> int:
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
@@ -221,7 +239,7 @@ class Wavefront:
 
     @property
     def next_may_start(self) -> bool:
-        return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
+        return len(self.queue) > 0 and self.queue.has_room(self.on_engine)
 
     def _leave(self, item: WorkItem) -> None:
         self._running[item.worker] -= 1
@@ -248,10 +266,14 @@ class Measurements:
       searches of its request
     - `cached_share`: of the prompt tokens of generations that show documents
     - `speculative_embeddings`: predicted queries that are being embedded
+    - `spending`: what due work has taken, and speculations wasted; `decoding`, `tokens`: what a generation costs
     """
 
-    def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
+    def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any, spending: Spending | None = None) -> None:
         self.load = load
+        self.spending = Spending(None) if spending is None else spending
+        self.decoding = DecodingCost()
+        self.tokens = NodeTokens()
         self.wavefront = wavefront
         self.search = search
         self.speculative_embeddings = 0
@@ -276,9 +298,40 @@ class Measurements:
     def prefill_s(self) -> float | None:
         return self.load.prefill_s
 
+    def generated(self, item: WorkItem, seconds: float, decoding_s: float | None) -> None:
+        """Learn from a due generation that was not speculated; `decoding_s`: from its first token to its last."""
+        self.generation_s.add(seconds)
+        if decoding_s is not None and item.tokens > 1:
+            running = (item.others + 1 + self.wavefront.on_engine) / 2
+            self.decoding.add(running, decoding_s / (item.tokens - 1))
+
+    def expected_tokens(self, item: WorkItem) -> tuple[float, float]:
+        """Return the means of prompt and answer."""
+        return self.tokens.of((item.request.graph.name, item.run.id))
+
+    def pay(self, item: WorkItem) -> None:
+        """Count the tokens of a due generation."""
+        prompt_tokens, answer_tokens = item.trace.prompt_tokens or 0, item.trace.tokens
+        self.tokens.add((item.request.graph.name, item.run.id), prompt_tokens, answer_tokens)
+        self.spending.generated(prompt_tokens + answer_tokens)
+
+    def settle(self, item: WorkItem) -> None:
+        """Count the tokens of a speculative generation once it has ended and the engine is done with it."""
+        unsent = item.trace.started_s is None
+        if item.held is None or not item.ended or (item.sent is None and not unsent):
+            return
+        self.spending.free_generation(item.held)
+        item.held = None
+        if item.sent is not None and item.trace.outcome != "used":
+            self.spending.waste_generation(item.sent)
+
     def odds(self, source: WorkItem) -> SpeculationGain:
+        """Return what is known of speculations on the progress of `source`, by its edge."""
         origin = None if source.after is None else source.after.run.id
-        edge = (source.request.graph.name, source.run.id, origin)
+        return self.odds_of(source.request.graph, source.run.id, origin)
+
+    def odds_of(self, graph: CompiledGraph, *edge: Hashable) -> SpeculationGain:
+        edge = (graph.name, *edge)
         odds = self._odds.get(edge)
         if odds is None:
             odds = self._odds[edge] = SpeculationGain()
@@ -290,6 +343,8 @@ class Measurements:
 
     @property
     def hint(self) -> float:
+        if not self.cuts:
+            return 0.0
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value

@@ -17,6 +17,8 @@ from ragorder.benchmarks.hedra.workflows.cells import MODELS, System, WorkflowsC
 from ragorder.benchmarks.hedra.workflows.experiment import SYSTEMS
 from ragorder.benchmarks.hedra.workflows.measuring import Lockstep, Materials, Stages, serve
 from ragorder.benchmarks.hedra.workflows.script import WORKFLOWS, Embedder, Script, WordTokenizer, without_marks
+from ragorder.benchmarks.hedra.workflows_elsewhere import ElsewhereCell, WordVectors
+from ragorder.benchmarks.hedra.workflows_elsewhere import serve as elsewhere
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
@@ -216,3 +218,26 @@ class TestSuites:
         assert WorkflowsCell(workflow="multistep+one_shot").workflow == "multistep+one_shot"
         with pytest.raises(SuiteError, match="multistep"):
             WorkflowsCell.read({"workflow": "multistop"}, "mine")
+
+
+class TestElsewhere:
+    @pytest.mark.parametrize("search", ["remote", "index"])
+    def test_known_searches_take_no_time_and_what_is_wasted_is_bounded(self, corpus: Corpus, search: str) -> None:
+        cell = ElsewhereCell.read({"workflow": "multistep", "search": search, "search_ms": 400.0}, "here")
+        embed = WordVectors([document.text for document in corpus.documents])
+        vectors = np.concatenate([embed(document.text) for document in corpus.documents])
+        index, at_s = build_index(vectors, 0.5), [3.0 * number for number in range(12)]
+        facts, latency_s = {}, {}
+        for policy in ("stages", "asyncio", "hedra"):
+            serving = elsewhere(policy, cell, corpus.documents, index, embed, Script(corpus), at_s)
+            found = run_virtual(serving)
+            facts[policy], latency_s[policy] = found["facts"], sum(found["rows"]["latency_s"])
+        assert latency_s["stages"] > latency_s["asyncio"] and latency_s["stages"] > 1.2 * latency_s["hedra"]
+        for name in ("engine_tokens", "engine_requests", "embeddings"):
+            assert facts["asyncio"][name] <= facts["stages"][name]
+            assert facts["hedra"][name] <= 1.25 * facts["stages"][name] + (4096 if "tokens" in name else 4)
+
+    def test_words_in_common_make_texts_near(self) -> None:
+        embed = WordVectors(["red fish", "blue fish", "one fish", "two birds"])
+        red, both, birds = (embed(text)[0] for text in ("red fish", "the red fish", "two birds"))
+        assert red @ both > 0.5 > red @ birds

@@ -219,6 +219,18 @@ def test_frameworks_that_share_workflows(python: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_vector_database(python: Any) -> None:
+    for module in ("qdrant_client", "torch", "transformers", "starlette"):
+        pytest.importorskip(module)
+    done = python(EXAMPLES / "vector_database.py", timeout=180)
+    assert done.returncode == 0, done.stderr
+    *requests, summary = done.stdout.strip().splitlines()
+    early = [int(found) for found in re.findall(r" (\d+) of \d+ searches ahead of need$", done.stdout, re.MULTILINE)]
+    assert len(early) == len(requests) == 4 and min(early[:2]) > 0
+    assert re.fullmatch(r"\d+ tokens wasted, [1-9]\d* used", summary)
+
+
+@pytest.mark.slow
 def test_batches_of_a_backlog(python: Any) -> None:
     for module in ("faiss", "torch", "transformers", "starlette"):
         pytest.importorskip(module)

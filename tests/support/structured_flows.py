@@ -339,6 +339,11 @@ class RandomSpeeds:
         await asyncio.sleep(self.pause())
         return np.array([digest(query) & 0xFFFF, digest(query) >> 16], np.float32)
 
+    async def found(self, query: str, k: int) -> list[str]:
+        await asyncio.sleep(self.pause())
+        first = (((digest(query) >> 16) << 16) | (digest(query) & 0xFFFF)) % 1000
+        return [f"document {first + rank}" for rank in range(k)]
+
     def submit(self, vector: Any, k: int, **_: Any) -> _Handle:
         first = ((int(vector[1]) << 16) | int(vector[0])) % 1000
         return _Handle(self, [first + rank for rank in range(k)], self._random.randint(1, 4))

@@ -182,6 +182,8 @@ async def serve(
                     load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
                     max_requests=_UNBOUNDED,
                     max_waiting=_UNBOUNDED,
+                    # The paper's systems have no budget.
+                    extra_tokens=None,
                     max_generations=system.max_generations,
                     window=system.window,
                     clock=loop.time,
@@ -278,7 +280,8 @@ def _facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
             facts[f"{name}speculations"] += len(pieces)
             facts[f"{name}right"] += sum(piece.outcome == "used" for piece in pieces)
         facts["declined"] += trace.declined
-        used = sorted((piece for piece in generations if piece.prompt_tokens), key=lambda piece: piece.planned_s)
+        due = (piece for piece in generations if piece.kind == "due" and piece.prompt_tokens)
+        used = sorted(due, key=lambda piece: piece.planned_s)
         for piece in used[1:]:
             facts["later_prompt_tokens"] += piece.prompt_tokens
             facts["later_cached_tokens"] += piece.cached_tokens or 0

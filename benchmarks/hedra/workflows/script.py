@@ -102,7 +102,10 @@ class Script:
         node = max(place for place, word in enumerate(prompt) if word in _NODES)
         tail = prompt[node + 1 :]
         number = next(int(word[1:]) for word in tail if word[0] == "@" and word[1:].isdigit())
-        step = next((int(word[1:]) for word in tail if word[0] == "~" and word[1:].isdigit()), 0)
+        step = next((int(word[1:]) for word in tail if word[0] == "~" and word[1:].isdigit()), None)
+        if prompt[node] == "#draft" and step is None:
+            return self._window(number, prompt[:node])
+        step = step or 0
         draw = random.Random(f"{self._seed} {number} {prompt[node]} {step}")
         gold = self._gold(number)
         if prompt[node] == "#plan":
@@ -116,6 +119,12 @@ class Script:
             return gold[: draw.randint(24, 64)]
         first = step * len(gold) // (_ROUNDS + 1)
         return gold[first : first + draw.randint(24, 96)] or gold[-24:]
+
+    def _window(self, number: int, shown: Sequence[str]) -> list[str]:
+        """Return a part of the passage that depends on the documents shown, in any order."""
+        gold, draw = self._gold(number), random.Random(f"{self._seed} {number} {' '.join(sorted(shown))}")
+        first = draw.randrange(max(1, len(gold) - 24))
+        return gold[first : first + draw.randint(24, 96)]
 
     def _gold(self, number: int) -> list[str]:
         question = number % len(self._corpus.questions)

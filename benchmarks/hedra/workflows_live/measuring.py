@@ -321,6 +321,7 @@ async def serve_live(
                 ordered_prompts(builder, CAPACITY_TOKENS, materials.engine, load.learn),
                 transformations=system.transformations(),
                 load=load,
+                extra_tokens=None,
                 max_requests=_UNBOUNDED,
                 max_waiting=_UNBOUNDED,
             )

@@ -1,0 +1,121 @@
+"""What speculations cost: a budget of what may be wasted, and the time that they take from others on the engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from ragorder.common.running_mean import RunningMean
+
+__all__ = ["EXTRA_TOKENS", "Allowance", "DecodingCost", "NodeTokens", "Spending"]
+
+
+EXTRA_TOKENS = 0.25
+
+
+class Allowance:
+    """Units that speculations may waste: `share` of what due work has taken, and `first` more (None: any number).
+
+    `held` are those of running speculations, of which it is not known whether they are used.
+    """
+
+    def __init__(self, share: float | None, first: float) -> None:
+        self._share = share
+        self._first = first if share else 0.0
+        self.due = self.wasted = self.held = 0
+
+    def has_room(self, units: int) -> bool:
+        return self._share is None or self.wasted + self.held + units <= self._first + self._share * self.due
+
+
+# Enough to learn on the first requests whether speculation pays.
+_FIRST_TOKENS, _FIRST = 4096, 4
+
+
+class Spending:
+    """Engine tokens (of prompts and answers), engine requests and searches with their embeddings, of all requests.
+
+    Speculations may waste at most `share` of each. Raises ValueError for a negative share.
+    """
+
+    def __init__(self, share: float | None) -> None:
+        if share is not None and not share >= 0:
+            raise ValueError(f"extra_tokens must be at least 0, a share, or None for any number, got {share}")
+        self.tokens = Allowance(share, _FIRST_TOKENS)
+        self.requests = Allowance(share, _FIRST)
+        self.searches = Allowance(share, _FIRST)
+
+    def generated(self, tokens: int) -> None:
+        self.requests.due += 1
+        self.tokens.due += tokens
+
+    def hold_generation(self, tokens: int) -> bool:
+        if not (self.requests.has_room(1) and self.tokens.has_room(tokens)):
+            return False
+        self.requests.held += 1
+        self.tokens.held += tokens
+        return True
+
+    def free_generation(self, held: int) -> None:
+        self.requests.held -= 1
+        self.tokens.held -= held
+
+    def waste_generation(self, tokens: int) -> None:
+        self.requests.wasted += 1
+        self.tokens.wasted += tokens
+
+
+# Weights of the values before, and the variance (in sequences) below which a slope is not believed.
+_KEEP, _LEAST_VARIANCE = 0.98, 0.25
+
+
+class DecodingCost:
+    """Seconds that one more sequence on the engine adds to each token of the others: a slope, learnt from answers."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._running = self._token_s = self._squares = self._products = 0.0
+
+    def add(self, running: float, token_s: float) -> None:
+        """`running`: sequences on the engine, on average, while one was answered in `token_s` a token."""
+        self._weight = _KEEP * self._weight + 1
+        step = 1 / self._weight
+        from_running, from_token_s = running - self._running, token_s - self._token_s
+        self._running += step * from_running
+        self._token_s += step * from_token_s
+        self._squares = (1 - step) * (self._squares + step * from_running**2)
+        self._products = (1 - step) * (self._products + step * from_running * from_token_s)
+
+    @property
+    def token_s(self) -> float | None:
+        return self._token_s if self._weight else None
+
+    @property
+    def added_s(self) -> float:
+        if not self._weight:
+            return 0.0
+        most_s = self._token_s / max(1.0, self._running)
+        return min(max(0.0, self._products / (self._squares + _LEAST_VARIANCE)), most_s)
+
+
+_MAX_NODES = 1024
+
+
+class NodeTokens:
+    """Mean tokens of nodes' prompts and answers."""
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[Hashable, tuple[RunningMean, RunningMean]] = OrderedDict()
+
+    def add(self, node: Hashable, prompt_tokens: int, answer_tokens: int) -> None:
+        means = self._nodes.setdefault(node, (RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))
+        self._nodes.move_to_end(node)
+        for mean, tokens in zip(means, (prompt_tokens, answer_tokens), strict=True):
+            mean.add(tokens)
+        if len(self._nodes) > _MAX_NODES:
+            self._nodes.popitem(last=False)
+
+    def of(self, node: Hashable) -> tuple[float, float]:
+        """Return 0 and 0 for a node that has not been answered."""
+        prompt, answer = self._nodes.get(node, (RunningMean(), RunningMean()))
+        return prompt.value or 0.0, answer.value or 0.0
