@@ -32,7 +32,7 @@ WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem no
 FOREIGN = {
     *("--allowed-origins", "--backend", "--build", "--clear-output", "--context", "--custom-output-len"),
     *("--dataset-name", "--dataset-path", "--disable-shuffle", "--enable-prefix-caching"),
-    *("--enable-prompt-tokens-details", "--family", "--fresh-process", "--group", "--inplace"),
+    *("--enable-prompt-tokens-details", "--family", "--fresh-process", "--group", "--inplace", "--into"),
     *("--kv-transfer-config", "--max-concurrency", "--max-num-batched-tokens", "--no-deps", "--no-oversample"),
     *("--num-prompts", "--prefix-cache-retention-interval", "--prefix-caching-hash-algo", "--prefix-match-unit"),
     *("--query", "--routing-logic", "--served-model-name", "--session-key", "--shape", "--skip-chat-template"),
