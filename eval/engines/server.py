@@ -85,7 +85,8 @@ class VLLMServer:
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
     bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the
-    name of a class. Raises EngineError, with the end of the server's log, if it does not start."""
+    name of a class. Without `eager` it compiles the model and captures CUDA graphs, as vLLM does by default.
+    Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"
     events_topic = _TOPIC
@@ -104,6 +105,8 @@ class VLLMServer:
         kv_transfer_config: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         middleware: str | None = None,
+        eager: bool = True,
+        load_format: str = "auto",
         launch: Launch = launch_process,
     ) -> None:
         port, replay = _free_ports(2)
@@ -140,12 +143,14 @@ class VLLMServer:
             "max-num-batched-tokens": max(max_model_len, 8192),
             "max-num-seqs": max_num_seqs,
             "kv-events-config": json.dumps(kv_events),
+            "load-format": load_format,
         }
         if kv_transfer_config is not None:
             options["kv-transfer-config"] = json.dumps(kv_transfer_config)
         if middleware is not None:
             options["middleware"] = middleware
-        flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+        flags = ["enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+        flags += ["enforce-eager"] * eager
         flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
         self._options = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
 

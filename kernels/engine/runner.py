@@ -12,6 +12,7 @@ import torch
 from ragorder.kernels.engine.request import Sampling, TokenLogprobs
 from ragorder.kernels.engine.scheduler import ScheduledChunk
 from ragorder.kernels.models.batch import Forward, Piece, pack
+from ragorder.kernels.models.graphs import GraphCapture, StepGraphs
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["ModelRunner", "SampledToken", "choose"]
@@ -81,6 +82,7 @@ class ModelRunner:
     def __init__(self, forward: Forward, pool: BlockPool) -> None:
         self.forward = forward
         self._pool = pool
+        self._graphs = StepGraphs(forward, pool, GraphCapture.of(forward, pool))
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
         """Return the next token, with logits, of each chunk that is its sequence's last."""
@@ -93,8 +95,10 @@ class ModelRunner:
         return found
 
     def _compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._pool)
-        logits = self.forward(*step)
+        pieces = [self._piece(chunk) for chunk in chunks]
+        logits = self._graphs.compute(pieces)
+        if logits is None:
+            logits = self.forward(*pack(pieces, self._pool))
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
         if not chosen:
             return logits, []
@@ -103,6 +107,7 @@ class ModelRunner:
             return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
 
     def recover(self) -> None:
+        self._graphs.clear()
         if self._pool.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.synchronize(self._pool.device)

@@ -63,22 +63,30 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. The last rows are `scattered`."""
+    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. The last rows are `scattered`.
+    `written` int64 (T,): the token whose KV each slot gets, if not its own."""
 
     def __init__(
-        self, pool: BlockPool, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
+        self,
+        pool: BlockPool,
+        batch: PackedBatch,
+        slots: torch.Tensor,
+        scattered: ScatteredRows | None = None,
+        written: torch.Tensor | None = None,
     ) -> None:
         self._pool = pool
         self._batch = batch
         self._slots = slots
+        self._written = written
         self.scattered = scattered
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, scale, window, softcap = call
         views, scattered = self._pool.views, self.scattered
         # Write all new tokens before any sequence reads the pool: one may begin with nodes that another computes.
-        views.key_rows[layer].index_copy_(0, self._slots, key)
-        views.value_rows[layer].index_copy_(0, self._slots, value)
+        kept_key, kept_value = (key, value) if self._written is None else (key[self._written], value[self._written])
+        views.key_rows[layer].index_copy_(0, self._slots, kept_key)
+        views.value_rows[layer].index_copy_(0, self._slots, kept_value)
         caches = views.key_caches[layer], views.value_caches[layer]
         rows = len(query) if scattered is None else len(query) - len(scattered.positions)
         parts: list[torch.Tensor] = []

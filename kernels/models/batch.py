@@ -17,7 +17,7 @@ from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, St
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack"]
+__all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack", "to_device"]
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -71,7 +71,7 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     adjacent = sum(piece.positions is None for piece in packed)
     contexts = [piece.context for piece in packed]
     batch = _batch(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
-    longs = _to(long, device)
+    longs = to_device(long, device)
     token_ids, positions_, slots, kept = longs.split([total, total, total, len(ends)])
     scattered = None
     if adjacent < len(packed):
@@ -91,7 +91,7 @@ def _batch(
     matrix = short[2 * size + 1 :].reshape(size, width)
     for row, table in zip(matrix, tables, strict=True):
         row[: len(table)] = table
-    shorts = _to(short, device)
+    shorts = to_device(short, device)
     return PackedBatch(
         query_starts=shorts[: size + 1],
         context_lengths=shorts[size + 1 : 2 * size + 1],
@@ -101,7 +101,7 @@ def _batch(
     )
 
 
-def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -119,6 +119,11 @@ class Forward:
         self._model = model
         self._streamer = streamer
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def streams(self) -> bool:
+        """Whether some layers' weights arrive during a step."""
+        return self._streamer is not None
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, attention: StepAttention

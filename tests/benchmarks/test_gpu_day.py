@@ -1,8 +1,11 @@
-"""The script of a GPU day."""
+"""A GPU day: vLLM in pieces, and the parts that are measured."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from support.commands import run_command
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.gpu import day
+from ragorder.benchmarks.gpu import day, pieces
+from ragorder.benchmarks.gpu.stock import SERVERS
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import load_suites
@@ -24,6 +28,9 @@ def test_the_parts_fill_the_day() -> None:
 @pytest.mark.parametrize("name", day.PARTS)
 def test_each_part_is_a_form_of_a_suite_that_is_there(name: str) -> None:
     part = day.PARTS[name]
+    assert part.minutes <= 8 and (part.server is None or part.server in SERVERS)
+    if part.module is not None:
+        return
     for suite, sets in ((part.suite, part.sets), (part.small_suite or part.suite, part.small)):
         chosen = load_suites()[suite].with_parameters(sets)
         assert chosen.cells and set(part.policies) <= set(chosen.policies)
@@ -47,3 +54,83 @@ def test_a_call_without_time_measures_nothing_and_leaves_the_parts_their_time(tm
     assert run_command(day.main, "-o", tmp_path, "--small", "--call-minutes", 0).output == ""
     (tmp_path / "gpu-day.json").write_text(json.dumps(dict.fromkeys(day.PARTS, 60 * day.MINUTES)))
     assert run_command(day.main, "-o", tmp_path, "--small").output == ""
+
+
+def test_without_vllm_the_day_goes_on_with_its_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pieces, "check", lambda timeout_s: 1)
+    monkeypatch.setattr(day, "PARTS", {name: day.PARTS[name] for name in ("vllm-load", "vllm-nqopen", "kernel-64")})
+    done = run_command(day.main, "-o", tmp_path / "day", "--small")
+    left_out = "left out, vLLM does not load here"
+    assert done.output.splitlines() == [f"vllm-load: {left_out}", f"vllm-nqopen: {left_out}", "kernel-64: whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_the_rehearsal_serves_every_part_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    parts = {name: part for name, part in day.PARTS.items() if part.server}
+    monkeypatch.setattr(day, "PARTS", parts)
+    done = run_command(day.main, "-o", tmp_path / "day", "--small", "--call-minutes", 1_000)
+    assert done.output.splitlines() == ["vLLM works", *(f"{name}: whole" for name in parts)]
+    for name, part in parts.items():
+        if part.module is None:
+            served = read_results(tmp_path / "day" / name).of(RunRecord)
+            assert {record.policy for record in served} == set(part.policies)
+            assert all(record.engine["name"] == "openai" for record in served)
+            assert sum(sum(record.rows["cached_tokens"]) for record in served) > 0
+    orders = json.loads((tmp_path / "day" / "vllm-bench-serve" / "orders.json").read_text("utf-8"))
+    assert set(orders) == {"retrieval", "earned"}
+    assert all(row["completed"] == 4 and row["p50_ttft_ms"] > 0 for row in orders.values())
+    assert all(row["cached_percent"] is not None for row in orders.values())
+
+
+class TestPieces:
+    def test_are_joined_to_the_wheels_without_what_is_unused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code = bytes(range(256)) * 8_000
+        write_wheel(
+            tmp_path / "wheels" / "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl",
+            {
+                "vllm/__init__.py": b"here = True",
+                "vllm/_C_stable_libtorch.abi3.so": code,
+                "vllm/_moe_C_stable_libtorch.abi3.so": code,
+                "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": code,
+                "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": code,
+            },
+        )
+        write_wheel(tmp_path / "wheels" / "other-1-py3-none-any.whl", {"other-1.data/purelib/other.py": b"x = 1"})
+        made = pieces.cut(tmp_path / "wheels", tmp_path / "cut", piece_bytes=4_000)
+        sizes = [piece["bytes"] for piece in made["pieces"]]
+        assert len(sizes) > 2 and max(sizes) == 4_000
+
+        arrived = tmp_path / "arrived"
+        for number in range(len(sizes)):
+            # One at a time, as calls carry them.
+            arrived.mkdir()
+            (tmp_path / "cut" / f"{number:02}").rename(arrived / f"{number:02}")
+            assert pieces.join(arrived, tmp_path / "there") == (number == len(sizes) - 1)
+            shutil.rmtree(arrived)
+        site = tmp_path / "there" / "site"
+        assert {path.name for path in site.rglob("*.so")} == {"_C_stable_libtorch.abi3.so", "_vllm_fa3_C.abi3.so"}
+        assert (site / "vllm" / "_C_stable_libtorch.abi3.so").read_bytes() == code
+        assert (site / "other.py").read_text() == "x = 1"
+        assert f"1 of {len(sizes)} pieces are here, missing: 01" in capsys.readouterr().out
+
+    def test_a_damaged_one_is_refused(self, tmp_path: Path) -> None:
+        write_wheel(tmp_path / "wheels" / "other-1-py3-none-any.whl", {"other.py": b"x = 1"})
+        pieces.cut(tmp_path / "wheels", tmp_path / "cut")
+        piece = tmp_path / "cut" / "00" / "piece"
+        piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+        with pytest.raises(ValueError, match="00 is damaged: send it again"):
+            pieces.join(tmp_path / "cut", tmp_path / "there")
+
+
+def write_wheel(path: Path, files: Mapping[str, bytes]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, contents in files.items():
+            wheel.writestr(name, contents)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +25,10 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
+from ragorder.kernels.models.batch import Piece, pack
+from ragorder.kernels.models.graphs import MOST_TOKENS, Bucket, FixedStep, GraphCapture, StepGraphs
+from ragorder.kernels.models.model import PatchedModel
+from ragorder.kernels.paging import BlockPool
 
 pytestmark = pytest.mark.merge
 
@@ -111,6 +117,134 @@ class TestFamilies:
                 )
             assert list(completion.token_ids) == answer[0, prompt.shape[1] :].tolist()
             assert completion.finish_reason == "length"
+
+
+class Repeating:
+    """A GPU's graphs on a CPU: the same computation on the same tensors, and the same tensor for the results."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+        self.error: RuntimeError | None = None
+
+    def capture(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        self.captured += 1
+        if self.error is not None:
+            raise self.error
+        results = compute()
+
+        def replay() -> Any:
+            self.replayed += 1
+            with torch.inference_mode():
+                return results.copy_(compute())
+
+        return replay
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Repeating:
+    """Engines that are made capture their steps."""
+    repeating = Repeating()
+    monkeypatch.setattr(GraphCapture, "of", lambda forward, pool: repeating)
+    return repeating
+
+
+@pytest.fixture
+def pooled() -> Iterator[tuple[Any, BlockPool]]:
+    """A model's forward, and a pool of blocks with KV."""
+    model = PatchedModel(family("qwen2"), EngineSettings(verify=False))
+    pool = BlockPool(model.shape, 64)
+    pool.kv.normal_(generator=torch.Generator().manual_seed(0))
+    yield model.forward, pool
+    model.restore()
+
+
+def composition(rng: Random, pool: BlockPool) -> list[Piece]:
+    """Requests in blocks of their own: prompts, ends of prompts, and answers."""
+    blocks, pieces = rng.sample(range(pool.blocks), pool.blocks), []
+    for _ in range(rng.randint(1, 9)):
+        count, start = rng.choice((1, 1, 1, rng.randint(2, 30))), rng.choice((0, rng.randint(1, 60)))
+        table = [blocks.pop() for _ in range(pool.shape.blocks_for(start + count))]
+        pieces.append(Piece(tokens(count, rng.randrange(1_000)), start, table, rng.random() < 0.8))
+    return pieces
+
+
+class TestStepsOfFixedShape:
+    def test_have_the_logits_and_the_kv_of_steps_of_their_own_shape(self, pooled: tuple[Any, BlockPool]) -> None:
+        forward, pool = pooled
+        rng, before, steps = Random(0), pool.kv.clone(), {}
+        for _ in range(60):
+            pieces = composition(rng, pool)
+            bucket = Bucket.of(pieces)
+            assert bucket is not None
+            pool.kv.copy_(before)
+            wanted, computed = forward(*pack(pieces, pool)), pool.kv.clone()
+            pool.kv.copy_(before)
+            step = steps.setdefault(bucket, FixedStep(bucket, pool))
+            count = step.fill(pieces)
+            found = forward(*step.arguments)[:count]
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+            torch.testing.assert_close(pool.kv, computed, atol=1e-5, rtol=0)
+        # Steps of other lengths were computed on the same tensors.
+        assert len(steps) < 40
+
+    @pytest.mark.parametrize("name", grid(list(FAMILIES), 3))
+    def test_serve_what_transformers_answers(self, name: str, graphs: Repeating) -> None:
+        model = family(name)
+        reference = plain(model, name)
+        documents = [tokens(length, length) for length in DOCUMENTS]
+        with TieredEngine(model, settings=SETTINGS) as engine:
+            engine.generate([ask(documents, tokens(9, 1))])
+            for seed in range(4):
+                requests = [ask(documents[:count], tokens(5 + count, seed)) for count in (4, 2, 1)]
+                for completion, request in zip(engine.generate(requests), requests, strict=True):
+                    assert difference(completion, reference, request) <= 1e-4
+            requests = [ask(documents, tokens(9, 1), max_tokens=12), ask([], tokens(30, 6), max_tokens=12)]
+            for completion, request in zip(engine.generate(requests), requests, strict=True):
+                prompt = torch.tensor([list(request.token_ids)])
+                with torch.no_grad():
+                    answer = reference.generate(
+                        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+                    )
+                assert list(completion.token_ids) == answer[0, prompt.shape[1] :].tolist()
+        assert graphs.captured and graphs.replayed > graphs.captured
+
+    def test_that_cannot_be_captured_are_computed_in_their_own_shape(
+        self, graphs: Repeating, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        graphs.error = RuntimeError("operation not permitted when stream is capturing")
+        model = family("qwen2")
+        reference = plain(model)
+        request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=9)
+        with TieredEngine(model, settings=SETTINGS) as engine, caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                [completion] = engine.generate([request])
+                assert difference(completion, reference, request) <= 1e-4
+        assert (graphs.captured, graphs.replayed) == (1, 0)
+        [warning] = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
+        assert "operation not permitted" in warning
+
+    def test_are_captured_again_after_the_pool_has_moved(self, pooled: tuple[Any, BlockPool]) -> None:
+        forward, pool = pooled
+        repeating = Repeating()
+        steps = StepGraphs(forward, pool, repeating)
+        blocks = pool.allocate(3)
+        piece = Piece(tokens(5, 1), 30, blocks, True)
+        for size, captured in ((64, 1), (96, 2)):
+            pool.resize(size)
+            for _ in range(4):
+                found = steps.compute([piece])
+                torch.testing.assert_close(found, forward(*pack([piece], pool)), atol=1e-4, rtol=0)
+            assert repeating.captured == captured
+
+    def test_are_none_on_a_cpu_nor_of_many_tokens_nor_at_any_positions(self, pooled: tuple[Any, BlockPool]) -> None:
+        forward, pool = pooled
+        assert GraphCapture.of(forward, pool) is None
+        assert StepGraphs(forward, pool, None).compute([Piece([1], 0, [0], True)]) is None
+        assert Bucket.of([Piece([1] * (MOST_TOKENS + 1), 0, range(32), True)]) is None
+        assert Bucket.of([Piece([1, 2], 0, [0], True, [0, 5])]) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])

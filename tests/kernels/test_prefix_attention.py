@@ -47,7 +47,8 @@ SMALL_TILES = Tile(32, 16, 4, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of so many new tokens behind so many cached ones. `splits` and `tile`: instead of the table's."""
+    """Requests of so many new tokens behind so many cached ones. `splits` and `tile`: instead of the table's. `spare`:
+    blocks that the tables and the longest context and query have beyond the requests'."""
 
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
@@ -60,6 +61,7 @@ class Case:
     scale: float | None = None
     splits: int | None = None
     tile: Tile | None = None
+    spare: int = 0
     seed: int = 0
 
     def __str__(self) -> str:
@@ -117,6 +119,9 @@ CASES = [
     Case(queries=(70, 3, 64), contexts=(0, 0, 0), dtype="bfloat16"),
     Case(queries=(1, 1, 1, 1), contexts=(16, 15, 17, 0)),
     Case(queries=(0, 4, 0), contexts=(10, 20, 0)),
+    Case(queries=(3, 0, 0, 5), contexts=(40, 0, 0, 0), spare=70),
+    Case(queries=(1, 1, 1, 0, 0), contexts=(40, 700, 1, 0, 0), spare=70, dtype="bfloat16"),
+    Case(queries=(1, 1, 1, 0, 0), contexts=(40, 700, 1, 0, 0), spare=70, window=40),
     *map(any_case, range(10)),
 ]
 
@@ -151,7 +156,9 @@ def inputs_of(case: Case) -> Inputs:
     key_cache, value_cache, tables = make_cache(case.contexts, case.block_size, kv_heads, case.head_dim, dtype, rng)
     starts = torch.tensor([0, *case.queries]).cumsum(0).int()
     contexts = torch.tensor(case.contexts, dtype=torch.int32)
-    batch = PackedBatch(starts, contexts, tables, max(case.queries), max(case.contexts))
+    spare = case.spare * case.block_size
+    tables = torch.nn.functional.pad(tables, (0, case.spare), value=2**31 - 1)
+    batch = PackedBatch(starts, contexts, tables, max(case.queries) + spare, max(case.contexts) + spare)
     return Inputs(q, k, v, key_cache, value_cache, batch)
 
 
