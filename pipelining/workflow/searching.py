@@ -129,8 +129,9 @@ class Searcher(Generic[D]):
     def documents(self, stage: Found) -> tuple[D, ...]:
         if isinstance(stage, WholeResult):
             return stage.documents
-        assert self._document is not None, "an index has ids"
-        return tuple(self._document(int(id)) for id in stage.ids[0] if id >= 0)
+        document = self._document
+        # An index finds ids, so it has been given `document`.
+        return () if document is None else tuple(document(int(id)) for id in stage.ids[0] if id >= 0)
 
     async def _staged_search(self, vector: Any, k: int) -> AsyncGenerator[Found, None]:
         import numpy as np

@@ -29,17 +29,17 @@ PAGES = [
 # Pages that nobody writes by hand: the first includes the README, claims.toml makes the second.
 WRITTEN = [path for path in PAGES if path.parent.name == "docs" and path.stem not in ("index", "claims")]
 # Options of other programs that a page names.
-FOREIGN = set(
-    """
-    --allowed-origins --api-server-count --backend --build --call-minutes --clear-output --context --custom-output-len
-    --dataset-name --dataset-path --disable-shuffle --enable-prefix-caching --enable-prompt-tokens-details
-    --enforce-eager --extra-index-url --family --fresh-process --group --inplace --into --kv-cache-memory-bytes
-    --kv-events-config --kv-transfer-config --max-concurrency --max-num-batched-tokens --middleware --no-deps
-    --no-oversample --num-prompts --prefix-cache-retention-interval --prefix-caching-hash-algo --prefix-match-unit
-    --query --routing-logic --served-model-name --session-key --shape --skip-chat-template --small --softcap --sparse
-    --split --window
-    """.split()
-)
+FOREIGN = {
+    *("--allowed-origins", "--api-server-count", "--backend", "--build", "--call-minutes", "--clear-output"),
+    *("--context", "--custom-output-len", "--dataset-name", "--dataset-path", "--disable-shuffle"),
+    *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enforce-eager", "--extra-index-url"),
+    *("--family", "--fresh-process", "--group", "--inplace", "--into", "--kv-cache-memory-bytes"),
+    *("--kv-events-config", "--kv-transfer-config", "--max-concurrency", "--max-num-batched-tokens"),
+    *("--middleware", "--no-deps", "--no-oversample", "--num-prompts", "--prefix-cache-retention-interval"),
+    *("--prefix-caching-hash-algo", "--prefix-match-unit", "--query", "--routing-logic", "--served-model-name"),
+    *("--session-key", "--shape", "--skip-chat-template", "--small", "--softcap", "--sparse", "--split"),
+    *("--window"),
+}
 
 
 def commands(text: str) -> list[list[str]]:
