@@ -131,7 +131,7 @@ class TestMeasuring:
         assert 40 * (1 + 4 + 16) <= system_s["now"] <= 1000
         once = {cell[1:3] for cell in system.measured if cell[0] == "generation"}
         assert once == {(batch, device) for batch in (1, 4, 16) for device in range(5)}
-        assert "some or all batches of 64: more than 1000 s in all (--placement-limit)" in notes
+        assert "some or all batches of 64: no time is left (--placement-limit)" in notes
         measure_placement(system, grid, Journal(tmp_path / "part", {}))
         assert set(system.measured.values()) == {3}
         assert len(Journal(tmp_path / "part", {})) == grid.cells
@@ -269,6 +269,15 @@ class TestCommand:
         made = PlacementProfile.from_file(tmp_path / "profile.json")
         assert {each.device_layers for each in made.generation} == {0, 2}
         assert {each.partitions for each in made.retrieval} == {0, 1}
+
+    def test_measures_the_least_if_there_is_no_time_for_more(self, model: Path, tmp_path: Path) -> None:
+        sizes = ("--batches", "1,2,4", "--device-layers", "0,4", "--prompt-tokens", "40", "--answer-tokens", "3")
+        output = tmp_path / "profile.json"
+        done = profile("--model", model, *BUDGETS, *sizes, "--placement-limit", "1ms", "-o", output)
+        assert done.exit_code == 0, done.output
+        assert "batches of 4: no time is left (--placement-limit)" in " ".join(done.stderr.split())
+        made = PlacementProfile.from_file(output)
+        assert {(each.batch, each.device_layers) for each in made.generation} == {(1, 0), (1, 4), (2, 0), (2, 4)}
 
     def test_goes_on_with_what_is_there(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("faiss")

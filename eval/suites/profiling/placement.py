@@ -181,7 +181,7 @@ def measure_placement(
                 required = not repeat and batches[0] == smallest and place in ends
                 expected_s = sum(journal.expected_s(batch, place) for batch in due)
                 if due and not required and clock() + expected_s > end_s:
-                    notes[_late(repeat, batches[0], limit_s)] = None
+                    notes[_late(repeat, batches[0])] = None
                     due = []
                 if due and not measured.place(*place):
                     notes[f"{place[0]} layers on the device and {place[1]} in host memory: not enough memory"] = None
@@ -205,9 +205,9 @@ def measure_placement(
     return list(notes)
 
 
-def _late(repeat: int, batch: int, limit_s: float) -> str:
+def _late(repeat: int, batch: int) -> str:
     what = f"repeat {repeat + 1} of" if repeat else "some or all"
-    return f"{what} batches of {batch}: more than {limit_s:.0f} s in all (--placement-limit)"
+    return f"{what} batches of {batch}: no time is left (--placement-limit)"
 
 
 def _chosen(name: str, given: Sequence[int] | None, most: int) -> tuple[int, ...]:
