@@ -1,4 +1,4 @@
-"""Known and predicted nodes, and searches ahead of need (HedraRAG section 4.3, speculative retrieval)."""
+"""Known and predicted nodes, and their speculative searches (HedraRAG section 4.3)."""
 
 from __future__ import annotations
 

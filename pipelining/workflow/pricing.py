@@ -16,7 +16,7 @@ EXTRA_TOKENS = 0.25
 class Allowance:
     """Units that speculations may waste: `share` of what due work has taken, and `first` more (None: any number).
 
-    `held` are those of running speculations, of which it is not known whether they are used.
+    `held` are those of running speculations, which may still be used.
     """
 
     def __init__(self, share: float | None, first: float) -> None:

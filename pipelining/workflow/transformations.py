@@ -299,7 +299,7 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Searches ahead of need, on any search.
+    """Speculative searches, of any kind.
 
     - A query that does not depend on what still runs is known, and searched for at once.
     - The next query of a generation is predicted from its text so far. The search is used if the final query is equal;
