@@ -33,7 +33,8 @@ class Shadow:
     def __init__(self, prefix_tokens: int = 0) -> None:
         self.tree = KnowledgeTree(1)
         self.tree.root = _HeldNode(None, None, prefix_tokens, 0)
-        self._uses: deque[tuple[int, Node]] = deque()
+        self.uses: deque[tuple[int, Node]] = deque()
+        """The stamps and ends of the paths that are kept, oldest first."""
 
     def serve(self, found: Node, keys: Sequence[Key], tokens: Sequence[int], rest: Sequence[int], stamp: int) -> None:
         """Serve documents `keys[i]`, for i in `rest`, after the path to `found`. Stamps must increase."""
@@ -50,20 +51,19 @@ class Shadow:
             else:
                 child = children.get(key)
             if child is None:
-                child = children[key] = _HeldNode(key, node, node.end + tokens[i], stamp)
-            else:
-                child.stamp = stamp
+                # Without the call of __init__: this is on the path of each request.
+                child = children[key] = _new(_HeldNode)
+                child.key, child.parent, child.children, child.missing = key, node, None, 0
+                child.end = node.end + tokens[i]
+            child.stamp = stamp
             node = child
-        self._uses.append((stamp, node))
-        if len(self._uses) > _MAX_REQUESTS:
-            self.evict(self._uses[0][0] + 1)
-
-    @property
-    def oldest(self) -> int:
-        return self._uses[0][0] if self._uses else 0
+        uses = self.uses
+        uses.append((stamp, node))
+        if len(uses) > _MAX_REQUESTS:
+            self.evict(uses[0][0] + 1)
 
     def evict(self, before: int) -> None:
-        uses = self._uses
+        uses = self.uses
         while uses and uses[0][0] < before:
             _, node = uses.popleft()
             # A parent is used at least as recently as its children.
@@ -79,15 +79,12 @@ class Shadow:
 
 
 class _HeldNode(Node):
+    """A node without blocks: nothing of it is ever missing."""
+
     __slots__ = ()
 
-    def __init__(self, key: Key, parent: Node | None, end: int, stamp: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.children = None
-        self.end = end
-        self.missing = 0
-        self.stamp = stamp
+
+_new = _HeldNode.__new__
 
 
 class BestPlace:
@@ -171,7 +168,8 @@ class EarnedMoves:
         self, shadow: Shadow, request: OrderRequest[Any], tokens: Sequence[int], stamp: int, held_since: int
     ) -> tuple[int, bool]:
         """Return the tokens found, and whether the prompt leaves the order that it would have without a cache."""
-        if shadow.oldest < held_since:
+        uses = shadow.uses
+        if uses and uses[0][0] < held_since:
             shadow.evict(held_since)
         keys, ranks = request.keys, request.ranks
         ranked = [*range(len(keys))]
