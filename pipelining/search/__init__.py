@@ -5,7 +5,6 @@ from __future__ import annotations
 from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.costs import Budget
 from ragorder.pipelining.search.memory import MemorySplit, Throughput, split_memory
-from ragorder.pipelining.search.partitioned import PartitionedPass, PartitionedSearch
 from ragorder.pipelining.search.process import SearchProcess, SearchProcessError
 from ragorder.pipelining.search.request import History
 from ragorder.pipelining.search.shared import SearchHandle
@@ -18,8 +17,6 @@ __all__ = [
     "History",
     "IndexTiers",
     "MemorySplit",
-    "PartitionedPass",
-    "PartitionedSearch",
     "SearchHandle",
     "SearchProcess",
     "SearchProcessError",
