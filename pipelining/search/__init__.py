@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.costs import Budget
+from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.memory import MemorySplit, Throughput, split_memory
-from ragorder.pipelining.search.process import SearchProcess, SearchProcessError
 from ragorder.pipelining.search.request import History
-from ragorder.pipelining.search.shared import SearchHandle
 from ragorder.pipelining.search.tiers import ClusterScan, IndexTiers
 
 __all__ = [
@@ -18,8 +17,6 @@ __all__ = [
     "IndexTiers",
     "MemorySplit",
     "SearchHandle",
-    "SearchProcess",
-    "SearchProcessError",
     "Throughput",
     "split_memory",
 ]

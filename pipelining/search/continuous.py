@@ -5,23 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.search.costs import Budget, ClusterCosts, PieceLimit
+from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.merge import BestResults
-from ragorder.pipelining.search.request import History, SearchRequest
+from ragorder.pipelining.search.request import History, SearchRequest, one_row
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.search.shared import SearchHandle, SharedSearch, SubmitOptions
 from ragorder.pipelining.search.tiers import IndexTiers, TierGains
+from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
@@ -61,7 +62,7 @@ def fill(
 _BYTE_S, _DIMENSION_S = 1e-10, 4e-10
 
 
-class ContinuousIVF(SharedSearch[SearchRequest]):
+class ContinuousIVF:
     """Searches an IVF index for many callers at once, a few clusters (a piece) at a time.
 
         search = ContinuousIVF(index, nprobe=64)
@@ -140,6 +141,53 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
     def in_flight(self) -> int:
         return len(self._running) + len(self._unprepared) + len(self._joining)
 
+    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector."""
+        request = self._read(queries, k, params)
+
+        def stages() -> Iterator[Stage]:
+            handle = self._join(request)
+            try:
+                yield from handle.stages()
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
+        request = self._read(queries, k, params)
+
+        async def stages() -> AsyncGenerator[Stage, None]:
+            handle = self._join(request)
+            try:
+                async for stage in handle.stages_async():
+                    yield stage
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def submit(
+        self,
+        query: Any,
+        k: int,
+        *,
+        history: History | None = None,
+        due: bool = True,
+        whole: bool = False,
+        fast: bool = True,
+        prefetch: bool = False,
+        params: Any = None,
+    ) -> SearchHandle:
+        """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
+
+        - `history`: earlier searches of this request; this search is added. Not with a selector.
+        - `due=False`: speculative, while due searches leave cores idle
+        - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
+        """
+        request = self._read(one_row(query), k, params, history)
+        return self._join(request, due=due, whole=whole, fast=fast, prefetch=prefetch)
+
     def advance(self) -> bool:
         """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
         with self._advancing, one_thread():
@@ -153,6 +201,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             return True
 
     def close(self) -> None:
+        """Cancel searches in flight; later ones raise RuntimeError."""
         with self._lock:
             self._closed = True
         self._end_all(SearchHandle.cancel)
@@ -160,12 +209,26 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         if self._driver is not None:
             self._driver.shutdown()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(self, request: SearchRequest, options: SubmitOptions) -> SearchHandle:
-        handle = SearchHandle(self._wait_by, due=options.due, whole=options.whole)
-        handle.fast, handle.prefetch = options.fast, options.prefetch and self.tiers is not None
+    def _join(
+        self,
+        request: SearchRequest,
+        *,
+        due: bool = True,
+        whole: bool = False,
+        fast: bool = True,
+        prefetch: bool = False,
+    ) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, due=due, whole=whole)
+        handle.fast, handle.prefetch = fast, prefetch and self.tiers is not None
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 

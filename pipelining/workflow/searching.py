@@ -242,6 +242,6 @@ class _Begun:
 
 def _is_ours(search: Any) -> bool:
     """Messages of our searches name shapes, counts and settings, never a query."""
-    from ragorder.pipelining.search.shared import SharedSearch
+    from ragorder.pipelining.search import ContinuousIVF
 
-    return isinstance(search, SharedSearch)
+    return isinstance(search, ContinuousIVF)
