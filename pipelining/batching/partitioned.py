@@ -75,7 +75,7 @@ class PartitionedSearch:
         self.read_bytes = 0
         self._held: dict[int, PartitionLists] = {}
         self._uses = np.zeros(self._file.count + 1)
-        self._scanner = PieceScanner(self._file.index, cores, ClusterCosts(_CODE_S), None, clock)
+        self._scanner = PieceScanner(self._file.index, cores, ClusterCosts(_CODE_S), clock)
         self._reader = ThreadPoolExecutor(1, "ragorder-partitions") if read_ahead else None
         self._lock = threading.Lock()
         self._closed = False

@@ -21,7 +21,6 @@ from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.search.request import History, SearchRequest, one_row
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.search.tiers import IndexTiers, TierGains
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
@@ -73,11 +72,11 @@ class ContinuousIVF:
     - `nprobe`, `cores`: default to the index's and FAISS's own
     - `order`: "oldest" search first, or "shortest" remaining search first
     - `patience`: end a search after this many clusters without a change: faster, not exact
-    - `tiers`: a faster tier for the most used clusters, whose distances may differ by rounding
     - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
+    - `scanner`: makes what scans the clusters of a piece
 
-    Without `patience` and `tiers` the last stage equals `index.search` including ties. The index must not change during
-    a search. Raises TypeError for an index whose parts do not add up to its search.
+    Without `patience` the last stage equals `index.search` including ties. The index must not change during a search.
+    Raises TypeError for an index whose parts do not add up to its search.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class ContinuousIVF:
         order: PieceOrder = "oldest",
         budget: Budget | None = None,
         patience: int | None = None,
-        tiers: IndexTiers | None = None,
         thread: bool = True,
+        scanner: Callable[[ClusterIndex, int, ClusterCosts, Callable[[], float]], PieceScanner] = PieceScanner,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._index = ClusterIndex(index, "ContinuousIVF")
@@ -108,10 +107,7 @@ class ContinuousIVF:
         self.costs = ClusterCosts(_BYTE_S * self._index.ivf.code_size + _DIMENSION_S * self._index.ivf.d)
         self.pieces = 0
         self._cores, self._order, self._patience, self._clock = cores, order, patience, clock
-        if tiers is not None:
-            tiers.attach(self._index)
-        self.tiers = tiers
-        self._scanner = PieceScanner(self._index, cores, self.costs, tiers, clock)
+        self._scanner = scanner(self._index, cores, self.costs, clock)
         self._sizes = np.zeros(1, np.int64)
         self._sized_at = -1
         self._search_codes = RunningMean(arithmetic_start=True)
@@ -129,13 +125,6 @@ class ContinuousIVF:
     @property
     def similarity(self) -> bool:
         return self._index.similarity
-
-    @property
-    def tier_gains(self) -> TierGains | None:
-        if self.tiers is None:
-            return None
-        codes = self._search_codes.value
-        return self.tiers.gains(codes, self.costs.seconds(codes or 0.0) / self._cores)
 
     @property
     def in_flight(self) -> int:
@@ -175,18 +164,14 @@ class ContinuousIVF:
         history: History | None = None,
         due: bool = True,
         whole: bool = False,
-        fast: bool = True,
-        prefetch: bool = False,
         params: Any = None,
     ) -> SearchHandle:
         """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
         - `history`: earlier searches of this request; this search is added. Not with a selector.
         - `due=False`: speculative, while due searches leave cores idle
-        - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
         """
-        request = self._read(one_row(query), k, params, history)
-        return self._join(request, due=due, whole=whole, fast=fast, prefetch=prefetch)
+        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole)
 
     def advance(self) -> bool:
         """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
@@ -218,17 +203,8 @@ class ContinuousIVF:
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(
-        self,
-        request: SearchRequest,
-        *,
-        due: bool = True,
-        whole: bool = False,
-        fast: bool = True,
-        prefetch: bool = False,
-    ) -> SearchHandle:
+    def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
         handle = SearchHandle(self._wait_by, due=due, whole=whole)
-        handle.fast, handle.prefetch = fast, prefetch and self.tiers is not None
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 
@@ -302,8 +278,6 @@ class ContinuousIVF:
             self._search_codes.add(search.codes[-1])
             self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
-            if search.handle.prefetch and self.tiers is not None:
-                self.tiers.prefetch(search.clusters[0])
 
     def _measure_sizes(self) -> None:
         # The last element is for cluster -1, which means no cluster.
@@ -311,8 +285,6 @@ class ContinuousIVF:
         if self._sized_at != ivf.ntotal:
             self._sizes = np.fromiter((*map(ivf.get_list_size, range(ivf.nlist)), 0), np.int64, ivf.nlist + 1)
             self._sized_at = ivf.ntotal
-            if self.tiers is not None:
-                self.tiers.resize(self._sizes)
 
     def _limit(self) -> PieceLimit:
         due = sum(search.handle.due for search in self._running)

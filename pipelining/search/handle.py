@@ -25,17 +25,13 @@ class SearchHandle:
         for stage in handle.stages(): ...
         handle.result().ids
 
-    - `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces
-    - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
-
+    `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces.
     A caller that takes stages gets the latest one, and always the final one.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
         self.due = due
         self.whole = whole
-        self.fast = True
-        self.prefetch = False
         self.done = False
         self._drive = drive
         self._changed = threading.Condition()
