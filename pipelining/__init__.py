@@ -23,7 +23,8 @@ from ragorder.pipelining.sync import SyncPipeline, SyncStream
 from ragorder.pipelining.warmup import Prefix, WarmUp
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.search import ContinuousIVF, PartitionedSearch
+    from ragorder.pipelining.batching.partitioned import PartitionedSearch
+    from ragorder.pipelining.search import ContinuousIVF
     from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [
@@ -61,7 +62,8 @@ __all__ = [
 
 # Imported on first use: numpy and FAISS are not part of the core.
 _LAZY = {
-    **dict.fromkeys(("ContinuousIVF", "PartitionedSearch"), "ragorder.pipelining.search"),
+    "ContinuousIVF": "ragorder.pipelining.search",
+    "PartitionedSearch": "ragorder.pipelining.batching.partitioned",
     **dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged"),
 }
 

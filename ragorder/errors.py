@@ -39,7 +39,6 @@ RagorderError
   AnswerChangedError              ragorder.pipelining.batching.requests
   PlacementError                  ragorder.pipelining.placement.plan
   QueueFullError                  ragorder.pipelining.reordering
-  SearchProcessError              ragorder.pipelining.search.process
   WorkflowError                   ragorder.pipelining.workflow.nodes
     DeadlineError                 ragorder.pipelining.workflow.nodes
     GraphError                    ragorder.pipelining.workflow.nodes

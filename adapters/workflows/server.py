@@ -13,7 +13,7 @@ from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, CommittedRequest, StreamingEngine, Usage, WarmUp
 from ragorder.pipelining.servers import observer_of
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace
-from ragorder.pipelining.workflow.transformations import Prefetch, Transformation, all_transformations
+from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
 
 if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch
@@ -136,7 +136,7 @@ def ordered_workflows(
     # An engine with fused reuse warms up the system prompt with each question.
     warming = WarmUp(WorkflowPrefix(prefix, made)) if warm_up and orderer.settings.reuse != "fused" else None
     if transformations is None:
-        transformations = [Prefetch(warming) if isinstance(each, Prefetch) else each for each in all_transformations()]
+        transformations = all_transformations(warming)
     server = OrderedWorkflows(
         prefix.engine,
         search,

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.servers import Servers
-from ragorder.eval.virtual.tiers import VirtualTiers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
@@ -28,7 +27,7 @@ class _DealtEvenly(Budget):
 
 class VirtualIVF(ContinuousIVF):
     """`ContinuousIVF` in an event loop: what is in a piece and what it finds is as ever, and the piece takes the time
-    of the large index. Results are published at its end. `tiers` are `VirtualTiers`. `busy_s`: of the pieces."""
+    of the large index. Results are published at its end. `busy_s`: of the pieces."""
 
     def __init__(self, index: Any, costs: SearchCosts, **options: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -57,10 +56,9 @@ class VirtualIVF(ContinuousIVF):
                 break
             piece = self._next_piece()
             codes = sum(search.codes[stop] - search.codes[search.done] for search, stop in piece)
-            before = 0 if self.tiers is None else self.tiers.fast_codes
             with one_thread():
                 found = self._scan(piece)
-            seconds = self._seconds(codes if self.tiers is None else codes + before - self.tiers.fast_codes)
+            seconds = self._seconds(codes)
             await asyncio.sleep(seconds)
             self.busy_s += seconds
             with one_thread():
@@ -69,10 +67,9 @@ class VirtualIVF(ContinuousIVF):
         self._pieces = None
 
     def _seconds(self, codes: float) -> float:
-        """Of a piece of which the cores scan so many codes, and the fast tier the others meanwhile."""
+        """Of a piece of which the cores scan this number of codes."""
         large = self._large
-        on_cores_s = large.piece_seconds(large.dealt(codes * self._scale)) if codes else large.overhead_seconds(1)
-        return max(on_cores_s, self.tiers.scan_s) if isinstance(self.tiers, VirtualTiers) else on_cores_s
+        return large.piece_seconds(large.dealt(codes * self._scale)) if codes else large.overhead_seconds(1)
 
 
 class WholeSearches:

@@ -11,8 +11,8 @@ from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.servers import end_all, outcome_of
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
-    from ragorder.pipelining.search.pass_rows import PassRows
+    from ragorder.pipelining.batching.partitioned import PartitionedPass, PartitionedSearch
+    from ragorder.pipelining.batching.pass_rows import PassRows
 
 __all__ = ["BatchRetrieval", "ConcurrentRetrieval", "JoinableRetrieval", "PartitionedRetrieval", "SearchTask"]
 

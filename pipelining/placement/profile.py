@@ -19,7 +19,7 @@ from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, Mode
 from ragorder.pipelining.power_law import PowerLaw
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.search.partition_file import PartitionFile
+    from ragorder.pipelining.batching.partition_file import PartitionFile
 
 __all__ = ["GenerationSample", "PlacementProfile", "RetrievalSample", "index_sizes", "shared_tokens"]
 
@@ -216,7 +216,7 @@ def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
 
 
 def _cut(path: Path | str, count: int) -> PartitionFile:
-    from ragorder.pipelining.search.partition_file import PartitionFile
+    from ragorder.pipelining.batching.partition_file import PartitionFile
 
     return PartitionFile(path, count, searcher=_SEARCHER)
 

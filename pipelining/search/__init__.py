@@ -1,28 +1,15 @@
-"""Searches of many callers that share their time (HedraRAG sections 4.2 to 4.4)."""
+"""Searches of many callers that share their time (HedraRAG sections 4.2 and 4.3)."""
 
 from __future__ import annotations
 
 from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.costs import Budget
-from ragorder.pipelining.search.memory import MemorySplit, Throughput, split_memory
-from ragorder.pipelining.search.partitioned import PartitionedPass, PartitionedSearch
-from ragorder.pipelining.search.process import SearchProcess, SearchProcessError
+from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.request import History
-from ragorder.pipelining.search.shared import SearchHandle
-from ragorder.pipelining.search.tiers import ClusterScan, IndexTiers
 
 __all__ = [
     "Budget",
-    "ClusterScan",
     "ContinuousIVF",
     "History",
-    "IndexTiers",
-    "MemorySplit",
-    "PartitionedPass",
-    "PartitionedSearch",
     "SearchHandle",
-    "SearchProcess",
-    "SearchProcessError",
-    "Throughput",
-    "split_memory",
 ]

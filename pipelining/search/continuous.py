@@ -5,23 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.search.costs import Budget, ClusterCosts, PieceLimit
+from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.merge import BestResults
-from ragorder.pipelining.search.request import History, SearchRequest
+from ragorder.pipelining.search.request import History, SearchRequest, one_row
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.search.shared import SearchHandle, SharedSearch, SubmitOptions
-from ragorder.pipelining.search.tiers import IndexTiers, TierGains
+from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
@@ -61,7 +61,7 @@ def fill(
 _BYTE_S, _DIMENSION_S = 1e-10, 4e-10
 
 
-class ContinuousIVF(SharedSearch[SearchRequest]):
+class ContinuousIVF:
     """Searches an IVF index for many callers at once, a few clusters (a piece) at a time.
 
         search = ContinuousIVF(index, nprobe=64)
@@ -72,11 +72,11 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
     - `nprobe`, `cores`: default to the index's and FAISS's own
     - `order`: "oldest" search first, or "shortest" remaining search first
     - `patience`: end a search after this many clusters without a change: faster, not exact
-    - `tiers`: a faster tier for the most used clusters, whose distances may differ by rounding
     - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
+    - `scanner`: makes what scans the clusters of a piece
 
-    Without `patience` and `tiers` the last stage equals `index.search` including ties. The index must not change during
-    a search. Raises TypeError for an index whose parts do not add up to its search.
+    Without `patience` the last stage equals `index.search` including ties. The index must not change during a search.
+    Raises TypeError for an index whose parts do not add up to its search.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         order: PieceOrder = "oldest",
         budget: Budget | None = None,
         patience: int | None = None,
-        tiers: IndexTiers | None = None,
         thread: bool = True,
+        scanner: Callable[[ClusterIndex, int, ClusterCosts, Callable[[], float]], PieceScanner] = PieceScanner,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._index = ClusterIndex(index, "ContinuousIVF")
@@ -107,10 +107,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         self.costs = ClusterCosts(_BYTE_S * self._index.ivf.code_size + _DIMENSION_S * self._index.ivf.d)
         self.pieces = 0
         self._cores, self._order, self._patience, self._clock = cores, order, patience, clock
-        if tiers is not None:
-            tiers.attach(self._index)
-        self.tiers = tiers
-        self._scanner = PieceScanner(self._index, cores, self.costs, tiers, clock)
+        self._scanner = scanner(self._index, cores, self.costs, clock)
         self._sizes = np.zeros(1, np.int64)
         self._sized_at = -1
         self._search_codes = RunningMean(arithmetic_start=True)
@@ -130,15 +127,51 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         return self._index.similarity
 
     @property
-    def tier_gains(self) -> TierGains | None:
-        if self.tiers is None:
-            return None
-        codes = self._search_codes.value
-        return self.tiers.gains(codes, self.costs.seconds(codes or 0.0) / self._cores)
-
-    @property
     def in_flight(self) -> int:
         return len(self._running) + len(self._unprepared) + len(self._joining)
+
+    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector."""
+        request = self._read(queries, k, params)
+
+        def stages() -> Iterator[Stage]:
+            handle = self._join(request)
+            try:
+                yield from handle.stages()
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
+        request = self._read(queries, k, params)
+
+        async def stages() -> AsyncGenerator[Stage, None]:
+            handle = self._join(request)
+            try:
+                async for stage in handle.stages_async():
+                    yield stage
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def submit(
+        self,
+        query: Any,
+        k: int,
+        *,
+        history: History | None = None,
+        due: bool = True,
+        whole: bool = False,
+        params: Any = None,
+    ) -> SearchHandle:
+        """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
+
+        - `history`: earlier searches of this request; this search is added. Not with a selector.
+        - `due=False`: speculative, while due searches leave cores idle
+        """
+        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole)
 
     def advance(self) -> bool:
         """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
@@ -153,6 +186,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             return True
 
     def close(self) -> None:
+        """Cancel searches in flight; later ones raise RuntimeError."""
         with self._lock:
             self._closed = True
         self._end_all(SearchHandle.cancel)
@@ -160,12 +194,17 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         if self._driver is not None:
             self._driver.shutdown()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(self, request: SearchRequest, options: SubmitOptions) -> SearchHandle:
-        handle = SearchHandle(self._wait_by, due=options.due, whole=options.whole)
-        handle.fast, handle.prefetch = options.fast, options.prefetch and self.tiers is not None
+    def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, due=due, whole=whole)
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 
@@ -239,8 +278,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._search_codes.add(search.codes[-1])
             self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
-            if search.handle.prefetch and self.tiers is not None:
-                self.tiers.prefetch(search.clusters[0])
 
     def _measure_sizes(self) -> None:
         # The last element is for cluster -1, which means no cluster.
@@ -248,8 +285,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         if self._sized_at != ivf.ntotal:
             self._sizes = np.fromiter((*map(ivf.get_list_size, range(ivf.nlist)), 0), np.int64, ivf.nlist + 1)
             self._sized_at = ivf.ntotal
-            if self.tiers is not None:
-                self.tiers.resize(self._sizes)
 
     def _limit(self) -> PieceLimit:
         due = sum(search.handle.due for search in self._running)

@@ -13,7 +13,7 @@ from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import ClusterIndex, Metric, read_nprobe
 
-__all__ = ["History", "PastSearch", "SearchRequest", "check_history", "one_row", "read_parameters"]
+__all__ = ["History", "PastSearch", "SearchRequest", "one_row"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +130,9 @@ class SearchRequest:
         if k > outer.ntotal:
             raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: give a smaller k")
         index.check_settings()
-        own_nprobe, selector = read_parameters(params)
-        check_history(selector, history)
+        own_nprobe, selector = _read_parameters(params)
+        if selector is not None and history is not None:
+            raise ValueError("a search with a selector has no history: ids of the history may be secret")
         nprobe = index.nprobe(nprobe if own_nprobe is None else own_nprobe)
         return cls(rows, k, nprobe, index.slices(len(rows)), history, index.core.selector(selector), params)
 
@@ -143,12 +144,7 @@ def one_row(query: Any) -> NDArray[Any]:
     return row[None] if row.ndim == 1 else row
 
 
-def check_history(selector: Any, history: History | None) -> None:
-    if selector is not None and history is not None:
-        raise ValueError("a search with a selector has no history: ids of the history may be secret")
-
-
-def read_parameters(params: Any) -> tuple[int | None, Any]:
+def _read_parameters(params: Any) -> tuple[int | None, Any]:
     if params is None:
         return None, None
     name = type(params).__name__

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.search.request import PastSearch, SearchRequest
-from ragorder.pipelining.search.shared import SearchHandle
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._ivf import ClusterIndex
 

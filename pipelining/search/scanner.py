@@ -15,22 +15,22 @@ from numpy.typing import NDArray
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import BestResults, ScannedPart
 from ragorder.pipelining.search.running import RunningSearch, Visits
-from ragorder.pipelining.search.tiers import IndexTiers
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["PieceScanner", "one_thread", "shares_of"]
+__all__ = ["PieceScanner", "Rows", "one_thread", "shares_of"]
 
 # Cost of a share for another thread.
 _HAND_S = 3e-5
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
+    """Queries of a piece, and what is kept of each."""
+
     queries: NDArray[np.float32]
     kept: int
     locations: bool
     selector: Any = None
-    fast: NDArray[np.bool_] | None = None
 
 
 class PieceScanner:
@@ -39,14 +39,11 @@ class PieceScanner:
     FAISS would split by queries, and scans given clusters on one thread. `scan_s`: time of the last piece in FAISS.
     """
 
-    def __init__(
-        self, index: ClusterIndex, cores: int, costs: ClusterCosts, tiers: IndexTiers | None, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, index: ClusterIndex, cores: int, costs: ClusterCosts, clock: Callable[[], float]) -> None:
         self.costs = costs
         self.scan_s = 0.0
         self._index = index
         self._cores = cores
-        self._tiers = tiers
         self._clock = clock
         self._helpers: ThreadPoolExecutor | None = None
         if cores > 1:
@@ -63,18 +60,16 @@ class PieceScanner:
 
     def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
         self.scan_s = 0.0
-        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], locations=False)))
+        return self._merge(best, self._parts(visits, Rows(queries, best.keys.shape[1], locations=False)))
 
     def close(self) -> None:
         if self._helpers is not None:
             self._helpers.shutdown(wait=False)
-        if self._tiers is not None:
-            self._tiers.close()
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
         """Scan a single search in one piece on one core with one call of FAISS; return None in other cases."""
         search, stop = piece[0]
-        if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
+        if len(piece) > 1 or search.done or stop < search.total or self._cores > 1:
             return None
         locations = search.history is not None and search.selector is None
         start_s = self._clock()
@@ -107,38 +102,12 @@ class PieceScanner:
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
         locations = any(search.history is not None for search, _ in piece)
-        fast = np.repeat([search.handle.fast for search, _ in piece], [len(search.queries) for search, _ in piece])
         parts: list[ScannedPart] = []
         for selector, share in _by_selector(piece, visits):
-            if selector is None:
-                parts += self._on_tiers(share, _Rows(queries, kept, locations, fast=fast))
-            else:
-                parts += self._on_cores(share, _Rows(queries, kept, False, selector))
+            parts += self._parts(share, Rows(queries, kept, locations and selector is None, selector))
         return parts
 
-    def _on_tiers(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
-        if self._tiers is None:
-            return self._on_cores(visits, rows)
-        core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
-        share = self._tiers.start(visits, rows.queries, rows.kept, core_s, rows.fast)
-        before_s = self.scan_s
-        try:
-            if share is None:
-                return self._on_cores(visits, rows)
-            parts = self._on_cores(visits.part(~share.chosen), rows)
-            try:
-                part, seconds = share.part.result()
-            except Exception as error:
-                self._tiers.fail(error)
-                return parts + self._on_cores(share.visits, rows)
-            self.scan_s = max(self.scan_s, before_s + seconds)
-            return [*parts, part]
-        finally:
-            if share is not None:
-                wait([share.part])
-            self._tiers.end()
-
-    def _on_cores(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
+    def _parts(self, visits: Visits, rows: Rows) -> list[ScannedPart]:
         own, *others = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs)) or (None,)
         if own is None:
             return []
@@ -157,7 +126,7 @@ class PieceScanner:
         self.scan_s += max(seconds for _, _, seconds in done)
         return [part for part, _, _ in done]
 
-    def _share(self, visits: Visits, of: _Rows) -> tuple[ScannedPart, int, float]:
+    def _share(self, visits: Visits, of: Rows) -> tuple[ScannedPart, int, float]:
         rows, clusters, coarse = visits.padded()
         start_s = self._clock()
         distances, ids = self._index.scan(

@@ -29,8 +29,6 @@ _EXACT = {
     "IndexIVFProductResidualQuantizer",
     "IndexIVFProductLocalSearchQuantizer",
 }
-# Of these, indexes whose distances are to decoded vectors.
-_DECODED = {"IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"}
 _OFFSET = (1 << 32) - 1
 
 
@@ -49,11 +47,6 @@ class ClusterIndex:
         metrics: dict[int, Metric] = {self._faiss.METRIC_L2: "L2", self._faiss.METRIC_INNER_PRODUCT: "inner product"}
         self.metric = metrics.get(self.ivf.metric_type)
         self.similarity: bool = self._faiss.is_similarity_metric(self.ivf.metric_type)
-
-    def check_decoded(self) -> None:
-        name = type(self.ivf).__name__
-        if name not in _DECODED or getattr(self.ivf, "polysemous_ht", False):
-            raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
 
     def check_settings(self) -> None:
         name = type(self.ivf).__name__
@@ -121,17 +114,6 @@ class ClusterIndex:
         lists = self.ivf.invlists
         ids = (lists.get_single_id(location >> 32, location & _OFFSET) for location in locations.tolist())
         return np.fromiter(ids, np.int64, len(locations))
-
-    def cluster_vectors(self, cluster: int) -> NDArray[np.float32]:
-        faiss, lists, size = self._faiss, self.ivf.invlists, self.ivf.get_list_size(cluster)
-        vectors = np.empty((size, self.ivf.d), np.float32)
-        if size:
-            numbers, codes = np.full(size, cluster, np.int64), lists.get_codes(cluster)
-            try:
-                self.ivf.decode_vectors(size, codes, faiss.swig_ptr(numbers), faiss.swig_ptr(vectors))
-            finally:
-                lists.release_codes(cluster, codes)
-        return vectors
 
     def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
         vectors = np.empty((len(locations), self.ivf.d), np.float32)

@@ -216,8 +216,6 @@ class SpeculativeSearch:
                 self._spawn,
                 history=self.history,
                 split=self.item.split,
-                fast=self.item.fast,
-                prefetch=self.item.prefetch,
             )
         except Exception:
             return

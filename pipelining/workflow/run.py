@@ -321,7 +321,7 @@ class WorkflowRun(Generic[D, R]):
                 self._history = searcher.history()
             # Results of a speculative search are used in any case.
             past = self._history if item.reorder or history is not None else None
-            handle = searcher.submit(vector, node.topk, history=past, split=item.split, fast=item.fast)
+            handle = searcher.submit(vector, node.topk, history=past, split=item.split)
             stage = await self._stages(item, handle)
             measured.search_s.add(self._elapsed_s() - started_s)
         else:

@@ -77,7 +77,6 @@ class Searcher(Generic[D]):
                     raise ValueError(f"{name} is None: give it, since {type(search).__name__} takes vectors for ids")
         elif not callable(search):
             raise TypeError(f"search must be an index's search or a function, got {type(search).__name__}")
-        self._tiered = getattr(search, "tier_gains", None) is not None
         self._checks = self._shared and _is_ours(search)
 
     async def vector(self, query: str) -> Any:
@@ -91,14 +90,10 @@ class Searcher(Generic[D]):
         history: History | None,
         due: bool = True,
         split: bool = True,
-        fast: bool = True,
-        prefetch: bool = False,
     ) -> Handle:
         if not self._shared:
             return _Whole(lambda: self._staged_search(vector, k) if self._staged else self._called(vector, k))
         options = {"history": history, "due": due} | ({} if split else {"whole": True})
-        if self._tiered:
-            options |= {"fast": fast, "prefetch": prefetch}
         try:
             handle: Handle = self._search.submit(vector, k, **options)
         except (ValueError, RuntimeError) as error:
@@ -242,6 +237,6 @@ class _Begun:
 
 def _is_ours(search: Any) -> bool:
     """Messages of our searches name shapes, counts and settings, never a query."""
-    from ragorder.pipelining.search.shared import SharedSearch
+    from ragorder.pipelining.search import ContinuousIVF
 
-    return isinstance(search, SharedSearch)
+    return isinstance(search, ContinuousIVF)

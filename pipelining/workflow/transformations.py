@@ -15,14 +15,13 @@ from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
 from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
 
 __all__ = [
-    "FastIndex",
     "OrderDocuments",
-    "Prefetch",
     "Reorder",
     "SpeculateGeneration",
     "SpeculateRetrieval",
     "Split",
     "Transformation",
+    "WarmSystemPrompt",
     "all_transformations",
 ]
 
@@ -105,16 +104,6 @@ def _may_search_again(item: WorkItem) -> bool:
     return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.later(item.run.id))
 
 
-class FastIndex(_Mark):
-    """Lets searches use the index's fast tier, unless the cores are expected to be faster."""
-
-    name, flag = "fast_index", "fast"
-
-    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        gains = measured.tier_gains
-        return 0.0 if gains is None else gains.scan_s
-
-
 _ORDERING_COST_S = 2e-4
 # Least expected share: documents that are not ordered are not found in the cache, nor are those of first requests.
 _LEAST_SHARED = 0.1
@@ -134,32 +123,31 @@ class OrderDocuments(_Mark):
         return max(share, _LEAST_SHARED) * prefill_s - _ORDERING_COST_S
 
 
-class Prefetch(_Mark):
-    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts."""
+class WarmSystemPrompt:
+    """Has the engine prefill an uncached system prompt during a search that leads to a generation."""
 
-    name, flag = "prefetch", "prefetch"
+    name = "warm_system_prompt"
 
-    def __init__(self, warm_up: WarmUp[NodeQuestion] | None = None) -> None:
+    def __init__(self, warm_up: WarmUp[NodeQuestion]) -> None:
         self._warm_up = warm_up
 
+    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
+        return False
+
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
-        super().apply(wavefront, measured)
         for item in wavefront.starting:
-            if item.worker == "search" and item.due:
-                self._warm(item)
+            if self.gain_s(item, measured) > 0:
+                warming = self._warm_up.start(NodeQuestion("", item.request.scope))
+                if warming is not None:
+                    item.trace.applied.append(self.name)
+                    item.at_end.append(warming.leave)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        gains = measured.tier_gains
-        return 0.0 if gains is None or item.due else gains.prefetch_s
-
-    def _warm(self, item: WorkItem) -> None:
         graph = item.request.graph
+        if item.worker != "search" or not item.due:
+            return 0.0
         follows = any(isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(item.run.id))
-        if self._warm_up is not None and follows:
-            warming = self._warm_up.start(NodeQuestion("", item.request.scope))
-            if warming is not None:
-                item.trace.applied.append(self.name)
-                item.at_end.append(warming.leave)
+        return math.inf if follows else 0.0
 
 
 class SpeculateGeneration:
@@ -427,15 +415,15 @@ def _begin_search(item: WorkItem, wavefront: Wavefront, measured: Measurements) 
     wavefront.speculate(item)
 
 
-def all_transformations() -> tuple[Transformation, ...]:
+def all_transformations(warm_up: WarmUp[NodeQuestion] | None = None) -> tuple[Transformation, ...]:
     """Return all; those that add work items come first, so that the others see these."""
+    warming = () if warm_up is None else (WarmSystemPrompt(warm_up),)
     generations = SpeculateGeneration()
     return (
         generations,
         SpeculateRetrieval(generations=generations),
         Split(),
         Reorder(),
-        FastIndex(),
         OrderDocuments(),
-        Prefetch(),
+        *warming,
     )

@@ -20,7 +20,6 @@ from ragorder.pipelining.workflow.pricing import DecodingCost, NodeTokens, Spend
 from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.search.tiers import TierGains
     from ragorder.pipelining.workflow.searching import Found
 
 __all__ = ["ANY_PART", "KNOWN", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
@@ -88,7 +87,7 @@ class Request(Protocol):
 class WorkItem:
     """Work on one run of a node: due, or predicted from the progress of `after`.
 
-    - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
+    - `split`, `reorder`, `ordered`: set by the transformations of these names
     - `streamed`: of a generation: its tokens are read as they come
     - `released`: the speculative generation has been answered, and is no longer on the engine
     - of a speculative generation: `held`, tokens kept for it in the budget; `sent`, those of its prompt and answer when
@@ -107,8 +106,6 @@ class WorkItem:
     after: WorkItem | None = None
     split: bool = False
     reorder: bool = False
-    fast: bool = False
-    prefetch: bool = False
     ordered: bool = False
     streamed: bool = True
     admission: Admission | None = None
@@ -288,11 +285,6 @@ class Measurements:
     @property
     def cuts(self) -> bool:
         return hasattr(self.search, "submit")
-
-    @property
-    def tier_gains(self) -> TierGains | None:
-        gains: TierGains | None = getattr(self.search, "tier_gains", None)
-        return gains
 
     @property
     def prefill_s(self) -> float | None:

@@ -19,12 +19,11 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
-from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
+from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.loop import DeadlockError, run_virtual
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.eval.virtual.servers import Servers
-from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)
@@ -377,44 +376,6 @@ class TestSearchesInPieces:
         in_flight, busy_s = run_virtual(main())
         assert in_flight == 0
         assert busy_s < core_s(index, queries[0]) / 8
-
-
-class TestTheFastTier:
-    def served(
-        self, index: Any, queries: Any, code_s: float | None, *, fast: bool = True, every: int = 2
-    ) -> tuple[Any, float, float]:
-        """Ids, seconds until all are found one after another, and the share scanned there."""
-        torch_scan = pytest.importorskip("ragorder.kernels.vectors").TorchClusterScan
-
-        async def main() -> tuple[Any, float, float]:
-            tiers = None
-            if code_s is not None:
-                scan = VirtualClusterScan(torch_scan("inner product"), ScanCosts(code_s), LARGE.vectors_of(index))
-                tiers = VirtualTiers(scan, 1 << 30, cores=LARGE.busy_cores, every=every)
-            search, found = VirtualIVF(index, LARGE, tiers=tiers), []
-            for query in queries:
-                stages = [stage async for stage in search.submit(query, K, fast=fast).stages_async()]
-                found.append(stages[-1].ids[0].tolist())
-            return found, now(), 0.0 if tiers is None else tiers.hit_share
-
-        found: tuple[Any, float, float] = run_virtual(main())
-        assert found[0] == index.search(queries, K)[1].tolist()
-        return found
-
-    def test_scans_what_it_holds_beside_the_cores(self, index: Any, queries: Any) -> None:
-        _, alone_s, _ = self.served(index, queries, None)
-        first = self.served(index, queries, LARGE.code_s / 80)
-        assert first == self.served(index, queries, LARGE.code_s / 80)
-        _, both_s, share = first
-        assert share > 0.5
-        assert both_s < 0.7 * alone_s
-
-    def test_is_left_alone_if_it_is_slower_or_not_to_be_used(self, index: Any, queries: Any) -> None:
-        _, alone_s, _ = self.served(index, queries, None)
-        _, slow_s, share = self.served(index, queries, LARGE.code_s, every=20)
-        assert 0 < share < 0.2
-        assert slow_s < 2 * alone_s
-        assert self.served(index, queries, LARGE.code_s, fast=False)[1:] == (pytest.approx(alone_s), 0.0)
 
 
 class TestWholeSearches:

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
-from itertools import count, pairwise
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -42,7 +42,7 @@ from support.workflows import Asked, PlainPrompts, ScriptedEngine, compiled, gra
 
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
-from ragorder.pipelining.search import Budget, History, IndexTiers
+from ragorder.pipelining.search import Budget, History
 from ragorder.pipelining.workflow import (
     END,
     START,
@@ -60,13 +60,12 @@ from ragorder.pipelining.workflow import (
 )
 from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import (
-    FastIndex,
     OrderDocuments,
-    Prefetch,
     Reorder,
     SpeculateGeneration,
     SpeculateRetrieval,
     Split,
+    WarmSystemPrompt,
     all_transformations,
 )
 from ragorder.pipelining.workflow.wavefront import WorkItem
@@ -1031,11 +1030,11 @@ class TestServer:
         prefix = Prefix()
         warm_up: WarmUp[Any] = WarmUp(prefix)
         async with WorkflowServer(
-            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), Prefetch(warm_up))
+            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), WarmSystemPrompt(warm_up))
         ) as server:
             traces = [(await server.run(one_shot().compile(), "why?", scope="tenant")).trace for _ in range(2)]
         assert prefix.warmed == warm_up.started == 1
-        assert ["prefetch" in trace.pieces[0].applied for trace in traces] == [True, False]
+        assert ["warm_system_prompt" in trace.pieces[0].applied for trace in traces] == [True, False]
         await warm_up.close()
 
     async def test_the_trace_is_json_and_holds_no_text(self, search: ContinuousIVF) -> None:
@@ -1260,60 +1259,6 @@ class TestUntil:
 
 class TestGains:
     """Each transformation is applied where its estimate is positive, and pieces say so."""
-
-    async def test_a_fast_tier(self, index: Any) -> None:
-        pytest.importorskip("torch")
-        from ragorder.kernels.vectors import TorchClusterScan
-
-        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=1)
-        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
-            engine = SlowEngine(pause_s=0.001)
-            async with WorkflowServer(
-                engine, search, vector, document, PlainPrompts(), transformations=(*eager(), FastIndex())
-            ) as server:
-                graph = multistep(rounds=2).compile()
-                results = [await server.run(graph, "why?") for _ in range(4)]
-        assert {result.text for result in results} == {(await interpreted(graph, index, "why?")).text}
-        pieces = [piece for result in results for piece in result.trace.pieces if piece.worker == "search"]
-        assert "fast_index" in pieces[0].applied and tiers.codes > 0
-        assert any("prefetch" in piece.applied for piece in pieces if piece.kind == "speculative")
-
-    @pytest.mark.parametrize(("tick_s", "used"), [(1e-9, True), (10.0, False)])
-    async def test_a_fast_tier_is_used_where_it_is_faster(self, index: Any, tick_s: float, used: bool) -> None:
-        """A scan of the tier takes a tick of its clock. After its trials a slower one is left alone."""
-        pytest.importorskip("torch")
-        from ragorder.kernels.vectors import TorchClusterScan
-
-        ticks = count()
-        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=2, clock=lambda: tick_s * next(ticks))
-        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
-            async with WorkflowServer(
-                SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), FastIndex())
-            ) as server:
-                graph = one_shot().compile()
-                for number in range(30):
-                    await server.run(graph, f"question {number}")
-                # No more exchanges, after each of which the tier is tried once.
-                tiers._every, tiers._trials = 1 << 30, 8
-                while tiers.costs.calls < 8:
-                    await server.run(graph, "question 0")
-                before = tiers.fast_codes
-                traces = [(await server.run(graph, f"question {number}")).trace for number in range(10)]
-        assert all(("fast_index" in trace.pieces[0].applied) is used for trace in traces)
-        assert (tiers.fast_codes > before) is used
-
-    async def test_without_the_transformation_the_cores_scan_all(self, index: Any) -> None:
-        pytest.importorskip("torch")
-        from ragorder.kernels.vectors import TorchClusterScan
-
-        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=1, clock=lambda: 0.0)
-        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
-            async with WorkflowServer(
-                SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(),)
-            ) as server:
-                for number in range(10):
-                    await server.run(multistep(rounds=2).compile(), f"question {number}")
-        assert tiers.codes > 0 and tiers.held_bytes > 0 and tiers.fast_codes == 0
 
     @pytest.mark.parametrize(("search_s", "split"), [(None, True), (1.0, True), (1e-5, False)])
     async def test_short_searches_are_not_split(

@@ -57,7 +57,7 @@ def serve(model: Path, index: Path, placement: Any) -> Any:
     import numpy as np
 
     from ragorder.kernels.engine import EngineSettings, TieredEngine
-    from ragorder.pipelining.search.partitioned import PartitionedSearch
+    from ragorder.pipelining.batching.partitioned import PartitionedSearch
 
     settings = dict(placement.engine_settings)
     engine = TieredEngine.load(model, EngineSettings(device="cpu", max_model_len=PROMPT + ANSWER, **settings))

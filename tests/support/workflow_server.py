@@ -13,7 +13,6 @@ from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.workflow import CompiledGraph, GraphError, NodeError, WorkflowServer, interpret
 from ragorder.pipelining.workflow.transformations import (
     OrderDocuments,
-    Prefetch,
     Reorder,
     SpeculateGeneration,
     SpeculateRetrieval,
@@ -85,7 +84,6 @@ def eager() -> list[Any]:
         Split(),
         Reorder(),
         OrderDocuments(),
-        Prefetch(),
     ]
 
 

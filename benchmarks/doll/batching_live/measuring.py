@@ -36,7 +36,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import BacklogAware, PartitionedRetrieval
-from ragorder.pipelining.search.partition_file import PartitionLists
+from ragorder.pipelining.batching.partition_file import PartitionLists
 from ragorder.pipelining.staged._faiss import load_faiss
 
 __all__ = ["POLICIES", "LiveParts", "serve_live"]

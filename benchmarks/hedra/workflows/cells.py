@@ -81,7 +81,8 @@ class System:
     """Searches: "alone", each whole on a core of its own; "batch", whole, with all others that wait, a core each;
     "dealt", the same, its clusters dealt to all cores; "pieces".
     `transformations` of a WorkflowServer (None: stage by stage). `lockstep`: requests of a batch, whose stages begin
-    when all have ended the last. `max_generations`, `window`: of the WorkflowServer."""
+    when all have ended the last. `max_generations`, `window`: of the WorkflowServer. `fast`: a GPU holds the cell's
+    part of the index."""
 
     words: str
     searches: Literal["alone", "batch", "dealt", "pieces"] = "pieces"
@@ -89,3 +90,4 @@ class System:
     lockstep: int | None = None
     max_generations: int | None = None
     window: int = 32
+    fast: bool = False

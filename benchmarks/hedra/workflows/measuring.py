@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
@@ -18,10 +18,12 @@ from ragorder.document import Document
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
-from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
 from ragorder.pipelining import AnswerChunk, EngineLoad, EngineRequest, RequestBuilder, StreamingEngine, prefill_batch
 from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowResult, WorkflowServer, interpret
 from ragorder.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from ragorder.benchmarks.hedra.tiers.virtual import VirtualTiers
 
 __all__ = ["Lockstep", "Materials", "Stages", "ordered_prompts", "play", "serve", "stage_by_stage"]
 
@@ -164,7 +166,7 @@ async def serve(
     )
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
-    tiers = _tiers(cell, search, materials)
+    tiers = _tiers(cell, search, materials) if system.fast else None
     prompts = ordered_prompts(builder, costs.capacity_tokens, engine.cache)
     async with AsyncExitStack() as stack:
         if system.transformations is None:
@@ -174,7 +176,7 @@ async def serve(
             server = await stack.enter_async_context(
                 WorkflowServer(
                     engine,
-                    VirtualIVF(materials.index, search, tiers=tiers),
+                    _search(materials.index, search, tiers),
                     materials.embed,
                     materials.documents.__getitem__,
                     prompts,
@@ -201,7 +203,7 @@ async def serve(
             "computed_tokens": engine.computed_tokens,
             "aborted": engine.aborted,
             **speculations,
-            **({} if tiers is None else {"fast_share": tiers.hit_share}),
+            **({"fast_share": tiers.hit_share if tiers else 0.0} if cell.fast else {}),
         },
     }
 
@@ -219,12 +221,19 @@ def _retrieve(system: System, costs: SearchCosts, materials: Materials) -> Retri
 def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> VirtualTiers | None:
     if not cell.fast:
         return None
-    from ragorder.kernels.vectors import TorchClusterScan
+    from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
+    from ragorder.benchmarks.hedra.tiers.virtual import VirtualClusterScan, VirtualTiers
 
     index = materials.index
     costs = replace(FAST, code_s=1e-9 * cell.fast_ns)
     scan = VirtualClusterScan(TorchClusterScan("inner product"), costs, search.vectors_of(index))
     return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
+
+
+def _search(index: Any, costs: SearchCosts, tiers: VirtualTiers | None) -> VirtualIVF:
+    from ragorder.benchmarks.hedra.tiers.virtual import VirtualTieredIVF
+
+    return VirtualIVF(index, costs) if tiers is None else VirtualTieredIVF(index, costs, tiers)
 
 
 def ordered_prompts(

@@ -158,7 +158,7 @@ class PlacedIndex:
             import faiss
             import numpy as np
 
-            from ragorder.pipelining.search.partitioned import PartitionedSearch
+            from ragorder.pipelining.batching.partitioned import PartitionedSearch
 
         self.sizes: IndexSizes = index_sizes(path, partitions)
         if not self.sizes.partitions:

@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.pipelining.batching.partition_file import PartitionFile, PartitionLists
+from ragorder.pipelining.batching.pass_rows import PassRows
 from ragorder.pipelining.search.costs import ClusterCosts
-from ragorder.pipelining.search.partition_file import PartitionFile, PartitionLists
-from ragorder.pipelining.search.pass_rows import PassRows
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
@@ -75,7 +75,7 @@ class PartitionedSearch:
         self.read_bytes = 0
         self._held: dict[int, PartitionLists] = {}
         self._uses = np.zeros(self._file.count + 1)
-        self._scanner = PieceScanner(self._file.index, cores, ClusterCosts(_CODE_S), None, clock)
+        self._scanner = PieceScanner(self._file.index, cores, ClusterCosts(_CODE_S), clock)
         self._reader = ThreadPoolExecutor(1, "ragorder-partitions") if read_ahead else None
         self._lock = threading.Lock()
         self._closed = False

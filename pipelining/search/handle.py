@@ -1,23 +1,19 @@
-"""Searches and handles that callers submit to a shared search."""
+"""Handle of a search that shares its time with others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
-
-from ragorder.pipelining.search.request import History, one_row
-from ragorder.pipelining.staged import Stage
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["SearchHandle", "SharedSearch", "SubmitOptions"]
+__all__ = ["SearchHandle"]
 
 _logger = logging.getLogger("ragorder")
 
@@ -29,17 +25,13 @@ class SearchHandle:
         for stage in handle.stages(): ...
         handle.result().ids
 
-    - `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces
-    - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
-
+    `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces.
     A caller that takes stages gets the latest one, and always the final one.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
         self.due = due
         self.whole = whole
-        self.fast = True
-        self.prefetch = False
         self.done = False
         self._drive = drive
         self._changed = threading.Condition()
@@ -143,79 +135,3 @@ class SearchHandle:
             except Exception as error:
                 # This is the driver's thread, which also serves other callers.
                 _logger.warning("a listener to a search failed: %s", type(error).__name__)
-
-
-S = TypeVar("S")
-
-
-class SubmitOptions(NamedTuple):
-    due: bool = True
-    whole: bool = False
-    fast: bool = True
-    prefetch: bool = False
-
-
-class SharedSearch(ABC, Generic[S]):
-    """A `StagedSearch` whose searches share their time. `S`: a search with checked arguments."""
-
-    @abstractmethod
-    def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> S: ...
-
-    @abstractmethod
-    def _join(self, request: S, options: SubmitOptions) -> SearchHandle: ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """Cancel searches in flight; later ones raise RuntimeError."""
-
-    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector."""
-        request = self._read(queries, k, params)
-
-        def stages() -> Iterator[Stage]:
-            handle = self._join(request, SubmitOptions())
-            try:
-                yield from handle.stages()
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        request = self._read(queries, k, params)
-
-        async def stages() -> AsyncGenerator[Stage, None]:
-            handle = self._join(request, SubmitOptions())
-            try:
-                async for stage in handle.stages_async():
-                    yield stage
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def submit(
-        self,
-        query: Any,
-        k: int,
-        *,
-        history: History | None = None,
-        due: bool = True,
-        whole: bool = False,
-        fast: bool = True,
-        prefetch: bool = False,
-        params: Any = None,
-    ) -> SearchHandle:
-        """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
-
-        - `history`: earlier searches of this request; this search is added. Not with a selector.
-        - `due=False`: speculative, while due searches leave cores idle
-        - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
-        """
-        return self._join(self._read(one_row(query), k, params, history), SubmitOptions(due, whole, fast, prefetch))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

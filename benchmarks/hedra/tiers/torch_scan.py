@@ -20,7 +20,7 @@ class TorchClusterScan:
     """The `ClusterScan` of `IndexTiers` on a torch device.
 
         tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
-        search = ContinuousIVF(index, tiers=tiers)
+        search = ContinuousIVF(index, scanner=partial(TieredScanner, tiers))
 
     Vectors are float32.
     """

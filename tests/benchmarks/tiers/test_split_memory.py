@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numpy")
 
-from ragorder.pipelining.search.memory import Throughput, split_memory
+from ragorder.benchmarks.hedra.tiers.memory import Throughput, split_memory
 
 TOTAL = 400
 FIGURES = st.floats(0.1, 100)

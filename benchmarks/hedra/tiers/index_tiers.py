@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.search.costs import ClusterCosts
-from ragorder.pipelining.search.merge import ScannedPart
-from ragorder.pipelining.search.running import Visits
+from ragorder.pipelining.search.merge import BestResults, ScannedPart
+from ragorder.pipelining.search.running import RunningSearch, Visits
+from ragorder.pipelining.search.scanner import PieceScanner, Rows
+from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["ClusterScan", "FastShare", "IndexTiers", "TierGains"]
+__all__ = ["ClusterScan", "FastShare", "IndexTiers", "TieredScanner"]
 
 _logger = logging.getLogger("ragorder")
 
 # A cluster in the tier stays unless others are used this much more: an exchange takes time.
 _STAY = 1.1
 _TRIALS = 8
+# Indexes whose distances are to decoded vectors.
+_DECODED = {"IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"}
 
 
 class ClusterScan(Protocol):
@@ -52,17 +54,6 @@ class ClusterScan(Protocol):
         """
 
 
-class TierGains(NamedTuple):
-    """Seconds that the tier is expected to save a search (inf: not measured yet).
-
-    `scan_s` with its current clusters, `prefetch_s` more if it had all clusters of the search.
-    """
-
-    hit_share: float
-    scan_s: float
-    prefetch_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class FastShare:
     visits: Visits
@@ -73,7 +64,8 @@ class FastShare:
 class IndexTiers:
     """Keeps the most used clusters in `fast`, with at most `capacity_bytes`.
 
-        search = ContinuousIVF(index, tiers=IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30))
+        tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
+        search = ContinuousIVF(index, scanner=partial(TieredScanner, tiers))
 
     Clusters in the tier are scanned there while the cores scan the others, if measured costs say that this is faster.
     Clusters are exchanged every `every` pieces; the weight of a use halves after `half_life` pieces. For one
@@ -97,7 +89,6 @@ class IndexTiers:
         self.costs = ClusterCosts(1e-9)
         self.codes = 0
         self.fast_codes = 0
-        self._held_share = RunningMean(arithmetic_start=True)
         self._fast = fast
         self._every = every
         self._decay = 0.5 ** (every / half_life)
@@ -122,22 +113,11 @@ class IndexTiers:
     def held_bytes(self) -> int:
         return int(self._bytes[self._held].sum())
 
-    def gains(self, codes: float | None, slow_s: float) -> TierGains:
-        """Return the gains of a search of `codes` vectors (None: unknown) that takes the cores `slow_s`."""
-        if self._failed:
-            return TierGains(self.hit_share, 0.0, 0.0)
-        if codes is None or self.costs.calls < self._trials:
-            return TierGains(self.hit_share, math.inf, math.inf)
-        held = self._held_share.value or 0.0
-        # Both scan at the same time; if the tier were slower than the cores, they would scan all.
-        now_s = min(slow_s, max((1 - held) * slow_s, self.costs.seconds(held * codes))) if held else slow_s
-        return TierGains(self.hit_share, slow_s - now_s, now_s - self.costs.seconds(codes))
-
     def attach(self, index: ClusterIndex) -> None:
         """Use these tiers for an index. Raises TypeError if its vectors cannot be scanned elsewhere."""
         if self._attached:
             raise ValueError("these tiers belong to another search: make others")
-        index.check_decoded()
+        _check_decoded(index)
         if index.metric != self._fast.metric:
             raise ValueError(
                 f"the fast tier compares by {self._fast.metric}, but the index by {index.metric or 'another metric'}"
@@ -158,20 +138,14 @@ class IndexTiers:
             self._drop(cluster)
         self._to_load.clear()
 
-    def start(
-        self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float, fast: NDArray[np.bool_] | None = None
-    ) -> FastShare | None:
+    def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
         """Scan a piece's visits to clusters in the tier; return None if the cores, in `slow_s`, are faster.
 
         The caller must call `end`.
         """
         np.add.at(self._uses, visits.clusters, 1)
-        total = int(visits.codes.sum())
-        self.codes += total
+        self.codes += int(visits.codes.sum())
         chosen = self._held[visits.clusters]
-        self._held_share.add(int(visits.codes[chosen].sum()) / total if total else 0.0)
-        if fast is not None:
-            chosen = chosen & fast[visits.rows]
         if self._to_load and not self._failed:
             self._stop_loading = False
             self._loading = self._threads.submit(self._load)
@@ -183,24 +157,6 @@ class IndexTiers:
             return None
         self.fast_codes += codes
         return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
-
-    def prefetch(self, clusters: NDArray[np.int64]) -> None:
-        """Load clusters that a search will visit, nearest first. Between two pieces."""
-        if self._failed:
-            return
-        wanted = clusters[(clusters >= 0) & ~self._held[clusters]]
-        wanted = wanted[np.isin(wanted, np.array(self._to_load, np.int64), invert=True)]
-        stays = np.isin(np.arange(len(self._held)), clusters)
-        least = deque(sorted(np.flatnonzero(self._held & ~stays).tolist(), key=self._uses.__getitem__))
-        free = self.capacity_bytes - self.held_bytes - int(self._bytes[list(self._to_load)].sum())
-        for cluster in wanted.tolist():
-            while least and free < self._bytes[cluster] and self._uses[least[0]] <= self._uses[cluster] + 1:
-                free += int(self._bytes[least[0]])
-                self._drop(least.popleft())
-            if free < self._bytes[cluster]:
-                return
-            free -= int(self._bytes[cluster])
-            self._to_load.append(cluster)
 
     def end(self) -> None:
         loading, self._loading = self._loading, None
@@ -242,7 +198,7 @@ class IndexTiers:
         """Load at least one cluster, and others until the piece ends: between pieces the index may change."""
         while self._to_load:
             cluster = self._to_load.popleft()
-            self._fast.put(cluster, self._index.cluster_vectors(cluster))
+            self._fast.put(cluster, _vectors(self._index, cluster))
             self._held[cluster] = True
             if self._stop_loading:
                 return
@@ -267,3 +223,69 @@ class IndexTiers:
             self._fast.drop(cluster)
         except Exception as error:
             self.fail(error)
+
+
+class TieredScanner(PieceScanner):
+    """Has `tiers` scan the clusters that they hold, while the cores scan a piece's others. For one `ContinuousIVF`."""
+
+    def __init__(
+        self, tiers: IndexTiers, index: ClusterIndex, cores: int, costs: ClusterCosts, clock: Callable[[], float]
+    ) -> None:
+        tiers.attach(index)
+        super().__init__(index, cores, costs, clock)
+        self._tiers = tiers
+        self._sizes: NDArray[np.int64] | None = None
+
+    def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
+        if sizes is not self._sizes:
+            self._tiers.resize(sizes)
+            self._sizes = sizes
+        return super().scan(piece, sizes)
+
+    def close(self) -> None:
+        super().close()
+        self._tiers.close()
+
+    def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
+        return None
+
+    def _parts(self, visits: Visits, rows: Rows) -> list[ScannedPart]:
+        if rows.selector is not None:
+            return super()._parts(visits, rows)
+        core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
+        share = self._tiers.start(visits, rows.queries, rows.kept, core_s)
+        before_s = self.scan_s
+        try:
+            if share is None:
+                return super()._parts(visits, rows)
+            parts = super()._parts(visits.part(~share.chosen), rows)
+            try:
+                part, seconds = share.part.result()
+            except Exception as error:
+                self._tiers.fail(error)
+                return parts + super()._parts(share.visits, rows)
+            self.scan_s = max(self.scan_s, before_s + seconds)
+            return [*parts, part]
+        finally:
+            if share is not None:
+                wait([share.part])
+            self._tiers.end()
+
+
+def _check_decoded(index: ClusterIndex) -> None:
+    name = type(index.ivf).__name__
+    if name not in _DECODED or getattr(index.ivf, "polysemous_ht", False):
+        raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
+
+
+def _vectors(index: ClusterIndex, cluster: int) -> NDArray[np.float32]:
+    ivf: Any = index.ivf
+    faiss, lists, size = load_faiss(), ivf.invlists, ivf.get_list_size(cluster)
+    vectors = np.empty((size, ivf.d), np.float32)
+    if size:
+        numbers, codes = np.full(size, cluster, np.int64), lists.get_codes(cluster)
+        try:
+            ivf.decode_vectors(size, codes, faiss.swig_ptr(numbers), faiss.swig_ptr(vectors))
+        finally:
+            lists.release_codes(cluster, codes)
+    return vectors

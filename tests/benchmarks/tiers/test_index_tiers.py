@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ np = pytest.importorskip("numpy")
 
 from support.ivf import IP, L2, D, build, clustered
 
+from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers, TieredScanner
 from ragorder.pipelining import ContinuousIVF
-from ragorder.pipelining.search import Budget, History, IndexTiers
+from ragorder.pipelining.search import Budget, History
 
 N, NLIST = 2000, 24
 EVERYTHING = 1 << 30
@@ -72,7 +74,8 @@ def tiers_of(fast: ExactScan, capacity_bytes: int = EVERYTHING, every: int = 1, 
 
 
 def search_with(index: Any, tiers: IndexTiers, nprobe: int = 9, cores: int = 1) -> ContinuousIVF:
-    return ContinuousIVF(index, nprobe=nprobe, cores=cores, budget=Budget(1e-12), tiers=tiers, thread=False)
+    scanner = partial(TieredScanner, tiers)
+    return ContinuousIVF(index, nprobe=nprobe, cores=cores, budget=Budget(1e-12), scanner=scanner, thread=False)
 
 
 @pytest.fixture(scope="module")
@@ -157,21 +160,27 @@ def test_clusters_are_loaded_one_at_a_time_and_never_outside_of_a_piece(queries:
     assert held[-1] > 0
 
 
-def test_a_slower_tier_is_not_used(queries: Any) -> None:
-    fast = ExactScan()
-    tiers = IndexTiers(fast, EVERYTHING, every=10**6)
-    search = search_with(build(), tiers)
-    search.submit(queries[0], 5).result()
-    tiers._every = 1
-    search.submit(queries[0], 5).result()
-    tiers._every = 10**6
-    for _ in range(20):
-        tiers.costs.learn(100, 1.0)
-    scans = fast.scans
-    for query in queries[:20]:
+def test_a_slower_tier_is_only_tried(queries: Any) -> None:
+    """A scan takes it ten seconds: after each exchange it is tried once."""
+    fast, ticks = ExactScan(), count()
+    search = search_with(build(), IndexTiers(fast, EVERYTHING, every=50, clock=lambda: 10.0 * next(ticks)))
+    for query in queries:
         search.submit(query, 5).result()
     assert fast.held
-    assert fast.scans == scans
+    assert 0 < fast.scans <= search.pieces // 50
+
+
+def test_searches_with_a_selector_are_scanned_on_the_cores(queries: Any) -> None:
+    index, fast = build(), ExactScan()
+    search = search_with(index, tiers_of(fast))
+    for query in queries[:40]:
+        search.submit(query, 5).result()
+    scans = fast.scans
+    params = faiss.SearchParametersIVF(nprobe=9, sel=faiss.IDSelectorRange(0, N // 2))
+    for row in range(20):
+        found = search.submit(queries[row], 5, params=params).result()
+        assert found.ids.tolist() == index.search(queries[row : row + 1], 5, params=params)[1].tolist()
+    assert fast.scans == scans > 0
 
 
 @pytest.mark.parametrize("when", ["loading", "scanning"])
@@ -225,101 +234,10 @@ def test_sizes_of_nothing_are_refused(option: str) -> None:
 
 def test_so_are_another_metric_another_search_and_vectors_that_are_not_decoded() -> None:
     with pytest.raises(ValueError, match="compares by inner product, but the index by L2"):
-        ContinuousIVF(build(), tiers=IndexTiers(ExactScan("inner product"), 1))
+        search_with(build(), IndexTiers(ExactScan("inner product"), 1))
     tiers = IndexTiers(ExactScan(), 1)
-    ContinuousIVF(build(), tiers=tiers)
+    search_with(build(), tiers)
     with pytest.raises(ValueError, match="belong to another search"):
-        ContinuousIVF(build(), tiers=tiers)
+        search_with(build(), tiers)
     with pytest.raises(TypeError, match="IndexIVFRaBitQ cannot have tiers: use IndexIVFFlat"):
-        ContinuousIVF(build("IVF24,RaBitQ"), tiers=IndexTiers(ExactScan(), 1))
-
-
-class TestForeseen:
-    def test_clusters_of_a_search_ahead_of_need_are_loaded(self) -> None:
-        """All are held once its second piece ends, and the due search finds the same there."""
-        index, fast = build(), ExactScan()
-        query = clustered(1, 3)
-        tiers = tiers_of(fast, every=1000)
-        with ContinuousIVF(index, nprobe=4, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
-            ahead = search.submit(query, 3, due=False, prefetch=True)
-            while not ahead.done:
-                search.advance()
-            visited = index.quantizer.search(query, 4)[1][0].tolist()
-            assert set(fast.held) == set(visited)
-            scans = fast.scans
-            found = search.submit(query, 3).result()
-            assert fast.scans > scans
-        index.nprobe = 4
-        np.testing.assert_array_equal(found.ids, index.search(query, 3)[1])
-
-    def test_they_displace_what_is_used_less_and_no_more(self) -> None:
-        index, fast = build(), ExactScan()
-        sizes = [fast.bytes_of(index.invlists.list_size(cluster), D) for cluster in range(NLIST)]
-        capacity = 3 * max(sizes)
-        tiers = tiers_of(fast, capacity, every=1)
-        queries = clustered(40, 4)
-        with ContinuousIVF(index, nprobe=6, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
-            for place, query in enumerate(queries):
-                handle = search.submit(query, 3, due=place % 2 == 0, prefetch=place % 2 == 1)
-                while not handle.done:
-                    search.advance()
-                    assert tiers.held_bytes <= capacity
-        assert fast.held and fast.largest_bytes <= capacity
-
-
-class TestSearchesThatMayNotUseIt:
-    def test_are_scanned_on_the_cores_beside_others(self, queries: Any) -> None:
-        index, fast = build(), ExactScan()
-        tiers = tiers_of(fast)
-        search = search_with(index, tiers)
-        for query in queries[:40]:
-            search.submit(query, 5).result()
-        assert len(fast.held) == NLIST
-        scanned, codes = tiers.fast_codes, tiers.codes
-        handles = [search.submit(query, 5, fast=row % 2 == 0) for row, query in enumerate(queries[:20])]
-        while search.advance():
-            pass
-        for row, handle in enumerate(handles):
-            expected = index.search(queries[row : row + 1], 5, params=faiss.SearchParametersIVF(nprobe=9))
-            assert handle.result().ids.tolist() == expected[1].tolist()
-        sizes = np.array([index.get_list_size(cluster) for cluster in range(NLIST)])
-        of_each = sizes[index.quantizer.search(queries[:20], 9)[1]].sum(axis=1)
-        assert tiers.codes - codes == of_each.sum()
-        assert tiers.fast_codes - scanned == of_each[::2].sum()
-
-
-class TestGains:
-    @staticmethod
-    def tiers(call_s: float, code_s: float, held: float) -> IndexTiers:
-        tiers = IndexTiers(ExactScan(), EVERYTHING)
-        tiers.costs.calls, tiers.costs.call_s, tiers.costs.code_s = 100, call_s, code_s
-        tiers._held_share.add(held)
-        return tiers
-
-    def test_are_what_the_cores_need_not_scan_as_long_as_the_tier_is_done_first(self) -> None:
-        gains = self.tiers(0.0, 1e-6, 0.4).gains(1000, 0.1)
-        assert gains.scan_s == pytest.approx(0.04)
-        assert gains.prefetch_s == pytest.approx(0.06 - 0.001)
-
-    def test_end_with_the_tier(self) -> None:
-        """It needs 80 ms for what it holds, the cores 50 ms for the rest."""
-        gains = self.tiers(0.03, 1e-4, 0.5).gains(1000, 0.1)
-        assert gains.scan_s == pytest.approx(0.02)
-        assert gains.prefetch_s == pytest.approx(0.08 - 0.13)
-
-    @pytest.mark.parametrize(("call_s", "held"), [(0.5, 0.4), (0.0, 0.0)])
-    def test_of_a_slower_or_an_empty_tier_there_are_none(self, call_s: float, held: float) -> None:
-        assert self.tiers(call_s, 1e-6, held).gains(1000, 0.1).scan_s == 0
-
-    def test_are_not_known_before_it_was_tried(self) -> None:
-        assert IndexTiers(ExactScan(), 1).gains(1000, 0.1) == (0.0, math.inf, math.inf)
-        assert self.tiers(0.0, 1e-6, 0.4).gains(None, 0.1)[1:] == (math.inf, math.inf)
-
-    def test_after_a_failure_there_are_none(self) -> None:
-        tiers = self.tiers(0.0, 1e-6, 0.4)
-        tiers._held = np.zeros(NLIST, bool)
-        tiers.fail(RuntimeError("lost"))
-        assert tiers.gains(1000, 0.1)[1:] == (0.0, 0.0)
-
-    def test_of_a_search_without_tiers_there_are_none(self) -> None:
-        assert ContinuousIVF(build(), thread=False).tier_gains is None
+        search_with(build("IVF24,RaBitQ"), IndexTiers(ExactScan(), 1))

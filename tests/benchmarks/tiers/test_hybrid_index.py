@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,18 @@ pytest.importorskip("scipy")
 from click.testing import CliRunner
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
-from ragorder.benchmarks.hedra import hybrid_index
 from ragorder.benchmarks.hedra.locality import skew
+from ragorder.benchmarks.hedra.tiers import hybrid_index
+from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
+from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
 from ragorder.cli import main
-from ragorder.kernels.vectors import TorchClusterScan
-from ragorder.pipelining.search import IndexTiers
 
 D = 16
 
 
 @pytest.fixture(scope="module")
-def index() -> Iterator[Any]:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield build_index(clustered(3000, D, clusters=60, seed=0), 0.05)
-    faiss.omp_set_num_threads(before)
+def index() -> Any:
+    return build_index(clustered(3000, D, clusters=60, seed=0), 0.05)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.69, 0.9])

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.eval.virtual.costs import ScanCosts
-from ragorder.pipelining.search import ClusterScan, IndexTiers
+from ragorder.benchmarks.hedra.tiers.index_tiers import ClusterScan, FastShare, IndexTiers, TieredScanner
+from ragorder.eval.virtual.costs import ScanCosts, SearchCosts
+from ragorder.eval.virtual.search import VirtualIVF
 from ragorder.pipelining.search.running import Visits
-from ragorder.pipelining.search.tiers import FastShare
 
-__all__ = ["VirtualClusterScan", "VirtualTiers"]
+__all__ = ["VirtualClusterScan", "VirtualTieredIVF", "VirtualTiers"]
 
 T = TypeVar("T")
 
@@ -64,14 +65,25 @@ class VirtualTiers(IndexTiers):
         self._threads.shutdown()
         self._threads = _AtOnce()  # type: ignore[assignment]
 
-    def start(
-        self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float, fast: NDArray[np.bool_] | None = None
-    ) -> FastShare | None:
+    def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
         # One thread of this process scans for all the cores.
         before_s = self._clocked.now_s
-        share = super().start(visits, queries, k, slow_s / self._cores_scanning, fast)
+        share = super().start(visits, queries, k, slow_s / self._cores_scanning)
         self.scan_s = self._clocked.now_s - before_s
         return share
+
+
+class VirtualTieredIVF(VirtualIVF):
+    """`VirtualIVF` whose cores scan what `tiers` do not, meanwhile."""
+
+    def __init__(self, index: Any, costs: SearchCosts, tiers: VirtualTiers) -> None:
+        super().__init__(index, costs, scanner=partial(TieredScanner, tiers))
+        self._tiers = tiers
+        self._fast_codes = 0
+
+    def _seconds(self, codes: float) -> float:
+        fast_codes, self._fast_codes = self._tiers.fast_codes - self._fast_codes, self._tiers.fast_codes
+        return max(super()._seconds(codes - fast_codes), self._tiers.scan_s)
 
 
 class _AtOnce(Executor):

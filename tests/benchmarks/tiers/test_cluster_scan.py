@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
-from ragorder.kernels.vectors import TorchClusterScan
+
+from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers, TieredScanner
+from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
 from ragorder.pipelining import ContinuousIVF
-from ragorder.pipelining.search import Budget, IndexTiers
+from ragorder.pipelining.search import Budget
 
 D = 24
 METRICS = {"L2": faiss.METRIC_L2, "inner product": faiss.METRIC_INNER_PRODUCT}
@@ -78,7 +81,8 @@ class TestAScan:
         index.add(vectors(1500, 0))
         scan = TorchClusterScan(metric, device)
         tiers = IndexTiers(scan, scan.bytes_of(700, D), every=2)
-        search = ContinuousIVF(index, nprobe=8, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False)
+        scanner = partial(TieredScanner, tiers)
+        search = ContinuousIVF(index, nprobe=8, cores=1, budget=Budget(1e-12), scanner=scanner, thread=False)
         queries = vectors(60, 1)
         for row in range(60):
             tiers.costs.code_s = tiers.costs.call_s = 1e-12

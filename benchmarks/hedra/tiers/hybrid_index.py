@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ragorder.pipelining.search import IndexTiers
+    from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
 
     Vectors = NDArray[np.float32]
 
@@ -125,8 +126,8 @@ class HybridIndex(Experiment):
 
 
 def _tiers(index: Any, held: float) -> IndexTiers:
-    from ragorder.kernels.vectors import TorchClusterScan
-    from ragorder.pipelining.search import IndexTiers
+    from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
+    from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
 
     fast = TorchClusterScan("inner product")
     return IndexTiers(fast, max(1, int(held * fast.bytes_of(index.ntotal, index.d))), every=_EVERY)
@@ -192,10 +193,13 @@ def latencies(
 ) -> tuple[list[float], float]:
     """Milliseconds of each search, one after another, on one core; and the share of codes that the fast tier scanned
     after the warm-up."""
+    from ragorder.benchmarks.hedra.tiers.index_tiers import TieredScanner
     from ragorder.pipelining import ContinuousIVF
+    from ragorder.pipelining.search.scanner import PieceScanner
 
+    scanner = PieceScanner if tiers is None else partial(TieredScanner, tiers)
     found, before = [], (0, 0)
-    with ContinuousIVF(index, nprobe=nprobe, cores=1, tiers=tiers, thread=False) as search:
+    with ContinuousIVF(index, nprobe=nprobe, cores=1, thread=False, scanner=scanner) as search:
         for number, query in enumerate(queries):
             cool()
             if tiers is not None and number == warmup:

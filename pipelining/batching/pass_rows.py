@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.pipelining.batching.partition_file import PartitionFile
 from ragorder.pipelining.search.merge import BestResults, TieCandidates, decide, find_candidates
-from ragorder.pipelining.search.partition_file import PartitionFile
 from ragorder.pipelining.search.running import Visits
 
 __all__ = ["PassRows"]
