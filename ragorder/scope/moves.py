@@ -177,13 +177,13 @@ class EarnedMoves:
             # The usual settings, without the calls: this is on the path of each request.
             found = self._find(shadow.tree, ranks)
             prefix = ranks_on_path(found, ranks)
-            rest = [rank for rank in ranked if rank not in prefix] if prefix else ranked
+            rest = _without(ranked, prefix) if prefix else ranked
             order = prefix + self._rest(shadow, request, prefix, rest)
         else:
             guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
             found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)
             prefix = ranks_on_path(found, ranks)
-            first, rest, last = self._best.split(prefix, [rank for rank in ranked if rank not in prefix])
+            first, rest, last = self._best.split(prefix, _without(ranked, prefix))
             order = prefix + first + self._rest(shadow, request, prefix + first, rest) + last
             if guards is not None:
                 order = guards.complete(prefix, order)
@@ -193,3 +193,8 @@ class EarnedMoves:
 
     def _rest(self, shadow: Shadow, request: OrderRequest[Any], placed: Sequence[int], rest: list[int]) -> list[int]:
         return self._tail.forecast(request, placed, rest) if rest and shadow is self._moved else rest
+
+
+def _without(ranks: Sequence[int], placed: Sequence[int]) -> list[int]:
+    done = set(placed)
+    return [rank for rank in ranks if rank not in done]
