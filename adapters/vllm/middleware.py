@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from operator import methodcaller
@@ -28,7 +28,7 @@ from ragorder.adapters.proxy.bodies import schema
 from ragorder.adapters.proxy.bodies.parsed import Route as Protocol
 from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.presets import NONE, PromptRecogniser, find_templates
-from ragorder.adapters.proxy.bodies.template import TemplateError
+from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
 from ragorder.adapters.proxy.pages import StatsPages
@@ -97,19 +97,22 @@ class OrderDocuments:
 
     In vLLM's server block size and capacity are those of its engine. `options` are fields of `MiddlewareSettings`.
     After an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the
-    saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. Raises ValueError for invalid settings.
+    saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid settings the server does not
+    start; without its lifespan each request raises ValueError.
     """
 
     def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:
         self._app = app
-        self._settings = MiddlewareSettings(**options) if settings is None else settings
+        self._failure: ValueError | None = None
+        self._templates: Sequence[DocumentTemplate] = ()
         try:
-            self._templates = [] if self._settings.template is None else find_templates(self._settings.template)
-        except TemplateError as error:
-            raise ValueError(f"template (RAGORDER_TEMPLATE): {error}") from None
-        shown = [each.shows_id or each.shows_number for each in self._templates]
-        if self._settings.number_by_place and not all(shown):
-            raise ValueError("number_by_place needs {id} or {n} in the template")
+            self._settings = MiddlewareSettings(**options) if settings is None else settings
+            self._templates = _templates_of(self._settings)
+            # Errors of the orderer's settings, before the engine's sizes are known.
+            _orderer_of(self._settings, self._settings).close()
+        except ValueError as error:
+            # Some servers go on if a layer cannot be made, and would fail each request.
+            self._failure = error
         self._metrics = Metrics()
         pages = StatsPages(self._metrics, metrics_path="/ragorder/metrics")
         self._history = pages.history
@@ -121,8 +124,16 @@ class OrderDocuments:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             async with self._running():
-                await self._app(scope, receive, send)
+                if self._failure is None:
+                    await self._app(scope, receive, send)
+                else:
+                    await receive()
+                    await send(
+                        {"type": "lifespan.startup.failed", "message": f"{type(self).__name__}: {self._failure}"}
+                    )
             return
+        if self._failure is not None:
+            raise self._failure
         route = None
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -203,8 +214,8 @@ class OrderDocuments:
         """Return the work on a body, with the sizes of the engine whose server this is."""
         own = self._settings
         settings, missing = _completed(own, scope)
-        shared = None if own.shared_orders is None else _sharing(own.shared_orders, settings)
-        orderer = ObservedOrderer(shared or Orderer(settings), [self._metrics], shadow=own.shadow)
+        ordering = _orderer_of(own, settings)
+        orderer = ObservedOrderer(ordering, [self._metrics], shadow=own.shadow)
         for reason in missing:
             orderer.degrade(reason)
         builder = PromptBuilder("")
@@ -222,7 +233,7 @@ class OrderDocuments:
             heeds_client_marks=False,
             on_passed=self._metrics.passed,
         )
-        on_sent = None if shared is None or own.shadow else shared.share
+        on_sent = None if own.shared_orders is None or own.shadow else ordering.share
         requests = RequestOrderer(orderer, on_tbt=self._metrics.token_times, on_sent=on_sent)
 
         def order(route: Protocol, body: bytes) -> SentRequest | None:
@@ -294,11 +305,24 @@ def _completed(own: MiddlewareSettings, scope: Scope) -> tuple[Settings, list[st
     return own.model_copy(update=cache.completes(own)), missing
 
 
-def _sharing(url: str, settings: Settings) -> Any:
+def _templates_of(own: MiddlewareSettings) -> list[DocumentTemplate]:
+    try:
+        templates = [] if own.template is None else find_templates(own.template)
+    except TemplateError as error:
+        raise ValueError(f"template (RAGORDER_TEMPLATE): {error}") from None
+    if own.number_by_place and not all(each.shows_id or each.shows_number for each in templates):
+        raise ValueError("number_by_place needs {id} or {n} in the template")
+    return templates
+
+
+def _orderer_of(own: MiddlewareSettings, settings: Settings) -> Any:
+    """Return an orderer, a `SharedOrderer` if orders are shared. Raises ValueError for settings that do not fit."""
+    if own.shared_orders is None:
+        return Orderer(settings)
     from ragorder.adapters.shared_orders import SharedOrderer
 
     try:
-        return SharedOrderer(url, settings, at_once=False)
+        return SharedOrderer(own.shared_orders, settings, at_once=False)
     except ValueError:
         # The error itself may quote a password of the URL.
         raise ValueError("shared_orders: not a URL such as redis://127.0.0.1:6379/0") from None

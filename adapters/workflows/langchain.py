@@ -70,7 +70,7 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
 
 
 class _WorkflowModel(BaseChatModel):
-    """One question to a workflow, as a chat model: it streams if a callback reads tokens, as LangGraph's streams do."""
+    """Chat model that asks a workflow one question. It streams if a callback reads tokens (LangGraph)."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

@@ -29,10 +29,10 @@ class ServerProcess(NamedTuple):
 
 
 @contextmanager
-def instant_server() -> Iterator[ServerProcess]:
-    """A server that answers at once."""
+def instant_server(*options: str) -> Iterator[ServerProcess]:
+    """A server that answers at once; `--inside` orders documents in it."""
     module = "ragorder.benchmarks.proxy.upstream"
-    with _process([sys.executable, "-m", module], "stdout", r"http://127.0.0.1:(\d+)") as server:
+    with _process([sys.executable, "-m", module, *options], "stdout", r"http://127.0.0.1:(\d+)") as server:
         yield server
 
 

@@ -34,6 +34,7 @@ _PAST = 5
 _REACHED = 0.95
 _LEAD_S = 0.2
 _CONNECTIONS = 64
+_INSIDE = "inside"
 _COMMANDS = {
     "order": ("serve", "--capacity-tokens", "262144", "--block-size", "16"),
     "route": ("route", "--topic-secret", "the same in all processes"),
@@ -167,7 +168,7 @@ class ProxyThroughput(Experiment):
     kind = "proxy-throughput"
     cell = ThroughputCell
     columns = ("asked", "came", "added_p50_ms", "added_p99_ms", "cpu_ms", "holds")
-    policies: ClassVar[Any] = tuple(_COMMANDS)
+    policies: ClassVar[Any] = (*_COMMANDS, _INSIDE)
     packages: ClassVar[Any] = {"numpy": "eval", "uvicorn": "proxy"}
     one_job = True
     unit = "rates"
@@ -192,6 +193,8 @@ class ProxyThroughput(Experiment):
     ]
 
     def obstacle(self, suite: Suite, cell: ThroughputCell, policy: str) -> str | None:
+        if policy == _INSIDE and cell.workers > 1:
+            return "the server that orders itself is one process"
         if _shares_orders(cell, policy) and log_program() is None:
             return "workers that order share their orders: install valkey-server or redis-server"
         return super().obstacle(suite, cell, policy)
@@ -207,6 +210,8 @@ class ProxyThroughput(Experiment):
             upstream = until_measured.enter_context(instant_server())
 
             def start(policy: str) -> ServerProcess:
+                if policy == _INSIDE:
+                    return until_measured.enter_context(instant_server("--inside"))
                 command, *usual = _COMMANDS[policy]
                 options = [*usual, "--workers", str(cell.workers)]
                 if _shares_orders(cell, policy):

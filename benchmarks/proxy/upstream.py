@@ -114,16 +114,24 @@ def allow_many_connections(count: int = 0) -> None:
         )
 
 
-def main() -> None:
+@click.command()
+@click.option("--inside", is_flag=True, help="Order documents in the server itself.")
+def main(inside: bool) -> None:
+    """Run a server that answers at once."""
     from uvicorn import Config, Server
 
+    app: Any = instant_upstream
+    if inside:
+        from ragorder.adapters.vllm import OrderDocuments
+
+        app = OrderDocuments(app, capacity_tokens=262_144, block_size=16)
     allow_many_connections()
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     # asyncio sets it for sockets of its own only.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     click.echo(f"http://127.0.0.1:{listening.getsockname()[1]}")
     config = Config(
-        instant_upstream,
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,7 +1,7 @@
-"""Steps of few tokens as CUDA graphs: the host launches one graph instead of each kernel of each layer.
+"""Steps of few tokens as CUDA graphs.
 
-A graph repeats its kernels with the same shapes and addresses. So a step is padded to a `Bucket`, its tensors stay in
-place, and attention reads all lengths on the device.
+The host launches one graph instead of each kernel of each layer. A graph repeats its kernels with the same shapes and
+addresses, so a step is padded to a `Bucket`, its tensors stay in place, and attention reads all lengths on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ragorder.kernels.paging import BlockPool
 __all__ = ["MOST_TOKENS", "Bucket", "FixedStep", "GraphCapture", "StepGraphs"]
 
 MOST_TOKENS = 256
-"""Of a step that is padded: the device computes larger ones for longer than the host needs to launch them."""
+"""Most tokens of a step that is padded. The device computes larger ones for longer than the host launches them."""
 _LEAST_BLOCKS = 16
 _GRAPHS = 64
 _WARM_UPS = 2
@@ -100,7 +100,7 @@ class FixedStep:
 
     @property
     def arguments(self) -> PackedStep:
-        """Those of a forward, on the tensors that `fill` writes."""
+        """Arguments of a forward, on the tensors that `fill` writes."""
         tokens, requests, query, blocks = self._bucket
         ids, positions, slots, written, kept = self._longs.split([tokens] * 4 + [requests])
         starts, contexts, tables = self._shorts.split([requests + 1, requests, requests * blocks])
@@ -110,7 +110,7 @@ class FixedStep:
 
 
 class GraphCapture:
-    """Captures kernels on `device`. All graphs share their memory: one runs at a time."""
+    """Capture of kernels on `device`. All graphs share their memory: one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -157,7 +157,7 @@ class _Held:
 
 
 class StepGraphs:
-    """Computes steps of few tokens by graphs of `forward`, which uses `pool`; none without a `capture`."""
+    """Graphs of `forward`, which uses `pool`, for steps of few tokens; none without a `capture`."""
 
     def __init__(self, forward: Forward, pool: BlockPool, capture: GraphCapture | None) -> None:
         self._forward = forward

@@ -1,15 +1,29 @@
-"""Inputs and outputs of a workflow's nodes."""
+"""Inputs and outputs of a workflow's nodes, and those of one request so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from string import Formatter
 from typing import Any
 
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
-__all__ = ["answered", "call_step", "documents_of", "fields", "found", "query_fields", "query_of", "question_of"]
+__all__ = [
+    "Input",
+    "Memory",
+    "answered",
+    "call_step",
+    "documents_of",
+    "fields",
+    "found",
+    "input_of",
+    "query_fields",
+    "query_of",
+    "question_of",
+]
 
 
 def answered(node: Generation, text: str, state: State) -> dict[str, Any]:
@@ -90,3 +104,68 @@ def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise UnusableValueError(f"a prompt or query must be a string, got {type(text).__name__}")
     return text
+
+
+Input = tuple[NodeQuestion, tuple[Any, ...]] | tuple[str, int]
+"""Question and documents of a generation, or query and topk of a search."""
+
+
+def input_of(node: Generation | Retrieval, state: State, scope: Hashable) -> Input:
+    """Raises the errors of the graph's functions."""
+    if isinstance(node, Generation):
+        return question_of(node, state, scope), documents_of(node, state)
+    return query_of(node, state), node.topk
+
+
+class Memory:
+    """Answers and found documents of one request, by their inputs.
+
+        if (known := memory.find(asked)) is not None:
+            return await known
+        with memory.asking(asked) as known:
+            known.set_result(…)
+
+    What is still being answered is known, too. Inputs are compared by ==. `memo`: None for searches and for generations
+    at temperature 0, True for all, False for none.
+    """
+
+    def __init__(self, memo: bool | None = None) -> None:
+        self._memo = memo
+        self._known: dict[str, list[tuple[Input, asyncio.Future[Any]]]] = {}
+
+    def find(self, asked: Input) -> asyncio.Future[Any] | None:
+        if not self._keeps(asked):
+            return None
+        return next((known for other, known in self._known.get(_text_of(asked), ()) if _equal(asked, other)), None)
+
+    @contextmanager
+    def asking(self, asked: Input) -> Iterator[asyncio.Future[Any]]:
+        """Yield the future that the caller gives the result. It is forgotten if there is none."""
+        entry = asked, asyncio.get_running_loop().create_future()
+        self._known.setdefault(_text_of(asked), []).append(entry)
+        try:
+            yield entry[1]
+        finally:
+            if not entry[1].done():
+                entry[1].cancel()
+            if entry[1].cancelled():
+                self._known[_text_of(asked)] = [other for other in self._known[_text_of(asked)] if other is not entry]
+
+    def _keeps(self, asked: Input) -> bool:
+        question, _ = asked
+        if self._memo is None:
+            return not isinstance(question, NodeQuestion) or question.temperature == 0
+        return self._memo
+
+
+def _text_of(asked: Input) -> str:
+    question, _ = asked
+    return question.text if isinstance(question, NodeQuestion) else question
+
+
+def _equal(one: Input, other: Input) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        # Documents such as arrays, which == compares element by element.
+        return False

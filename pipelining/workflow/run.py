@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
-from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
+from ragorder.pipelining.workflow.execution import Memory, answered, call_step, documents_of, found, input_of, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.memory import Memory, input_of
 from ragorder.pipelining.workflow.nodes import (
     END,
     DeadlineError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import random
@@ -16,6 +17,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import httpx2
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -87,6 +89,14 @@ def serve() -> Iterator[Callable[[Any], str]]:
 @pytest.fixture
 def application() -> Application:
     return Application()
+
+
+def start_in_vain(app: Any) -> None:
+    """As vLLM starts its server."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    with pytest.raises(SystemExit):
+        server.run()
+    assert not server.started
 
 
 def draws(count: int, seed: int = 0) -> list[list[str]]:
@@ -234,22 +244,36 @@ class TestSettings:
             ({"template": "nothing"}, "RAGORDER_TEMPLATE"),
             ({"number_by_place": True, "template": "<d>{text}</d>"}, "number_by_place needs"),
             ({"keep_frist": 1}, "did you mean 'keep_first'"),
+            ({"shared_orders": "http://127.0.0.1"}, "shared_orders: not a URL"),
         ],
     )
-    def test_are_checked_at_the_start(self, options: dict[str, Any], said: str) -> None:
-        with pytest.raises(ValueError, match=said):
-            OrderDocuments(Application().app(), **options)
+    def test_that_are_wrong_end_the_servers_start(
+        self, application: Application, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str
+    ) -> None:
+        start_in_vain(application.app(**options))
+        assert said in caplog.text
 
     @pytest.mark.parametrize(("content", "said"), [(None, "there is no file"), ("keep_first =", "ragorder.toml")])
-    def test_a_file_that_cannot_be_read(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, said: str
+    def test_so_does_a_file_that_cannot_be_read(
+        self,
+        application: Application,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        tmp_path: Path,
+        content: str | None,
+        said: str,
     ) -> None:
         file = tmp_path / "ragorder.toml"
         if content is not None:
             file.write_text(content)
         monkeypatch.setenv("RAGORDER_CONFIG", str(file))
-        with pytest.raises(ValueError, match=said):
-            OrderDocuments(Application().app())
+        start_in_vain(application.app(shadow=False))
+        assert said in caplog.text
+
+    def test_that_are_wrong_answer_nothing_without_a_lifespan(self, application: Application) -> None:
+        app: Any = OrderDocuments(application.app(), template="nothing")
+        with pytest.raises(ValueError, match="RAGORDER_TEMPLATE"):
+            asyncio.run(app({"type": "http", "method": "GET", "path": "/health"}, None, None))
 
     def test_an_unknown_size_of_the_cache_is_said(self, serve: Callable[[Any], str], application: Application) -> None:
         app = application.app(template=FORM)
