@@ -7,11 +7,16 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from threading import Lock, Thread
+from typing import Self
 
 from ragorder.adapters.learning.suggestion import Suggestion, suggest
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.observing.stats import LEARNED
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
+from ragorder.orderer import OrdererLike
 
 __all__ = ["ShadowLearner"]
 
@@ -69,6 +74,11 @@ class ShadowLearner:
         self._earlier: OrderedDict[bytes, DocumentTemplate] = OrderedDict()
         self._misses = 0
         self._file: str | None = None
+
+    @classmethod
+    def of(cls, metrics: Metrics, orderer: OrdererLike) -> Self:
+        """Return a learner for prompts that `orderer` leaves alone, counted in `metrics`."""
+        return cls(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
     def file(self) -> str | None:
         """Return the template that two windows agree on, for `ragorder serve --template FILE`."""

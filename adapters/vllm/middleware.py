@@ -19,8 +19,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.http_server.headers import header
+from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
+from ragorder.adapters.http_server.headers import header, is_json
+from ragorder.adapters.learning.shadow import ShadowLearner
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.proxy.app import BODY_LIMIT
@@ -114,10 +115,13 @@ class OrderDocuments:
             # Some servers go on if a layer cannot be made, and would fail each request.
             self._failure = error
         self._metrics = Metrics()
-        pages = StatsPages(self._metrics, metrics_path="/ragorder/metrics")
+        self._learner: ShadowLearner | None = None
+        learned = self._learned if self._learns else None
+        pages = StatsPages(self._metrics, metrics_path="/ragorder/metrics", learned=learned)
         self._history = pages.history
-        self._pages = Router([*pages.routes, Route("/ragorder/served", self._served)], redirect_slashes=False)
-        self._paths = frozenset(route.path for route in self._pages.routes if isinstance(route, Route))
+        routes = [*pages.routes, Route("/ragorder/served", self._served)]
+        self._pages = ErrorMiddleware(Router(routes, redirect_slashes=False))
+        self._paths = frozenset(route.path for route in routes)
         self._workers = Workers()
         self._order: Callable[[Protocol, bytes], SentRequest | None] | None = None
 
@@ -134,7 +138,7 @@ class OrderDocuments:
             return
         if self._failure is not None:
             raise self._failure
-        route = None
+        route: Protocol | None = None
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if path in self._paths:
@@ -142,7 +146,8 @@ class OrderDocuments:
                 return
             # A server that reads an encoding hides the body from this layer.
             if scope["method"] == "POST" and header(scope["headers"], b"content-encoding") is None:
-                route = route_of(path)
+                # Other routes are parsed to refuse documents: they would be answered without them.
+                route = route_of(path) or ("other" if is_json(scope["headers"]) else None)
         if route is None:
             await self._app(scope, receive, send)
         else:
@@ -220,6 +225,8 @@ class OrderDocuments:
             orderer.degrade(reason)
         builder = PromptBuilder("")
         recognises = own.template != NONE
+        if self._learns:
+            self._learner = ShadowLearner.of(self._metrics, orderer)
         parser = BodyParser(
             builder,
             TokenCounter(builder),
@@ -228,6 +235,7 @@ class OrderDocuments:
             finds_native=recognises,
             stable_tools=own.stable_tools,
             recogniser=PromptRecogniser(settings, self._metrics.recognised) if recognises else None,
+            learner=self._learner,
             number_by_place=own.number_by_place,
             # Its cache finds any common prefix.
             heeds_client_marks=False,
@@ -241,6 +249,13 @@ class OrderDocuments:
             return None if parsed is None else requests.order(parsed)
 
         return order
+
+    @property
+    def _learns(self) -> bool:
+        return self._failure is None and self._settings.shadow and self._settings.template is None
+
+    def _learned(self) -> str | None:
+        return None if self._learner is None else self._learner.file()
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from ragorder.adapters.http_server.server import Certificate
-    from ragorder.adapters.learning.shadow import ShadowLearner
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.proxy import AdmissionQueue
     from ragorder.cli.documents import Documents
@@ -315,12 +313,13 @@ class ProxyServer:
         """`learns` a template from prompts in which no documents are found."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.access_log import AccessLog
+        from ragorder.adapters.learning.shadow import ShadowLearner
         from ragorder.adapters.proxy import Timeouts, make_app
         from ragorder.adapters.proxy.pages import StatsPages
 
         settings = self.settings
         metrics.read_process()
-        learner = _learner(metrics, orderer) if learns else None
+        learner = ShadowLearner.of(metrics, orderer) if learns else None
         pages = StatsPages(metrics, admission, learned=None if learner is None else learner.file)
         try:
             app = make_app(
@@ -374,13 +373,6 @@ class ProxyServer:
             certificate=self._certificate,
             on_started=lambda: click.echo(f"Serving on {url}/v1", err=True),
         )
-
-
-def _learner(metrics: Metrics, orderer: OrdererLike) -> ShadowLearner:
-    from ragorder.adapters.learning.shadow import ShadowLearner
-    from ragorder.adapters.observing.stats import LEARNED
-
-    return ShadowLearner(orderer.settings.held_tokens, partial(metrics.recognised, LEARNED), orderer.degrade)
 
 
 def _check_keys(context: click.Context) -> None:

@@ -157,6 +157,13 @@ class TestAsItCame:
         answer = httpx2.post(f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES)
         assert (answer.status_code, application.bodies) == (400, [packed])
 
+    def test_a_tag_on_another_path_is_refused(self, serve: Callable[[Any], str], application: Application) -> None:
+        url = serve(application.app(**SIZES))
+        body = {"model": "m", "input": "?"}
+        assert post(url, body, "/v1/embeddings").json() == body
+        refused = post(url, body | {"ragorder": tag("ab")}, "/v1/embeddings")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_documents_here")
+
     def test_after_an_error_inside(
         self, serve: Callable[[Any], str], application: Application, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -205,6 +212,25 @@ class TestTheSaving:
         assert "ragorder_settled_requests" in get(f"{url}/ragorder/metrics").text
         assert "<h1>ragorder</h1>" in get(f"{url}/ragorder").text
         assert get(f"{url}/ragorder/served").json()["template"] == FORM
+
+    def test_a_form_is_learned_in_shadow_mode_alone(
+        self, serve: Callable[[Any], str], application: Application
+    ) -> None:
+        url = serve(application.app(shadow=True, **SIZES))
+        assert "was found in the prompts so far" in get(f"{url}/ragorder/template").json()["error"]["message"]
+        rng = random.Random(3)
+        words = "order refund parcel label engine window policy account carrier".split()
+        texts = [" ".join(rng.choices(words, k=60)) for _ in range(40)]
+        # Learning takes at most 1 ms of processor time a request, so how many it needs depends on the machine.
+        for number in range(4000):
+            found = "".join(f"[Passage]\n{text}\n[End]\n" for text in rng.sample(texts, 4))
+            post(url, {"model": "m", "messages": [user(f"Answer from these:\n\n{found}\nQuestion {number}?")]})
+            if number % 20 == 0 and get(f"{url}/ragorder/template").status_code == 200:
+                break
+        assert "{text}" in get(f"{url}/ragorder/template").text
+        other = serve(Application().app(template=FORM, **SIZES))
+        refused = get(f"{other}/ragorder/template")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_template")
 
     def test_in_shadow_mode_nothing_moves(self, serve: Callable[[Any], str], application: Application) -> None:
         url = serve(application.app(template=FORM, shadow=True, **SIZES))

@@ -83,7 +83,7 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
     run = ["run", "proxy-throughput", "--seeds", "0", "-o", str(tmp_path)]
     for parameter in ("workers=1,2", "first=20", "most=24", "growth=1.2", "seconds=0.5", "added_ms=10000"):
         run += ["--set", parameter]
-    for served in (4, 0):
+    for served in (5, 0):
         done = CliRunner().invoke(evaluate, run)
         assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -91,6 +91,7 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
     assert [(line["cell"]["workers"], line["policy"]) for line in found] == [
         (1, "order"),
         (1, "route"),
+        (1, "inside"),
         (2, "order"),
         (2, "route"),
     ]
@@ -100,7 +101,7 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
         assert line["rows"]["asked"] == [20.0, 24.0][: 1 + holds[0]] and len(holds) == 1 + holds[0]
         assert all(line["rows"]["came"])
     page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
-    assert "| 1 | order |" in page and "| 2 | route |" in page
+    assert "| 1 | order |" in page and "| 2 | route |" in page and "| 1 | inside |" in page
 
 
 def test_the_suite_of_applications_shows_what_is_cached_and_that_nothing_else_changes(tmp_path: Path) -> None:
