@@ -16,12 +16,10 @@ import socket
 import subprocess
 import sys
 import threading
-import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +40,8 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 import uvicorn
-from click.testing import CliRunner, Result
 
 from ragorder.adapters.proxy import DocumentTemplate, Timeouts, make_app
-from ragorder.adapters.proxy.usage import StreamReader, WholeReader
-from ragorder.adapters.usage import ReportedUsage
-from ragorder.cli.serve import serve as serve_command
 
 COMPLETIONS = "/v1/completions"
 SYSTEM = {"role": "system", "content": "Answer from the documents."}
@@ -224,6 +218,10 @@ class Proxy:
     url: str
     client: httpx2.Client
 
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
     def post(self, body: Any, path: str = CHAT, **options: Any) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.client.post(path, content=content, headers=JSON | options.pop("headers", {}), **options)
@@ -299,6 +297,7 @@ class TestTaggedChat:
             "/chat/completions",
             "/openai/v1/chat/completions",
             "/openai/deployments/gpt/chat/completions?api-version=1",
+            "/v1/chat%2Fcompletions",
         ],
     )
     def test_a_path_may_be_as_other_servers_have_it_and_stays_so(
@@ -340,15 +339,9 @@ class TestTaggedChat:
         proxy.post(tagged("ab", messages=odd))
         assert far_end.last.json["messages"][:-1] == odd
 
-    def test_no_messages_are_none(self, proxy: Proxy, far_end: FarEnd) -> None:
-        body = tagged("ab")
-        del body["messages"]
-        proxy.post(body)
-        assert [message["role"] for message in far_end.last.json["messages"]] == ["user"]
-
-    def test_no_documents_leave_the_question(self, proxy: Proxy, far_end: FarEnd) -> None:
-        proxy.post(tagged(""))
-        assert far_end.last.json["messages"][-1] == {"role": "user", "content": "Question: Which?"}
+    def test_messages_and_documents_may_be_missing(self, proxy: Proxy, far_end: FarEnd) -> None:
+        proxy.post({"ragorder": tagged("")["ragorder"]})
+        assert far_end.last.json == {"messages": [{"role": "user", "content": "Question: Which?"}]}
 
     def test_a_document_twice_is_there_twice(self, proxy: Proxy, far_end: FarEnd) -> None:
         proxy.post(tagged("aba"))
@@ -391,11 +384,6 @@ class TestTaggedChat:
         proxy.post(tagged("ab"), headers={"accept-encoding": "gzip, br"})
         assert far_end.last.header("accept-encoding") == ["identity"]
         assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
-
-    def test_a_percent_in_the_path_hides_nothing(self, proxy: Proxy, far_end: FarEnd) -> None:
-        proxy.post(tagged("ab"), "/v1/chat%2Fcompletions")
-        assert far_end.last.target == "/v1/chat%2Fcompletions"
-        assert "ragorder" not in far_end.last.json
 
     def test_only_in_retrieval_order_after_an_internal_error(
         self, start: Start, far_end: FarEnd, monkeypatch: pytest.MonkeyPatch
@@ -455,6 +443,9 @@ class TestTheField:
             ({"documents": [{"id": "a", "text": "secret" * 200_000}], "query": ""}, "ragorder.documents[0].text"),
             ({"documents": [{"id": "a", "text": ""}] * 1025, "query": ""}, "ragorder.documents"),
             ({"documents": [], "query": "", "secret": 1}, "ragorder"),
+            # Names that are made up to look like what a message says of a place.
+            ({"documents": [], "query": "", "secret` - at `$.query": 0}, "ragorder.query"),
+            ({"documents": [], "query": "", "secret` - at `$.secret": 0}, "ragorder"),
             ({"documents": [], "query": None}, "ragorder.query"),
             ({"documents": [], "query": "", "scope": ""}, "ragorder.scope"),
             ({"documents": [], "query": "", "scope": "secret" * 30}, "ragorder.scope"),
@@ -497,6 +488,10 @@ class TestTheField:
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
         assert far_end.requests == []
 
+    def test_a_text_that_is_no_utf8_is_refused(self, proxy: Proxy) -> None:
+        response = proxy.post(b'{"ragorder": {"documents": [], "query": "\xff"}}')
+        assert (response.status_code, error_of(response)["param"]) == (400, "ragorder")
+
     def test_of_two_the_last_counts_as_json_has_it(self, proxy: Proxy, far_end: FarEnd) -> None:
         first, second = (json.dumps(tagged(names)["ragorder"]).encode() for names in ("ab", "cd"))
         proxy.post(b'{"ragorder": %s, "ragorder": %s}' % (first, second))
@@ -527,15 +522,13 @@ class TestScopes:
     def scopes(self, orderer: RecordingOrderer) -> list[Any]:
         return [call["scope"] for call in orderer.calls]
 
-    def test_it_is_sent_as_cache_salt(self, proxy: Proxy, far_end: FarEnd) -> None:
+    def test_it_is_sent_as_cache_salt_and_none_is_made_up(self, proxy: Proxy, far_end: FarEnd) -> None:
         body = tagged("ab")
+        proxy.post(body)
+        assert "cache_salt" not in far_end.last.json
         body["ragorder"]["scope"] = "tenant-1"
         proxy.post(body)
         assert far_end.last.json["cache_salt"] == "tenant-1"
-
-    def test_without_one_no_salt_is_made_up(self, proxy: Proxy, far_end: FarEnd) -> None:
-        proxy.post(tagged("ab"))
-        assert "cache_salt" not in far_end.last.json
 
     def test_the_salt_and_the_scope_are_the_same_tenant(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         bodies = [
@@ -696,15 +689,6 @@ class TestDocumentsInMessages:
         content = far_end.last.json["messages"][0]["content"]
         assert re.findall(r'id="(\d)">\n(\w)', content) == [("7", "a"), ("8", "b"), ("9", "c")]
 
-    def test_white_space_between_them_stays(self, proxy: Proxy, far_end: FarEnd) -> None:
-        def spaced(names: str) -> dict[str, Any]:
-            first, second, third = [TEMPLATE.format(id=name, text=TEXTS[name]) for name in names]
-            return {"messages": [{"role": "user", "content": f"{first}\n\n{second}{third}  Which?"}]}
-
-        proxy.post(spaced("abc"))
-        proxy.post(spaced("bca"))
-        assert far_end.last.json == spaced("abc")
-
     def test_the_first_message_with_two_or_more_is_ordered(self, proxy: Proxy, far_end: FarEnd) -> None:
         def body(first: str, second: str) -> dict[str, Any]:
             contents = ["Hello", written("h"), written(first), written(second)]
@@ -713,17 +697,6 @@ class TestDocumentsInMessages:
         proxy.post(body("ab", "cd"))
         proxy.post(body("ba", "dc"))
         assert far_end.last.json == body("ab", "dc")
-
-    def test_texts_in_parts_are_looked_at(self, proxy: Proxy, far_end: FarEnd) -> None:
-        def body(names: str) -> dict[str, Any]:
-            image = {"type": "image_url", "image_url": {"url": "data:,"}}
-            parts = [{"type": "text", "text": "See:"}, image, {"type": "text", "text": written(names), "x": 1.50}]
-            return {"messages": [SYSTEM, {"role": "user", "content": parts, "name": "n"}]}
-
-        proxy.post(body("abc"))
-        proxy.post(body("cba"))
-        assert far_end.last.json == body("abc")
-        assert b'"x":1.5' in far_end.last.body
 
     def test_a_plain_prompt_is_looked_at(self, proxy: Proxy, far_end: FarEnd) -> None:
         for names in ("abc", "cba"):
@@ -795,39 +768,35 @@ class TestCompressedBodies:
         return proxy.client.post(path, content=body, headers=headers)
 
     @pytest.mark.parametrize("kind", PACKED)
-    @pytest.mark.parametrize("make", [tagged, chat])
-    def test_documents_in_them_are_ordered(
-        self, make: Callable[..., Any], kind: str, start: Start, far_end: FarEnd
-    ) -> None:
+    def test_documents_in_them_are_ordered(self, kind: str, start: Start, far_end: FarEnd) -> None:
         proxy = start(template=DocumentTemplate(TEMPLATE))
         encoding, packed = PACKED[kind]
-        for names in ("abc", "cba"):
-            answer = self.post(proxy, packed(json.dumps(make(names)).encode()), encoding)
-        assert answer.headers["x-ragorder-permutation"] == "2,1,0"
-        assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
-        assert far_end.last.header("content-encoding") == []
-        assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
+        for make in (tagged, chat) if kind == "gzip" else (tagged,):
+            for names in ("abc", "cba"):
+                answer = self.post(proxy, packed(json.dumps(make(names)).encode()), encoding)
+            assert answer.headers["x-ragorder-permutation"] == "2,1,0"
+            assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
+            assert far_end.last.header("content-encoding") == []
+            assert far_end.last.header("content-length") == [str(len(far_end.last.body))]
 
-    def test_those_without_documents_are_sent_unpacked_as_well(self, proxy: Proxy, far_end: FarEnd) -> None:
+    def test_those_without_documents_are_sent_unpacked_and_a_tag_elsewhere_is_refused(
+        self, proxy: Proxy, far_end: FarEnd
+    ) -> None:
         body = json.dumps({"messages": [], "x": 1}).encode()
         for path in (*EVERY_PATH, "/v1/embeddings"):
             assert self.post(proxy, gzip.compress(body), "gzip", path).status_code == 200
             assert (far_end.last.body, far_end.last.header("content-encoding")) == (body, [])
-
-    def test_a_tag_on_another_route_is_refused(self, proxy: Proxy, far_end: FarEnd) -> None:
         packed = gzip.compress(json.dumps(tagged("ab")).encode())
         assert error_of(self.post(proxy, packed, "gzip", "/v1/embeddings"))["code"] == "no_documents_here"
-        assert far_end.requests == []
+        assert len(far_end.requests) == 5
 
     @pytest.mark.parametrize("encoding", ["compress", "gzip, gzip", "unheard-of"])
-    @pytest.mark.parametrize("path", EVERY_PATH)
-    def test_those_that_may_hide_a_tag_are_refused(
-        self, path: str, encoding: str, proxy: Proxy, far_end: FarEnd
-    ) -> None:
-        answer = self.post(proxy, b"packed", encoding, path)
-        assert (answer.status_code, far_end.requests) == (415, [])
-        assert {"gzip", "deflate"} <= set(answer.headers["accept-encoding"].split(", "))
-        assert "gzip" in answer.json()["error"]["message"]
+    def test_those_that_may_hide_a_tag_are_refused(self, encoding: str, proxy: Proxy, far_end: FarEnd) -> None:
+        for path in EVERY_PATH:
+            answer = self.post(proxy, b"packed", encoding, path)
+            assert (answer.status_code, far_end.requests) == (415, [])
+            assert {"gzip", "deflate"} <= set(answer.headers["accept-encoding"].split(", "))
+            assert "gzip" in answer.json()["error"]["message"]
 
     def test_on_other_routes_they_are_passed_on_and_counted(self, start: Start, far_end: FarEnd) -> None:
         reasons: list[str] = []
@@ -868,7 +837,7 @@ class TestCompressedBodies:
         """One alone always has room; a second one waits until the first was sent."""
         proxy = start(bodies_limit=1 << 20)
         far_end.status = 200
-        with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))) as holder:
+        with socket.create_connection(proxy.address) as holder:
             holder.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode())
             assert eventually(lambda: self.post(proxy, gzip.compress(b" " * (1 << 21)), "gzip").status_code == 503)
         assert eventually(lambda: self.post(proxy, gzip.compress(b" " * (1 << 21)), "gzip").status_code == 200)
@@ -908,8 +877,7 @@ class TestPassingOn:
         ],
     )
     def test_the_target_as_it_is(self, target: str, proxy: Proxy, far_end: FarEnd) -> None:
-        host, port = proxy.url.removeprefix("http://").split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection = http.client.HTTPConnection(*proxy.address, timeout=60)
         connection.putrequest("GET", target, skip_host=False)
         connection.endheaders()
         assert connection.getresponse().read() == WHOLE
@@ -942,7 +910,7 @@ class TestPassingOn:
         assert far_end.last.header("content-length") == ["2"]
 
     def test_no_header_is_made_up_but_host(self, proxy: Proxy, far_end: FarEnd) -> None:
-        with socket.create_connection(proxy.url.removeprefix("http://").split(":")) as connection:
+        with socket.create_connection(proxy.address) as connection:
             connection.sendall(b"GET /x HTTP/1.1\r\nHost: proxy\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         assert [name for name, _ in far_end.last.headers] == ["host"]
@@ -1072,22 +1040,35 @@ class TestStreaming:
 SERVED = RequestOutcome(True, 512, 607, 600)
 UNKNOWN = RequestOutcome(True)
 FAILED = RequestOutcome(False)
+ODD_USAGE = {"prompt_tokens": 3, "completion_tokens": -1, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
 class TestOutcomes:
+    @pytest.mark.parametrize(
+        ("headers", "content", "finished"),
+        [
+            ({}, WHOLE, SERVED),
+            ({}, b'{"choices": []}', UNKNOWN),
+            ({"content-encoding": "gzip"}, gzip.compress(WHOLE), UNKNOWN),
+            # Of numbers that cannot be, none counts.
+            ({}, json.dumps({"usage": ODD_USAGE}).encode(), RequestOutcome(True, None, None, 3)),
+        ],
+        ids=["usage", "none", "compressed", "odd"],
+    )
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     def test_an_answer_in_one_piece_is_confirmed_with_its_usage(
-        self, path: str, proxy: Proxy, orderer: RecordingOrderer
+        self,
+        path: str,
+        headers: dict[str, str],
+        content: bytes,
+        finished: RequestOutcome,
+        proxy: Proxy,
+        far_end: FarEnd,
+        orderer: RecordingOrderer,
     ) -> None:
+        far_end.headers, far_end.chunks = [*JSON.items(), *headers.items()], [content]
         proxy.post({"ragorder": tagged("ab")["ragorder"]}, path)
-        assert orderer.outcome() == SERVED
-
-    def test_a_stream_is_confirmed_with_the_usage_of_its_last_chunk(
-        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
-    ) -> None:
-        far_end.events(ROLE, TOKEN, LAST)
-        proxy.post(tagged("ab", stream=True))
-        assert orderer.outcome() == SERVED
+        assert orderer.outcome() == finished
 
     def test_the_time_between_tokens_of_a_stream_is_counted(self, start: Start, far_end: FarEnd) -> None:
         times: list[float] = []
@@ -1100,13 +1081,8 @@ class TestOutcomes:
         proxy.post(tagged("ab", stream=True))
         (tbt_s,) = times
         assert tbt_s >= 0
-
-    def test_a_counter_of_times_that_fails_fails_no_request(
-        self, start: Start, far_end: FarEnd, orderer: RecordingOrderer
-    ) -> None:
-        far_end.events(TOKEN, TOKEN, LAST)
+        # A counter that fails fails no request.
         assert start(on_tbt=lambda tbt_s: 1 / 0).post(tagged("ab", stream=True)).content.endswith(LAST)
-        assert orderer.outcome() == SERVED
 
     def test_a_stream_is_confirmed_before_its_clients_next_request(
         self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
@@ -1116,25 +1092,6 @@ class TestOutcomes:
             raw = response.iter_raw()
             assert next(raw) + next(raw) == TOKEN + LAST
             assert orderer.finished == [SERVED]
-
-    def test_documents_in_messages_are_finished_too(self, start: Start, orderer: RecordingOrderer) -> None:
-        start(template=DocumentTemplate(TEMPLATE)).post(chat("ab"))
-        assert orderer.outcome() == SERVED
-
-    def test_an_answer_without_usage_is_confirmed_without_numbers(
-        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
-    ) -> None:
-        far_end.chunks = [b'{"choices": []}']
-        proxy.post(tagged("ab"))
-        assert orderer.outcome() == UNKNOWN
-
-    def test_a_compressed_answer_is_confirmed_without_numbers(
-        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
-    ) -> None:
-        far_end.headers = [("content-type", "application/json"), ("content-encoding", "gzip")]
-        far_end.chunks = [gzip.compress(WHOLE)]
-        assert proxy.post(tagged("ab")).content == WHOLE
-        assert orderer.outcome() == UNKNOWN
 
     @pytest.mark.parametrize("status", [302, 400, 404, 429, 500, 503])
     def test_a_refused_request_is_discarded(
@@ -1219,14 +1176,6 @@ class TestOutcomes:
         proxy.post({"ragorder": 1})
         assert orderer.orderings == []
 
-    def test_a_stranger_in_the_usage_is_no_number(
-        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
-    ) -> None:
-        usage = {"prompt_tokens": 3, "completion_tokens": -1, "prompt_tokens_details": {"cached_tokens": 4}}
-        far_end.chunks = [json.dumps({"usage": usage}).encode()]
-        proxy.post(tagged("ab"))
-        assert orderer.outcome() == RequestOutcome(True, None, None, 3)
-
     def test_a_failure_in_finishing_is_not_raised(
         self, proxy: Proxy, orderer: RecordingOrderer, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -1239,113 +1188,6 @@ class TestOutcomes:
         assert "secret" not in caplog.text
 
 
-class TestReadingAnswers:
-    @pytest.fixture
-    def traced(self) -> Iterator[Callable[[], int]]:
-        """Bytes that have been allocated, and are kept."""
-        tracemalloc.start()
-        yield lambda: tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-
-    STREAM = ROLE + b": ping\r\n\r\n" + TOKEN + b'data: {"choices":[],"usage":null}\n\n' + LAST
-
-    @given(st.lists(st.integers(0, 2 * len(STREAM)), max_size=20), st.sampled_from([b"\n", b"\r", b"\r\n"]))
-    def test_a_stream_is_read_wherever_it_is_cut(self, cuts: list[int], line_end: bytes) -> None:
-        stream, reader = line_end.join(self.STREAM.splitlines()) + line_end, StreamReader()
-        edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-        for start, end in pairwise(edges):
-            reader.feed(stream[start:end])
-        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
-
-    @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n", b'"usage"', b"{", b"}", TOKEN, LAST])))
-    def test_no_bytes_are_too_odd(self, chunks: list[bytes]) -> None:
-        for reader in (StreamReader(), WholeReader()):
-            for chunk in chunks:
-                reader.feed(chunk)
-            assert isinstance(reader.usage(), ReportedUsage)
-
-    @pytest.mark.parametrize(
-        "event",
-        [
-            {"choices": [{"text": ""}]},
-            {"choices": [{"delta": {"content": "x"}}]},
-            {"choices": [{"delta": {"reasoning_content": "x"}}]},
-            {"choices": [{"delta": {"tool_calls": [{}]}}]},
-            {"choices": [{"delta": {}, "finish_reason": "stop"}]},
-            {"choices": [None, {"delta": {"content": "x"}}]},
-        ],
-        ids=str,
-    )
-    def test_what_was_generated_is_a_token(self, event: Any) -> None:
-        reader = StreamReader()
-        reader.feed(b"data: %s\n" % json.dumps(event).encode())
-        assert reader.served
-
-    @pytest.mark.parametrize(
-        "event", [1, [], {}, {"choices": 1}, {"choices": [{"delta": {"role": "assistant"}}]}], ids=str
-    )
-    def test_what_was_not_is_none(self, event: Any) -> None:
-        reader = StreamReader()
-        reader.feed(b"data: %s\n" % json.dumps(event).encode())
-        assert not reader.served
-
-    def test_of_a_long_line_nothing_is_kept(self, traced: Callable[[], int]) -> None:
-        reader = StreamReader()
-        for _ in range(100):
-            reader.feed(b"data: " + b"x" * 100_000)
-            assert traced() < 1.1 * (1 << 20)
-        reader.feed(b"\n" + LAST)
-        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
-
-    def test_of_a_usage_only_known_counts_are_kept(self, traced: Callable[[], int]) -> None:
-        reader = StreamReader()
-        reader.feed(LAST.replace(b"data: [DONE]", b""))
-        for event in range(30):
-            fields = {f"{event}-{number}": "x" * 9000 for number in range(40)}
-            counts = {"prompt_tokens": "x" * 50_000, "total_tokens": 10**50, "prompt_tokens_details": fields}
-            reader.feed(b"data: %s\n\n" % json.dumps({"choices": [], "usage": fields | counts}).encode())
-        assert traced() < 1 << 19
-        assert reader.usage() == ReportedUsage(512, 600, 7)
-
-    def test_of_a_long_answer_nothing_is_kept(self, traced: Callable[[], int]) -> None:
-        reader = WholeReader()
-        for _ in range(100):
-            reader.feed(b"x" * 100_000)
-        assert traced() < 1 << 16
-        assert reader.usage() == ReportedUsage()
-
-    def test_the_time_between_tokens_is_that_from_the_first_to_the_last(self) -> None:
-        times = iter([10.0, 10.5, 11.5])
-        reader = StreamReader(clock=lambda: next(times))
-        for chunk in (
-            ROLE,
-            TOKEN,
-            b": ping\n\n",
-            TOKEN[:9],
-            TOKEN[9:],
-            TOKEN,
-            b'data: {"choices":[]}\n\n',
-            b"data: [DONE]\n\n",
-        ):
-            reader.feed(chunk)
-        assert reader.tbt_s() == pytest.approx(1.5 / 2)
-
-    def test_tokens_are_those_that_the_server_reports(self) -> None:
-        """LAST has a usage of 7 tokens: some events had several."""
-        times = iter([10.0, 13.0])
-        reader = StreamReader(clock=lambda: next(times))
-        for chunk in (ROLE, TOKEN, TOKEN, LAST):
-            reader.feed(chunk)
-        assert reader.tbt_s() == pytest.approx(3 / 6)
-
-    @pytest.mark.parametrize("chunks", [[], [ROLE], [TOKEN], [TOKEN, LAST]])
-    def test_of_less_than_two_tokens_there_is_no_time_between_them(self, chunks: list[bytes]) -> None:
-        reader = StreamReader()
-        for chunk in chunks:
-            reader.feed(chunk)
-        assert reader.tbt_s() is None and WholeReader().tbt_s() is None
-
-
 class TestLeaving:
     @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
     def test_a_client_that_leaves_before_the_answer_cancels_the_request(
@@ -1356,8 +1198,7 @@ class TestLeaving:
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        host, port = proxy.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
+        with socket.create_connection(proxy.address) as connection:
             connection.sendall(head.encode() + body)
             assert far_end.begun.wait(60)
         assert far_end.left.wait(60)
@@ -1371,8 +1212,7 @@ class TestLeaving:
         assert far_end.left.wait(60)
 
     def test_a_client_that_leaves_an_upload_cancels_it(self, proxy: Proxy, far_end: FarEnd) -> None:
-        host, port = proxy.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
+        with socket.create_connection(proxy.address) as connection:
             connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
             assert far_end.reached.wait(60)
         assert far_end.left.wait(60)
@@ -1452,29 +1292,9 @@ class TestLimits:
         assert proxy.client.post(path, content=body[1:]).status_code == 200
 
     def test_a_declared_length_is_believed_before_the_body_comes(self, start: Start) -> None:
-        host, port = start(body_limit=1000).url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with socket.create_connection(start(body_limit=1000).address, timeout=60) as connection:
             connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
             assert connection.recv(20).startswith(b"HTTP/1.1 413")
-
-    @pytest.mark.parametrize(
-        "head",
-        [
-            b"Content-Length: 5\r\nTransfer-Encoding: chunked",
-            b"Content-Length: -5",
-            b"Content-Length: 5\r\nContent-Length: 6",
-        ],
-        ids=repr,
-    )
-    def test_a_body_of_two_lengths_does_not_go_on(self, head: bytes, proxy: Proxy, far_end: FarEnd) -> None:
-        host, port = proxy.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(
-                b"POST /x HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n"
-            )
-            answer = connection.recv(1000)
-        assert answer.startswith(b"HTTP/1.1 4") or answer == b""
-        assert far_end.requests == []
 
 
 class TestKeys:
@@ -1482,7 +1302,8 @@ class TestKeys:
 
     @pytest.fixture
     def proxy(self, start: Start) -> Proxy:
-        return start(api_key=self.KEY)
+        """Blanks around the key do not count."""
+        return start(api_key=f" {self.KEY}\n")
 
     def bearer(self, key: str) -> dict[str, bytes]:
         return {"authorization": b"Bearer " + key.encode()}
@@ -1605,51 +1426,6 @@ class TestFailures:
         assert "secret" not in str(caught.value)
 
 
-class TestOpenAIClient:
-    @pytest.fixture
-    def client(self, proxy: Proxy) -> Iterator[Any]:
-        import openai
-
-        with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
-
-    def test_documents_go_into_extra_body(self, client: Any, far_end: FarEnd, orderer: RecordingOrderer) -> None:
-        for names in ("abc", "cba"):
-            answer = client.chat.completions.create(
-                model="m", messages=[SYSTEM], extra_body={"ragorder": tagged(names)["ragorder"]}
-            )
-            assert answer.choices[0].message.content == "yes"
-            assert answer.usage.prompt_tokens_details.cached_tokens == 512
-        assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
-        # The client may have its answer a moment earlier.
-        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
-
-    def test_streams_are_streams(self, client: Any, far_end: FarEnd, orderer: RecordingOrderer) -> None:
-        far_end.events(ROLE, TOKEN, TOKEN, LAST)
-        stream = client.chat.completions.create(
-            model="m",
-            messages=[SYSTEM],
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ragorder": tagged("ab")["ragorder"]},
-        )
-        assert [chunk.choices[0].delta.content for chunk in stream if chunk.choices] == ["", "yes", "yes"]
-        assert orderer.outcome() == SERVED
-
-    def test_completions_too(self, client: Any, far_end: FarEnd) -> None:
-        far_end.chunks = [json.dumps({"choices": [{"text": "yes"}]}).encode()]
-        answer = client.completions.create(model="m", prompt="", extra_body={"ragorder": tagged("ab")["ragorder"]})
-        assert answer.choices[0].text == "yes"
-        assert far_end.last.json["prompt"].startswith("[a]\n")
-
-    def test_a_refusal_is_a_bad_request(self, client: Any) -> None:
-        import openai
-
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="m", messages=[], extra_body={"ragorder": {"documents": 1}})
-        assert caught.value.param == "ragorder.documents"
-
-
 @pytest.fixture
 def launch(upstream: str) -> Iterator[Callable[..., ServeProcess]]:
     """Starts `ragorder serve` in front of the far end."""
@@ -1659,14 +1435,29 @@ def launch(upstream: str) -> Iterator[Callable[..., ServeProcess]]:
 
 
 class TestServe:
-    def test_it_serves_until_sigterm(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
-        process = launch()
-        for names in ("abc", "cba"):
-            assert httpx2.post(f"{process.url}{CHAT}", json=tagged(names), verify=CERTIFICATES).content == WHOLE
-        assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
+    def test_it_serves_until_sigterm_and_logs_nothing_of_a_request(
+        self, launch: Callable[..., ServeProcess], far_end: FarEnd
+    ) -> None:
+        process = launch("--template", TEMPLATE.replace("\n", "\\n"), RAGORDER_PROXY_API_KEY="secret")
         assert process.url.startswith("http://127.0.0.1:")
-        assert process.stop() == ""
+        headers = {"authorization": "Bearer secret", "connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c"}
+        with httpx2.Client(base_url=process.url, headers=headers, verify=CERTIFICATES) as client:
+            for body in (tagged("abc"), tagged("cba"), chat("ab"), chat("ba"), {"ragorder": "secret"}):
+                client.post(f"{CHAT}?x=secret", json=body)
+            far_end.events(TOKEN, None)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                client.post(CHAT, json=tagged("ab", user="secret"))
+        prompts = [request.json["messages"][-1]["content"] for request in far_end.requests]
+        assert list(map(names_in, prompts)) == ["abc", "abc", "ab", "ab", "ab"]
+        with socket.create_connection(process.address, timeout=60) as connection:
+            connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+        said = process.stop()
         assert process.popen.returncode == 128 + signal.SIGTERM
+        assert "an answer was cut off: upstream_unavailable" in said
+        assert said.count("\n") <= 2, "clients do not fill its log"
+        for text in ("secret", "a is a document", "Which?", "ragorder/", CHAT):
+            assert text not in said
 
     @pytest.mark.slow
     def test_an_interrupt_stops_it_too(self, launch: Callable[..., ServeProcess]) -> None:
@@ -1684,18 +1475,10 @@ class TestServe:
             raw = response.iter_raw()
             assert next(raw) == TOKEN
             process.popen.send_signal(signum)
-            assert eventually(lambda: self.refuses(process.url))
+            assert eventually(process.refuses)
             stopped.set()
             assert b"".join(raw) == TOKEN + LAST
         process.popen.communicate(timeout=60)
-
-    def refuses(self, url: str) -> bool:
-        host, port = url.removeprefix("http://").split(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-        except OSError:
-            return True
-        return False
 
     @pytest.mark.slow
     def test_a_closed_terminal_is_ignored_under_nohup(self, upstream: str) -> None:
@@ -1704,9 +1487,10 @@ class TestServe:
         with launching(ServeProcess, sys.executable, "-c", code, "serve", *options, PYTHONPATH="") as launch:
             process = launch()
             process.popen.send_signal(signal.SIGHUP)
-            assert not eventually(lambda: self.refuses(process.url), seconds=1)
+            assert not eventually(process.refuses, seconds=1)
             assert process.stop() == ""
 
+    @pytest.mark.slow
     def test_streams_longer_than_the_grace_are_cut_off(
         self, launch: Callable[..., ServeProcess], far_end: FarEnd
     ) -> None:
@@ -1720,425 +1504,9 @@ class TestServe:
                 next(raw)
         assert far_end.left.wait(60)
 
-    def test_nothing_of_a_request_is_in_its_log(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
-        process = launch("--template", TEMPLATE.replace("\n", "\\n"), RAGORDER_PROXY_API_KEY="secret")
-        with httpx2.Client(
-            base_url=process.url, headers={"authorization": "Bearer secret"}, verify=CERTIFICATES
-        ) as client:
-            for body in (tagged("ab"), chat("ab"), chat("ba"), {"ragorder": "secret"}):
-                client.post(f"{CHAT}?x=secret", json=body)
-            far_end.events(TOKEN, None)
-            with pytest.raises(httpx2.RemoteProtocolError):
-                client.post(CHAT, json=tagged("ab", user="secret"))
-        said = process.stop()
-        assert "an answer was cut off: upstream_unavailable" in said
-        for text in ("secret", "a is a document", "Which?", "ragorder/", CHAT):
-            assert text not in said
-
-    @pytest.mark.slow
-    def test_headers_of_the_answer_are_the_servers(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
-        far_end.headers = [("server", "far"), ("date", "today"), ("content-length", str(len(WHOLE)))]
-        response = httpx2.get(f"{launch().url}/x", verify=CERTIFICATES)
-        assert response.headers.multi_items() == list(far_end.headers)
-
-    def test_clients_do_not_fill_its_log(self, launch: Callable[..., ServeProcess]) -> None:
-        process = launch()
-        upgrade = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
-        assert httpx2.post(f"{process.url}{CHAT}", json=tagged("ab"), headers=upgrade).content == WHOLE
-        host, port = process.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
-            assert connection.recv(12) == b"HTTP/1.1 400"
-        assert process.stop() == ""
-
-    @pytest.mark.slow
-    def test_websockets_are_refused(self, launch: Callable[..., ServeProcess]) -> None:
-        headers = {
-            "connection": "Upgrade",
-            "upgrade": "websocket",
-            "sec-websocket-key": "x",
-            "sec-websocket-version": "13",
-        }
-        assert httpx2.get(f"{launch().url}/v1/realtime", headers=headers, verify=CERTIFICATES).status_code == 400
-
-
-@dataclass
-class Served:
-    """What `ragorder serve` was about to do when it was stopped."""
-
-    result: Result
-    config: uvicorn.Config | None = None
-    address: Any = None
-    no_delay: bool = False
-    orderer: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def builder(self) -> PromptBuilder:
-        builder: PromptBuilder = self.options["builder"]
-        return builder
-
-
-class TestServeOptions:
-    @pytest.fixture(autouse=True)
-    def clean_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in os.environ:
-            if name.startswith("RAGORDER_"):
-                monkeypatch.delenv(name)
-
-    @pytest.fixture
-    def serving(self, upstream: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
-        """Runs the command up to the moment from which it would serve."""
-
-        def serving(*options: str, **environment: str) -> Served:
-            served = Served(Result(None, b"", b"", b"", None, 0, None))  # type: ignore[arg-type]
-
-            def make(orderer: Any, **options: Any) -> Any:
-                served.orderer, served.options = orderer, options
-                return make_app(orderer, **options)
-
-            def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-                served.config, served.address = server.config, sockets[0].getsockname()
-                served.no_delay = bool(sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-                sockets[0].close()
-
-            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr(uvicorn.Server, "run", run)
-            arguments = list(options) if "--upstream" in options else ["--upstream", upstream, *options]
-            port = [] if "--port" in options else ["--port", "0"]
-            served.result = CliRunner().invoke(serve_command, [*arguments, *port], env=environment)
-            assert served.result.exception is None or isinstance(served.result.exception, SystemExit)
-            return served
-
-        return serving
-
-    def refusal(self, served: Served) -> str:
-        assert served.result.exit_code != 0
-        assert served.config is None
-        return served.result.stderr
-
-    METRICS = (
-        b'vllm:cache_config_info{block_size="32",num_gpu_blocks="129",engine="0",enable_prefix_caching="%s"} 1.0\n'
-    )
-
-    def test_the_cache_is_what_the_servers_metrics_say(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        far_end.chunks = [self.METRICS % b"True"]
-        served = serving("--upstream-api-key", "up")
-        assert (served.orderer.settings.block_size, served.orderer.settings.capacity_tokens) == (32, 4096)
-        assert far_end.last.header("authorization") == ["Bearer up"]
-        assert "Warning" not in served.result.stderr
-
-    def test_given_sizes_replace_the_servers(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        far_end.chunks = [self.METRICS % b"True"]
-        settings = serving("--block-size", "64").orderer.settings
-        assert (settings.block_size, settings.capacity_tokens) == (64, 4096)
-        settings = serving("--capacity-tokens", "unlimited", RAGORDER_BLOCK_SIZE="128").orderer.settings
-        assert (settings.block_size, settings.capacity_tokens) == (128, None)
-
-    def test_unknown_sizes_are_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        assert "give --capacity-tokens and --block-size" in serving().result.stderr.replace("\n", " ")
-        assert "give --block-size" in serving("--capacity-tokens", "9").result.stderr
-        assert "Warning" not in serving("--capacity-tokens", "9", "--block-size", "9").result.stderr
-        requests = len(far_end.requests)
-        assert requests == 2, "a server is not asked what is known"
-
-    def test_a_server_that_reuses_nothing_is_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        far_end.chunks = [self.METRICS % b"False"]
-        assert "--enable-prefix-caching" in serving().result.stderr
-
-    def test_a_hybrid_model_is_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        line = (self.METRICS % b"True").replace(b'engine="0"', b'engine="0",mamba_cache_mode="align"')
-        far_end.chunks = [line]
-        assert "hybrid" in serving().result.stderr
-
-    def test_several_engines_are_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
-        line = self.METRICS % b"True"
-        far_end.chunks = [line + line.replace(b'engine="0"', b'engine="1"')]
-        assert "2 engines" in serving().result.stderr
-
-    @pytest.mark.parametrize(
-        ("option", "value", "setting"),
-        [
-            ("--keep-first", "2", 2),
-            ("--keep-last", "3", 3),
-            ("--max-displacement", "1", 1),
-            ("--max-gain-lost", "0.1", 0.1),
-            ("--moves", "prefix", "prefix"),
-            ("--best", "last", "last"),
-        ],
-    )
-    def test_guards(self, option: str, value: str, setting: float | str, serving: Callable[..., Served]) -> None:
-        settings = serving(option, value).orderer.settings
-        assert getattr(settings, option[2:].replace("-", "_")) == setting
-
-    def test_settings_that_are_no_options_come_from_the_environment(self, serving: Callable[..., Served]) -> None:
-        settings = serving(RAGORDER_MIN_GAIN="50", RAGORDER_BEST_TOKENS="64").orderer.settings
-        assert (settings.min_gain, settings.best_tokens) == (50, 64)
-        assert "RAGORDER_MIN_GAIN: " in serving(RAGORDER_MIN_GAIN="-1").result.stderr
-
-    def test_templates_have_escapes_and_files(self, serving: Callable[..., Served], tmp_path: Path) -> None:
-        file = tmp_path / "template"
-        file.write_text(r"<d>\n{text}</d>", "utf-8")
-        options = ["--document-template", r"[{id}]\t\\n{text}\n", "--question-template", "Q: {query}"]
-        served = serving(*options, "--template", f"@{file}")
-        content = served.builder.build("why", [Document("1", "one")]).messages[-1]["content"]
-        assert content == "[1]\t\\none\nQ: why"
-        assert served.options["template"][0].find(r"<d>\n1</d><d>\n2</d>") is not None
-        assert serving("--template", r"<d>\n{text}</d>").options["template"][0].find("<d>\n1</d><d>\n2</d>") is not None
-
-    def test_a_template_may_be_a_name_and_says_what_its_numbers_mean(self, serving: Callable[..., Served]) -> None:
-        for name, count, warns in (("anythingllm", 1, 0), ("open-webui", 1, 1), ("auto", 1, 0), ("none", 0, 0)):
-            served = serving("--template", name)
-            assert len(served.options["template"]) == count
-            assert ("numbers of documents stay at their places" in served.result.stderr) == warns
-            assert served.options["finds_native"] == (name != "none")
-
-    def test_numbers_by_place(self, serving: Callable[..., Served]) -> None:
-        assert serving("--template", TEMPLATE, "--number-by-place").options["number_by_place"] is True
-        assert serving("--number-by-place").options["number_by_place"] is True
-        assert serving("--stable-tools").options["stable_tools"] is True
-        assert serving().options["number_by_place"] is False
-
-    def test_repeats_are_named(self, serving: Callable[..., Served]) -> None:
-        assert serving("--template", TEMPLATE).options["repeated"] is None
-        served = serving("--template", TEMPLATE, "--dedup", r"(see {id})\n")
-        assert served.options["repeated"]._reference == "(see {id})\n"
-
-    @pytest.mark.parametrize(
-        ("options", "marks"),
-        [
-            ([], False),
-            (["--marks"], True),
-            (["--upstream", "https://api.anthropic.com"], True),
-            (["--upstream", "https://api.anthropic.com/v1", "--no-marks"], None),
-            (["--upstream", "https://api.openai.com/v1"], True),
-            (["--upstream", "https://api.anthropic.com.example.org"], False),
-        ],
-    )
-    def test_marks(self, options: list[str], marks: bool | None, serving: Callable[..., Served]) -> None:
-        served = serving("--capacity-tokens", "9", "--block-size", "9", *options)
-        assert served.options["marks"] is marks
-        # What such a cache lacks was not marked, which says nothing about its size.
-        assert served.orderer.settings.feedback is not bool(marks)
-        assert (served.options["clouds"] is not None) is bool(marks)
-
-    @pytest.mark.parametrize(
-        ("metrics", "options", "heeds"),
-        [(True, [], False), (False, [], True), (False, ["--no-marks"], False)],
-    )
-    def test_marks_of_clients_count_unless_the_server_is_an_engine(
-        self, metrics: bool, options: list[str], heeds: bool, serving: Callable[..., Served], far_end: FarEnd
-    ) -> None:
-        far_end.chunks = [self.METRICS % b"True"] if metrics else [b""]
-        assert serving(*options).options["marks"] is (None if heeds else False)
-
-    def test_it_says_that_it_sets_marks_and_asks_for_no_size(self, serving: Callable[..., Served]) -> None:
-        said = serving("--marks").result.stderr
-        assert "cache_control" in said[said.index("Mode:") :]
-        assert "by the rules of each request's model" in said and "Warning" not in said
-
-    def test_marks_of_a_known_cloud_are_by_its_rules(self, serving: Callable[..., Served], tmp_path: Path) -> None:
-        prices = tmp_path / "prices.toml"
-        prices.write_text('date = "2027-01-01"\n[per_million]\n"claude-opus-5" = 7\n', "utf-8")
-        served = serving("--upstream", "https://api.anthropic.com", "--marks-ttl", "1h", RAGORDER_PRICES=str(prices))
-        found = served.options["clouds"].of("claude-opus-5")
-        assert (found.provider, found.rules.ttl) == ("anthropic", "1h")
-        cost = found.orderer.order([Document("a", "x" * 9000)]).cost
-        assert (cost.price, cost.prices_date) == (7.0, "2027-01-01")
-        assert served.options["clouds"].of("gpt-5.6") is None
-        assert "Warning: the size" not in served.result.stderr, "it has no such metrics"
-
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (["--marks-ttl", "1h"], "--marks-ttl requires --marks"),
-            (["--upstream", "https://api.openai.com", "--marks-ttl", "1h"], "openai has no TTL"),
-        ],
-    )
-    def test_marks_that_cannot_be(self, options: list[str], said: str, serving: Callable[..., Served]) -> None:
-        assert said in " ".join(self.refusal(serving(*options)).split())
-
-    def test_prices_that_are_not_there(self, serving: Callable[..., Served]) -> None:
-        assert "absent.toml" in self.refusal(serving("--marks", RAGORDER_PRICES="absent.toml"))
-
-    def test_without_templates_the_builders_own_count(self, serving: Callable[..., Served]) -> None:
-        served = serving()
-        documents = [Document("1", "one")]
-        assert served.builder.build("q", documents).messages == PromptBuilder("").build("q", documents).messages
-        assert served.options["template"] == []
-
-    def test_a_tokenizer(self, serving: Callable[..., Served], model_folder: Path) -> None:
-        served = serving("--tokenizer", str(model_folder))
-        assert served.builder.document_ids(Document("1", "one"))
-        assert served.options["tokenizer"] is not None
-
-    def test_limits_and_times(self, serving: Callable[..., Served]) -> None:
-        served = serving("--body-limit", "0.5", "--read-timeout", "4.5", "--grace", "7")
-        assert served.options["body_limit"] == 512 * 1024
-        assert served.options["timeouts"] == Timeouts(10.0, 4.5)
-        assert served.config is not None
-        assert served.config.timeout_graceful_shutdown == 7
-        served = serving()
-        assert served.options["body_limit"] == 32 * 1024 * 1024
-        assert served.options["timeouts"] == Timeouts(10.0, 600.0)
-
-    def test_keys_come_from_the_environment_too(self, serving: Callable[..., Served]) -> None:
-        served = serving("--api-key", "a", "--upstream-api-key", "b")
-        assert (served.options["api_key"], served.options["upstream_api_key"]) == ("a", "b")
-        served = serving(RAGORDER_PROXY_API_KEY="c", RAGORDER_UPSTREAM_API_KEY="d")
-        assert (served.options["api_key"], served.options["upstream_api_key"]) == ("c", "d")
-        assert serving().options["api_key"] is None
-
-    def test_it_listens_on_this_machine_alone(self, serving: Callable[..., Served]) -> None:
-        assert serving().address[0] == "127.0.0.1"
-        assert "8100" in serving("--help").result.output
-
-    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-    def test_no_key_is_needed_on_loopback(self, host: str, serving: Callable[..., Served]) -> None:
-        assert "--api-key" not in serving("--host", host, "--block-size", "16").result.stderr
-
-    def test_other_addresses_without_a_key_are_warned_of(self, serving: Callable[..., Served]) -> None:
-        assert "give --api-key" in serving("--host", "0.0.0.0").result.stderr  # noqa: S104
-        assert "give --api-key" not in serving("--host", "0.0.0.0", "--api-key", "k").result.stderr  # noqa: S104
-
-    def test_an_answer_in_pieces_does_not_wait_for_acknowledgements(self, serving: Callable[..., Served]) -> None:
-        assert serving().no_delay
-
-    def test_requests_are_not_logged_and_headers_not_made_up(self, serving: Callable[..., Served]) -> None:
-        config = serving().config
-        assert config is not None
-        assert not (config.access_log or config.server_header or config.date_header or config.proxy_headers)
-
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (["--api-key", " "], "--api-key: the key is empty"),
-            (["--template", "{text}"], "--template: a template needs visible text"),
-            (["--template", "@/does/not/exist"], "No such file"),
-            (["--template", "@."], "Is a directory"),
-            (["--template", "<d>{text}</d>", "--number-by-place"], "--number-by-place: --template has no {id}"),
-            (["--dedup", "{id}"], "--dedup requires --template"),
-            (["--template", "<d>{text}</d>", "--dedup", "{id}"], "--dedup: a reference names a document by its id"),
-            (["--template", TEMPLATE, "--dedup", "above"], "--dedup: the reference needs {id}"),
-            (["--template", TEMPLATE, "--dedup", "{id}", "--number-by-place"], "cannot be combined with --number-by"),
-            (["--document-template", "{id}"], "--document-template must contain {text}"),
-            (["--question-template", "{"], "--question-template: "),
-            (["--tokenizer", "/does/not/exist"], "--tokenizer: "),
-            (["--capacity-tokens", "0"], "'--capacity-tokens': 0 is not in the range x>=1"),
-            (["--block-size", "0"], "'--block-size': 0 is not in the range x>=1"),
-            (["--keep-first", "1", "--keep-last", "1"], "exclude each other"),
-            (["--body-limit", "0"], "--body-limit"),
-            (["--upstream", "ftp://x"], "--upstream: 'ftp://x' is not the URL"),
-            (
-                ["--upstream", "ftp://x", "--capacity-tokens", "9", "--block-size", "9"],
-                "--upstream: 'ftp://x' is not the URL",
-            ),
-            (["--upstream-api-key", "ä"], "--upstream: the API key"),
-            (["--host", "203.0.113.1"], "203.0.113.1 port 0"),
-            (["--host", "no.such.host.invalid"], "no.such.host.invalid port 0"),
-        ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-    )
-    def test_what_is_wrong_is_said(self, options: list[str], said: str, serving: Callable[..., Served]) -> None:
-        refusal = self.refusal(serving(*options))
-        assert said in re.sub(r"\s+", " ", refusal)
-        assert "Traceback" not in refusal
-
-    def test_a_template_that_is_not_text(self, serving: Callable[..., Served], tmp_path: Path) -> None:
-        (tmp_path / "binary").write_bytes(b"\xff\xfe")
-        assert "not UTF-8" in self.refusal(serving("--template", f"@{tmp_path / 'binary'}"))
-
-    def test_a_port_that_is_taken(self, serving: Callable[..., Served], upstream: str) -> None:
-        refusal = self.refusal(serving("--port", upstream.rpartition(":")[2]))
-        assert "Address already in use" in refusal
-        assert "give another --host or --port" in refusal
-
-    @pytest.mark.parametrize("module", grid(["uvicorn", "httpx2", "starlette", "msgspec"], 1))
-    def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
-        done = python(*SERVE[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
-        assert done.returncode == 1
-        assert done.stderr == f"Error: serving needs {module}: in a clone of ragorder, pip install '.[proxy]'\n"
-
 
 @pytest.mark.vllm
 class TestOnVLLM:
-    REQUESTS = 20
-
-    def rankings(self) -> list[list[Document]]:
-        """Requests for documents of some topics, in orders of their own."""
-        from ragorder.eval.data.workloads import make_workload
-
-        documents = make_workload("paper-shuf", 0, requests=1).documents[:20]
-        rng = random.Random(1)
-        made = []
-        for _ in range(self.REQUESTS):
-            topic = rng.randrange(4) * 5
-            made.append([Document(each.id, each.text[:600]) for each in rng.sample(documents[topic : topic + 5], 4)])
-        return made
-
-    def plain(self, server: Any, builder: PromptBuilder, orderer: Orderer) -> list[int | None]:
-        """The cached tokens that the server reports on the plain Python path."""
-        import openai
-
-        from ragorder.adapters.openai import OrderedClient
-
-        empty(server)
-        with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
-            ordered = OrderedClient(client, model=server.model_name, orderer=orderer, builder=builder)
-            return [
-                ordered.generate(f"Question {number}?", documents, max_tokens=4).cached_tokens
-                for number, documents in enumerate(self.rankings())
-            ]
-
-    def proxied(self, server: Any, start: Start, **options: Any) -> list[int | None]:
-        """The same through the proxy, streamed and in one piece by turns."""
-        import openai
-
-        empty(server)
-        proxy = start(upstream=server.base_url, **options)
-        cached = []
-        with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
-            for number, documents in enumerate(self.rankings()):
-                tag = {
-                    "documents": [{"id": each.id, "text": each.text} for each in documents],
-                    "query": f"Question {number}?",
-                }
-                request = {
-                    "model": server.model_name,
-                    "messages": [SYSTEM],
-                    "max_tokens": 4,
-                    "temperature": 0.0,
-                    "extra_body": {"ragorder": tag},
-                }
-                if number % 2:
-                    usage = client.chat.completions.create(**request).usage
-                else:
-                    streaming = {"stream": True, "stream_options": {"include_usage": True}}
-                    *_, last = client.chat.completions.create(**request, **streaming)
-                    usage = last.usage
-                cached.append(usage.prompt_tokens_details.cached_tokens)
-        return cached
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("exact", [True, False], ids=["tokenizer", "estimated"])
-    def test_as_many_tokens_are_cached_as_on_the_plain_python_path(
-        self, exact: bool, vllm_server: Any, vllm_model: Path, start: Start
-    ) -> None:
-        from ragorder.eval.engines.models import load_tokenizer
-
-        tokenizer = load_tokenizer(vllm_model) if exact else None
-        builder = PromptBuilder(SYSTEM["content"], tokenizer=tokenizer)
-        size = {"capacity_tokens": vllm_server.capacity_tokens, "block_size": vllm_server.block_size}
-        lengths = {"tokens": builder.document_tokens, "prefix_tokens": builder.prefix_tokens}
-        plain = Orderer(strict=True, **size, **lengths)
-        expected = self.plain(vllm_server, builder, plain)
-        assert sum(count or 0 for count in expected) > 0
-        orderer = RecordingOrderer(**size)
-        assert self.proxied(vllm_server, start, orderer=orderer, tokenizer=tokenizer) == expected
-        assert eventually(lambda: len(orderer.finished) == self.REQUESTS)
-        assert [outcome.cached_tokens for outcome in orderer.finished] == expected
-        assert any(list(ordering.permutation) != sorted(ordering.permutation) for ordering in orderer.orderings)
-
     @pytest.mark.slow
     def test_the_example_with_curl(self, vllm_server: Any, tmp_path: Path) -> None:
         empty(vllm_server)

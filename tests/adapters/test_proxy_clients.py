@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn")
 
 from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
 from support.requests import TEMPLATE, TEXTS, RecordingOrderer, asked, names_in, tag
+from support.rings import grid
 from support.serving_app import serving
 from support.waiting import eventually
 
@@ -202,6 +203,26 @@ class TestOpenAIResponses:
 
 
 class TestOpenAIChats:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_documents_may_be_tagged(
+        self, stream: bool, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
+        import openai
+
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        with openai.OpenAI(base_url=f"{start()}/v1", api_key=KEY, max_retries=0) as client:
+            for names in ("abc", "cba"):
+                answer = client.chat.completions.create(
+                    model="m", messages=[], extra_body={"ragorder": tag(names)}, **options
+                )
+                if stream:
+                    text = "".join(each.choices[0].delta.content or "" for each in answer if each.choices)
+                else:
+                    text = answer.choices[0].message.content
+                assert text == "yes"
+        assert names_in(cloud.last) == "abc"
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
     def test_a_conversation_is_sent_as_it_was_and_repeats_are_named(
         self, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
     ) -> None:
@@ -224,6 +245,7 @@ class TestOpenAIChats:
         assert eventually(lambda: orderer.finished == [SERVED] * 4)
 
 
+@pytest.mark.slow
 class TestLiteLLM:
     @pytest.fixture
     def litellm(self) -> Any:
@@ -286,6 +308,7 @@ class TestLiteLLM:
             )
 
 
+@pytest.mark.slow
 class TestLangChain:
     @pytest.mark.parametrize("stream", [False, True])
     def test_chats(self, stream: bool, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer) -> None:
@@ -352,7 +375,7 @@ class TestOnVLLM:
         assert eventually(lambda: len(orderer.finished) == 3)
         assert [(each.cached_tokens, each.prompt_tokens) for each in orderer.finished] == counts
 
-    @pytest.mark.parametrize("streamed", [False, True])
+    @pytest.mark.parametrize("streamed", grid([False, True], 1))
     def test_messages(self, streamed: bool, vllm_server: Any, serve: Callable[[Any], str]) -> None:
         anthropic = pytest.importorskip("anthropic")
 
@@ -370,7 +393,7 @@ class TestOnVLLM:
 
         self.run(vllm_server, serve, ask)
 
-    @pytest.mark.parametrize("streamed", [False, True])
+    @pytest.mark.parametrize("streamed", grid([False, True], 1))
     def test_responses(self, streamed: bool, vllm_server: Any, serve: Callable[[Any], str]) -> None:
         import openai
 

@@ -77,10 +77,7 @@ class Cloud:
     def answer(self, sent: dict[str, Any], request: OrderedRequest) -> CloudAnswer:
         answer = self.cloud.begin(_chat(sent), self.now)
         self.cloud.first_token(answer)
-        request.begin(200, [(b"content-type", b"application/json")])
-        request.feed(json.dumps({"usage": self.cloud.usage(answer)}).encode())
-        request.complete = True
-        request.end()
+        self.bodies.answer(request, usage=self.cloud.usage(answer))
         return answer
 
     def marks(self, sent: dict[str, Any]) -> int:
@@ -134,17 +131,6 @@ class TestMarks:
             assert {each["type"] for each in parts} == {"input_text" if route == "responses" else "text"}
             # What stands in front of the documents, each of them, and the rest.
             assert len(parts) == 5
-
-    @EVERY_ROUTE
-    def test_none_is_added_to_the_clients_own(self, route: str) -> None:
-        cloud = Cloud(route)
-        mark = {"cache_control": {"type": "ephemeral"}}
-        if route != "messages":
-            mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-        kind = "input_text" if route == "responses" else "text"
-        body = cloud.body(user([{"type": kind, "text": written("abc"), **mark}]), prompt_cache_key="mine")
-        for _ in range(3):
-            assert cloud.bodies.parse(route, json.dumps(body).encode()) is None  # type: ignore[arg-type]
 
     @EVERY_ROUTE
     @pytest.mark.parametrize("where", ["documents", "system"])
@@ -267,14 +253,6 @@ class TestMarks:
             first = sent["system"] if len(turns) == 1 else sent["messages"][1]["content"]
             assert isinstance(first, list) and "cache_control" in first[-1]
 
-    def test_tagged_documents_have_them_too(self) -> None:
-        cloud = Cloud("messages")
-        for names in ("abc", "cba"):
-            documents = [{"id": name, "text": TEXTS[name]} for name in names]
-            cloud.now += 2
-            sent, answer = cloud.ask(cloud.body(ragorder={"documents": documents, "query": "Which?"}))
-        assert answer.cached_tokens > 1500 and 0 < cloud.marks(sent) <= 4
-
 
 class TestConversations:
     @EVERY_ROUTE
@@ -364,10 +342,7 @@ class TestReports:
         cloud = Cloud("messages")
         for _ in range(2):
             _, request = cloud.send(cloud.body(user(f"{written('abc')}?")))
-            request.begin(200, [(b"content-type", b"application/json")])
-            request.feed(json.dumps({"usage": usage}).encode())
-            request.complete = True
-            request.end()
+            cloud.bodies.answer(request, usage=usage)
         assert request.predicted_tokens > 0
         assert read_cloud_usage(usage).cached_tokens is None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,19 +18,30 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import TEMPLATE, TEXTS, assistant, part, user, written
+from support.requests import CHAT, TEMPLATE, TEXTS, assistant, part, post_to, received, user, written
 
 from ragorder.adapters.observing import ObservedOrderer
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.bodies.body import BOUNDARY
 from ragorder.adapters.proxy.bodies.parsing import ParsedBody
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
 
 def tagged(names: str, ids: Sequence[object] | None = None) -> dict[str, Any]:
     documents = [{"id": str(id), "text": TEXTS[name]} for name, id in zip(names, ids or names, strict=True)]
     return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "Which?"}}
+
+
+Said = Callable[[], list[str]]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> Said:
+    """What was said, in the log or as a warning."""
+    caplog.set_level(logging.WARNING, "ragorder")
+    return lambda: (
+        [record.getMessage() for record in caplog.records]
+        + [str(each.message) for each in recwarn if each.category.__name__ == "DegradedWarning"]
+    )
 
 
 class WatchedBodies(Bodies):
@@ -45,63 +56,45 @@ class WatchedBodies(Bodies):
         assert parsed is not None
         return parsed
 
-    def served(self, body: dict[str, Any], route: Any = "chat") -> dict[str, Any]:
-        """The body that is forwarded; its answer came."""
-        content = json.dumps(body).encode()
-        parsed = self.parse(route, content)
-        if parsed is not None:
-            request = self.order(parsed)
-            content = request.take_body()
-            request.begin(200, [])
-            request.end()
-        served: dict[str, Any] = json.loads(content)
-        return served
+
+IMAGE = {"type": "image_url"}
+X, Y = "x" * 398, "y" * 398
+DOCUMENTS = user(written("ab") + "\nWhich?")
 
 
 class TestBehindTheDocuments:
     """What stands behind the documents takes room in the cache, and displaces others there."""
 
-    DOCUMENTS = user(written("ab") + "\nWhich?")
+    def behind(self, *messages: Any, tokenizer: Any = None) -> int:
+        return WatchedBodies(tokenizer=tokenizer).found({"messages": list(messages)}).suffix_tokens
 
-    def behind(self, *messages: Any, tokenizer: Any = None, **fields: Any) -> int:
-        return WatchedBodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).suffix_tokens
+    @pytest.mark.parametrize(
+        ("messages", "tokens"),
+        [
+            ([DOCUMENTS], 2),
+            ([DOCUMENTS, assistant(X), user("y" * 798)], 302),
+            ([assistant(X), user(Y), DOCUMENTS], 2),
+            ([{"role": "system", "content": written("ab")}, user(X), assistant(Y)], 200),
+            ([user([part("See:"), part(written("ab")), part(X), IMAGE, part(Y)])], 200),
+            ([DOCUMENTS, user([part(X), IMAGE, part(Y)])], 202),
+            ([DOCUMENTS, 3, None, [], {"content": 3}, {"content": [3, {}]}, {"content": {}}], 2),
+        ],
+        ids=["nothing", "later messages", "earlier ones", "a system message's", "later parts", "parts", "unreadable"],
+    )
+    def test_each_text_counts(self, messages: list[Any], tokens: int) -> None:
+        assert self.behind(*messages) == tokens
 
-    def test_later_messages_count(self) -> None:
-        alone = self.behind(self.DOCUMENTS)
-        assert alone == 2
-        history = [assistant("x" * 398), user("y" * 798)]
-        assert self.behind(self.DOCUMENTS, *history) == alone + 300
-        # Those in front of them are in front.
-        assert self.behind(*history, self.DOCUMENTS) == alone
-
-    def test_documents_in_each_turn_count(self) -> None:
+    def test_documents_of_later_turns_and_calls_of_tools_count(self) -> None:
         later = user(written("cdef") + "\nAnd now?")
-        assert self.behind(self.DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
-
-    def test_documents_in_the_system_message_have_the_history_behind_them(self) -> None:
-        system = {"role": "system", "content": written("ab")}
-        history = [user("x" * 398), assistant("y" * 398)]
-        assert self.behind(system, *history) == 200
-
-    def test_later_parts_count(self) -> None:
-        parts = [part("See:"), part(written("ab")), part("x" * 398), {"type": "image_url"}, part("y" * 398)]
-        assert self.behind(user(parts)) == 200
-
-    def test_calls_of_tools_count(self) -> None:
+        assert self.behind(DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
         calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "x" * 400}}]
-        assert self.behind(self.DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
-
-    def test_parts_of_later_messages_count(self) -> None:
-        assert self.behind(self.DOCUMENTS, user([part("x" * 398), {"type": "image_url"}, part("y" * 398)])) == 202
+        assert self.behind(DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
 
     def test_later_messages_count_with_a_tokenizer(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
-        alone = self.behind(self.DOCUMENTS, tokenizer=tokenizer)
+        alone = self.behind(DOCUMENTS, tokenizer=tokenizer)
         assert alone == len(tokenizer.encode("\nWhich?", add_special_tokens=False))
-        assert self.behind(self.DOCUMENTS, assistant("x" * 398), tokenizer=tokenizer) == alone + 100
-
-    def test_what_cannot_be_read_counts_nothing(self) -> None:
-        assert self.behind(self.DOCUMENTS, 3, None, [], {"content": 3}, {"content": [3, {}]}, {"content": {}}) == 2
+        assert self.behind(DOCUMENTS, assistant(X), tokenizer=tokenizer) == alone + 100
 
     def test_the_mirror_makes_room_for_the_history(self) -> None:
         """The mirror holds what the engine holds: long histories leave room for few conversations."""
@@ -212,21 +205,27 @@ class TestWithoutDocuments:
     """The proxy says what it has not done."""
 
     @pytest.mark.parametrize(
-        ("body", "reason"),
+        ("body", "reason", "route"),
         [
-            ({"messages": [user("Hello")]}, "no_documents"),
-            ({"messages": []}, "no_documents"),
-            ({"messages": [user(written("a"))]}, "one_document"),
-            ({"messages": [user(written("a")), user(written("b"))]}, "one_document"),
-            ({"messages": [user(written("ab"))], "cache_salt": 7}, "unreadable"),
-            ({"messages": [user("".join(['<document id="1">\n\n</document>'] * 1025))]}, "unreadable"),
-            ([], "unreadable"),
+            ({"messages": [user("Hello")]}, "no_documents", "chat"),
+            ({"messages": []}, "no_documents", "chat"),
+            ({"messages": [user(written("a"))]}, "one_document", "chat"),
+            ({"messages": [user(written("a")), user(written("b"))]}, "one_document", "chat"),
+            ({"messages": [user(written("ab"))], "cache_salt": 7}, "unreadable", "chat"),
+            ({"messages": [user("".join(['<document id="1">\n\n</document>'] * 1025))]}, "unreadable", "chat"),
+            ([], "unreadable", "chat"),
+            (b"{", "unreadable", "chat"),
+            ({"input": "x"}, "other_route", "other"),
+            (b"{", "other_route", "other"),
         ],
     )
-    def test_each_request_without_documents_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
+    def test_each_is_counted_with_its_reason(self, body: Any, reason: str, route: Any) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         bodies = WatchedBodies()
-        assert bodies.parse("chat", json.dumps(body).encode()) is None
+        assert bodies.parse(route, content) is None
         assert bodies.reasons == [reason]
+        # A counter that fails costs no request.
+        assert Bodies(on_passed=lambda reason: 1 / 0).parse(route, content) is None
 
     def test_requests_with_documents_are_not_counted(self) -> None:
         bodies = WatchedBodies()
@@ -234,43 +233,26 @@ class TestWithoutDocuments:
         bodies.served(tagged("a"))
         assert bodies.reasons == []
 
-    def test_a_counter_that_fails_costs_no_request(self) -> None:
-        broken: dict[str, Callable[[str], None]] = {}
-        bodies = Bodies(on_passed=lambda reason: broken[reason](reason))
-        assert bodies.parse("chat", b"{}") is None
-
-    def test_other_routes_and_no_json_are_counted(self) -> None:
-        bodies = WatchedBodies()
-        for route, content in (("other", b'{"input": "x"}'), ("other", b"{"), ("chat", b"{")):
-            assert bodies.parse(route, content) is None
-        assert bodies.reasons == ["other_route", "other_route", "unreadable"]
-
-    @pytest.mark.parametrize(("template", "said"), [(TEMPLATE, "--template"), (None, "--template")])
-    def test_a_template_that_never_matches_is_said_once(
-        self, template: str | None, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    @pytest.mark.parametrize("template", [TEMPLATE, None])
+    def test_a_template_that_never_matches_is_said_once(self, template: str | None, said: Said) -> None:
         bodies = WatchedBodies(template)
         secret = {"messages": [user("<doc>secret</doc><doc>secret</doc>")]}
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            for _ in range(19):
-                bodies.served(secret)
-            assert complaints(caplog, recwarn) == []
-            for _ in range(40):
-                bodies.served(secret)
-        (complaint,) = complaints(caplog, recwarn)
-        assert said in complaint
+        for _ in range(19):
+            bodies.served(secret)
+        assert said() == []
+        for _ in range(40):
+            bodies.served(secret)
+        (complaint,) = said()
+        assert "--template" in complaint
         assert "secret" not in complaint
         assert bodies.reasons == ["no_documents"] * 59
 
-    def test_a_template_that_matched_once_is_not_warned_of(
-        self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    def test_a_template_that_matched_once_is_not_warned_of(self, said: Said) -> None:
         bodies = WatchedBodies()
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            bodies.served({"messages": [user(written("ab"))]})
-            for _ in range(40):
-                bodies.served({"messages": [user("Hello")]})
-        assert complaints(caplog, recwarn) == []
+        bodies.served({"messages": [user(written("ab"))]})
+        for _ in range(40):
+            bodies.served({"messages": [user("Hello")]})
+        assert said() == []
 
 
 class TestOrderedRequestsThatShareNothing:
@@ -281,34 +263,28 @@ class TestOrderedRequestsThatShareNothing:
         return {"messages": [user(f"{front}\n{documents}\nWhich?")], **fields}
 
     @pytest.mark.parametrize("shadow", [False, True])
-    def test_is_said_once_if_the_text_before_the_documents_is_never_the_same(
-        self, shadow: bool, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_is_said_once_if_the_text_before_the_documents_is_never_the_same(self, shadow: bool, said: Said) -> None:
         bodies = WatchedBodies(orderer=ObservedOrderer(Orderer(), shadow=shadow))
         for number in range(20):
             bodies.served(self.asked(number, f"It is {number} o'clock, secret.", "abc"))
-        assert complaints(caplog, recwarn) == [], "the first one cannot share anything"
+        assert said() == [], "the first one cannot share anything"
         for number in range(20, 200):
             bodies.served(self.asked(number, f"It is {number} o'clock, secret.", "abc"))
-        (said,) = complaints(caplog, recwarn)
-        assert "the text before their documents is never the same" in said and "secret" not in said
+        (complaint,) = said()
+        assert "the text before their documents is never the same" in complaint and "secret" not in complaint
 
-    def test_is_said_later_if_no_document_comes_again(
-        self, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_is_said_later_if_no_document_comes_again(self, said: Said) -> None:
         bodies = WatchedBodies()
         for number in range(100):
             bodies.served(self.asked(number, "Hi."))
-        assert complaints(caplog, recwarn) == [], "the first questions of a large corpus have no document in common"
+        assert said() == [], "the first questions of a large corpus have no document in common"
         for number in range(100, 300):
             bodies.served(self.asked(number, "Hi."))
-        (said,) = complaints(caplog, recwarn)
-        assert "no document was in two of them" in said
+        (complaint,) = said()
+        assert "no document was in two of them" in complaint
 
     @pytest.mark.parametrize("kind", ["a document again", "a long prefix", "tenants that came once"])
-    def test_is_not_said_of_those_that_could(
-        self, kind: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_is_not_said_of_those_that_could(self, kind: str, said: Said) -> None:
         bodies = WatchedBodies()
         if kind == "a document again":
             for names in ("ab", "cb"):
@@ -316,14 +292,7 @@ class TestOrderedRequestsThatShareNothing:
         for number in range(120):
             fields = {"cache_salt": f"tenant {number}"} if kind == "tenants that came once" else {}
             bodies.served(self.asked(number, "Be brief. " * 40 if kind == "a long prefix" else f"{number}", **fields))
-        assert complaints(caplog, recwarn) == []
-
-
-def complaints(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> list[str]:
-    """What was said, in the log or as a warning."""
-    return [record.getMessage() for record in caplog.records] + [
-        str(each.message) for each in recwarn if each.category.__name__ == "DegradedWarning"
-    ]
+        assert said() == []
 
 
 RANKS = [("abc", "123"), ("cab", "123"), ("dcba", "1234")]
@@ -337,27 +306,20 @@ class TestIdsThatAreRanks:
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     @pytest.mark.parametrize("ranks", [True, False], ids=["ranks", "names"])
-    def test_ids_that_are_ranks_are_warned_of_once(
-        self, mode: str, ranks: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    def test_ids_that_are_ranks_are_warned_of_once(self, mode: str, ranks: bool, said: Said) -> None:
         bodies = WatchedBodies()
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            for names in self.rankings():
-                ids = [1, 2, 3, 4] if ranks else None
-                bodies.served(tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]})
-        said = complaints(caplog, recwarn)
-        assert len(said) == ranks
-        assert all("--number-by-place" in each and "document about" not in each for each in said)
+        for names in self.rankings():
+            ids = [1, 2, 3, 4] if ranks else None
+            bodies.served(tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]})
+        assert len(said()) == ranks
+        assert all("--number-by-place" in each and "document about" not in each for each in said())
 
-    def test_new_documents_under_old_ids_are_no_ranks(
-        self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    def test_new_documents_under_old_ids_are_no_ranks(self, said: Said) -> None:
         bodies = WatchedBodies()
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            for number in range(100):
-                documents = [{"id": str(rank), "text": f"{number} {rank}"} for rank in range(3)]
-                bodies.served({"messages": [], "ragorder": {"documents": documents, "query": ""}})
-        assert complaints(caplog, recwarn) == []
+        for number in range(100):
+            documents = [{"id": str(rank), "text": f"{number} {rank}"} for rank in range(3)]
+            bodies.served({"messages": [], "ragorder": {"documents": documents, "query": ""}})
+        assert said() == []
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     def test_prompts_numbered_by_place_share_their_beginning(self, mode: str) -> None:
@@ -401,7 +363,7 @@ class TestIdsThatAreRanks:
         "ids", ["1213", "2341", "1235", "0123", ["1", "2", "3", "x"], ["01", "02", "03", "04"]], ids=str
     )
     def test_ids_that_are_no_numbers_of_places_stay_with_their_documents(
-        self, mode: str, ids: Sequence[str], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+        self, mode: str, ids: Sequence[str], said: Said
     ) -> None:
         """Several documents of a source have one number, which is the source's."""
         bodies = WatchedBodies(number_by_place=True)
@@ -411,8 +373,7 @@ class TestIdsThatAreRanks:
             own = [ids_of[name] for name in names]
             return tagged(names, own) if mode == "tagged" else {"messages": [user(written(names, own))]}
 
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            first, second = (bodies.served(request(names)) for names in ("abcd", "dbca"))
+        first, second = (bodies.served(request(names)) for names in ("abcd", "dbca"))
         assert second == first
         if mode == "template":
             assert first == request("abcd")
@@ -420,8 +381,8 @@ class TestIdsThatAreRanks:
         for name, id in zip("abcd", ids, strict=True):
             before = content[: content.index(TEXTS[name])]
             assert before.endswith(f'"{id}">\n' if mode == "template" else f"[{id}]\n")
-        (said,) = complaints(caplog, recwarn)
-        assert "numbers of sources" in said and "show none" in said and "document about" not in said
+        (complaint,) = said()
+        assert "numbers of sources" in complaint and "show none" in complaint and "document about" not in complaint
 
     @pytest.mark.parametrize("count", [200, 400])
     def test_numbers_are_replaced_only_if_the_answer_can_tell_where_documents_stand(self, count: int) -> None:
@@ -430,34 +391,20 @@ class TestIdsThatAreRanks:
 
         def served(order: Sequence[int]) -> str:
             content = "\n".join(f"<d id={place}>{texts[each]}</d>" for place, each in enumerate(order, 1))
-            parsed = bodies.found({"messages": [user(content)]})
-            request = bodies.order(parsed)
-            sent = json.loads(request.take_body())["messages"][0]["content"]
-            request.begin(200, [])
-            request.end()
-            assert (sent != content) <= any(name == b"x-ragorder-permutation" for name, _ in request.headers())
+            sent = bodies.served({"messages": [user(content)]})["messages"][0]["content"]
+            assert (sent != content) <= ("x-ragorder-permutation" in bodies.headers)
             return str(sent)
 
         first = served(range(count))
         assert (served(range(count - 1, -1, -1)) == first) == (count == 200)
 
-    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would not change them")])
-    def test_the_option_is_advised_only_where_it_helps(
-        self, ids: str, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    @pytest.mark.parametrize(("ids", "advice"), [("1234", "x-ragorder-permutation"), ("1213", "would not change them")])
+    def test_the_option_is_advised_only_where_it_helps(self, ids: str, advice: str, said: Said) -> None:
         bodies = WatchedBodies()
-        with caplog.at_level(logging.WARNING, "ragorder"):
-            for names in self.rankings():
-                bodies.served({"messages": [user(written(names, ids))]})
-        (complaint,) = complaints(caplog, recwarn)
-        assert said in complaint
-
-    def test_without_the_option_each_document_keeps_its_id(self) -> None:
-        bodies = WatchedBodies()
-        for names, ids in RANKS:
-            body = {"messages": [user(written(names, ids))]}
-            content = bodies.served(body)["messages"][0]["content"]
-            assert sorted(content.split("\n")) == sorted(body["messages"][0]["content"].split("\n"))
+        for names in self.rankings():
+            bodies.served({"messages": [user(written(names, ids))]})
+        (complaint,) = said()
+        assert advice in complaint
 
     def test_an_id_that_is_not_shown_is_no_part_of_the_key(self) -> None:
         bodies = WatchedBodies(builder=PromptBuilder("", document_template="{text}\n\n"))
@@ -502,11 +449,7 @@ class TestIdsThatAreRanks:
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """The server behind: answers with what it got."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
+    body = await received(receive)
     own = [(b"content-type", b"application/json"), (b"x-own", b"1")]
     await send({"type": "http.response.start", "status": 200, "headers": own})
     await send({"type": "http.response.body", "body": body})
@@ -524,17 +467,7 @@ def post() -> Post:
         template=DocumentTemplate(TEMPLATE),
         make_transport=lambda: httpx2.ASGITransport(echo),
     )
-
-    def post(body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-        async def ask() -> httpx2.Response:
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
-                return await client.post(path, content=content, headers={"content-type": "application/json"} | headers)
-
-        return asyncio.run(ask())
-
-    return post
+    return partial(post_to, app)
 
 
 class TestOtherRoutes:
@@ -558,14 +491,6 @@ class TestOtherRoutes:
         body = json.dumps(tagged("ab") | {"temperature": float("nan")}).encode()
         for path in ("/v1/responses", "/v1/embeddings"):
             assert post(body, path).status_code == 400
-
-    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
-    @pytest.mark.parametrize(
-        "body", [b'{"input": "ragorder"}', b"{", b"", b"[1]", b'{"input": {"ragorder": 1}, "x": 1.50}'], ids=repr
-    )
-    def test_untagged_bodies_are_forwarded_byte_for_byte(self, body: bytes, path: str, post: Post) -> None:
-        response = post(body, path)
-        assert (response.status_code, response.content) == (200, body)
 
     def test_what_is_no_json_is_not_read(self, post: Post) -> None:
         body = json.dumps(tagged("ab")).encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import httpx2
-from support.redis_server import SERVER, RedisServer
 from support.requests import get, post
 from support.serve_process import ServeProcess, launching
-from support.serving_app import serving
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
@@ -63,23 +59,16 @@ def launch(model: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Any], str]]:
-    with serving() as serve:
-        yield serve
-
-
-@pytest.fixture
 def front(serve: Callable[[Any], str], tokenizer: Any) -> Callable[..., str]:
-    """A proxy that orders for these engines, each with so many tokens of KV, or for one with an orderer given."""
+    """A proxy that orders for these engines, each with so many tokens of KV."""
 
-    def front(*engines: ServeProcess, tokens: int = 8192, orderer: Orderer | None = None) -> str:
-        upstream: str | Fleet = engines[0].url
-        if orderer is None:
-            options = {"capacity_tokens": tokens, "block_size": 16}
-            orderer = Orderer(**options)
-            upstream = Fleet([ReplicaAddress(each.url, Orderer(**options)) for each in engines], check_s=0.2)
+    def front(*engines: ServeProcess, tokens: int = 8192) -> str:
+        options = {"capacity_tokens": tokens, "block_size": 16}
+        fleet = Fleet([ReplicaAddress(each.url, Orderer(**options)) for each in engines], check_s=0.2)
         builder = PromptBuilder("", tokenizer=tokenizer)
-        return serve(make_app(orderer, upstream=upstream, builder=builder, tokenizer=tokenizer, send_facts=True))
+        return serve(
+            make_app(Orderer(**options), upstream=fleet, builder=builder, tokenizer=tokenizer, send_facts=True)
+        )
 
     return front
 
@@ -159,63 +148,3 @@ def test_a_killed_engine_loses_no_request_that_had_not_begun_to_answer(
     assert [(each.status, each.replica, each.done, each.error) for each in short] == [(200, "1", True, None)] * 12
     assert [answer.result().status_code for answer in whole] == [200] * 4
     assert [each["in_flight"] for each in replicas(url)] == [0, 0]
-
-
-@pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
-def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
-    launch: Callable[..., ServeProcess],
-    front: Callable[..., str],
-    body: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("redis")
-    from ragorder.adapters.shared_orders import SharedOrderer
-
-    server = RedisServer(tmp_path)
-    server.start()
-    engine = launch(8192)
-    orderers = [SharedOrderer(server.url, capacity_tokens=8192, block_size=16) for _ in range(2)]
-    urls = [front(engine, orderer=orderer) for orderer in orderers]
-    rng = random.Random(2)
-
-    def predicted(answer: httpx2.Response) -> int:
-        return int(answer.headers["x-ragorder-predicted-cached-tokens"])
-
-    def both_know(count: int) -> bool:
-        return eventually(lambda: sum(each.log.applied for each in orderers) == count)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            post(urls[0], body(["d0", "d1", "d2"]))
-            assert both_know(1)
-            answer = post(urls[1], body(["d2", "d1", "d0"], "another"))
-            # In the other's order, and so in the engine's cache.
-            usage = answer.json()["usage"]["prompt_tokens_details"]
-            assert predicted(answer) > 0 and usage["cached_tokens"] > 0
-            assert both_know(2)
-            streams = [StreamedAnswer() for _ in range(4)]
-            with ThreadPoolExecutor(8) as pool:
-                for number, each in enumerate(streams):
-                    names = drawn(rng)
-                    pool.submit(stream, urls[number % 2], body(names, f"{number}", LONG_ANSWER // 4), each)
-                assert all(each.began.wait(60) for each in streams)
-                assert both_know(6)
-                server.kill()
-                answers = [
-                    pool.submit(post, urls[number % 2], body(drawn(rng), f"lost {number}")) for number in range(8)
-                ]
-            assert [(each.status, each.done, each.error) for each in streams] == [(200, True, None)] * 4
-            assert [each.result().status_code for each in answers] == [200] * 8
-            assert [each.fallbacks for each in orderers] == [0, 0]
-            server.start()
-            # Those of meanwhile come as well.
-            assert both_know(14)
-            post(urls[0], body(["d35", "d36", "d37"], "after"))
-            assert both_know(15)
-            assert predicted(post(urls[1], body(["d37", "d36", "d35"]))) > 0
-    finally:
-        for orderer in orderers:
-            orderer.close()
-        server.client.close()
-        server.kill()

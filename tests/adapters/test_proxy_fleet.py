@@ -7,9 +7,11 @@ import random
 import re
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -19,11 +21,12 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("aiohttp")
 
 import httpx2
-from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
-from support.fake_engine import EngineProcess, starting_engines
-from support.requests import CERTIFICATES, CHAT, get, post
-from support.serving_app import serving
+from support import requests
+from support.fake_engine import EngineProcess, Engines
+from support.requests import CERTIFICATES, CHAT, get, plain, post
+from support.rings import length
+from support.serve_process import Served
 from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
@@ -31,22 +34,26 @@ from ragorder import Orderer
 from ragorder.adapters.proxy import AdmissionQueue, Fleet, ReplicaAddress, make_app
 from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
-from ragorder.cli.serve import serve as serve_command
 
+Start = Callable[..., EngineProcess]
+Run = Callable[..., Served]
+MakeProxy = Callable[..., "Proxy"]
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
 CAPACITY = 16_384
+tagged = partial(requests.tagged, texts=TEXTS)
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., EngineProcess]]:
-    with starting_engines() as start:
-        yield start
+def engines() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    engines.stop()
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Any], str]]:
-    with serving() as serve:
-        yield serve
+def start(engines: Engines) -> Iterator[Start]:
+    yield engines.start
+    engines.give_back()
 
 
 @dataclass
@@ -66,7 +73,7 @@ class Proxy:
 
 
 @pytest.fixture
-def proxy(serve: Callable[[Any], str]) -> Callable[..., Proxy]:
+def proxy(serve: Callable[[Any], str]) -> MakeProxy:
     """A proxy in front of these servers, or of ranks of one."""
 
     def proxy(*urls: str, ranks: int | None = None, check_s: float = 0.2, **options: Any) -> Proxy:
@@ -81,13 +88,18 @@ def proxy(serve: Callable[[Any], str]) -> Callable[..., Proxy]:
     return proxy
 
 
-def tagged(names: Sequence[str], query: str = "?", **fields: Any) -> dict[str, Any]:
-    documents = [{"id": name, "text": TEXTS[name]} for name in names]
-    return {"model": "fake", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
+@pytest.fixture
+def fleet(proxy: MakeProxy, start: Start) -> Callable[..., tuple[Proxy, list[EngineProcess]]]:
+    """So many servers, and a proxy in front of them."""
+
+    def fleet(count: int, **options: Any) -> tuple[Proxy, list[EngineProcess]]:
+        engines = [start() for _ in range(count)]
+        return proxy(*(engine.url for engine in engines), **options), engines
+
+    return fleet
 
 
-def plain(query: str, **fields: Any) -> dict[str, Any]:
-    return {"model": "fake", "messages": [{"role": "user", "content": f"Question: {query}"}], **fields}
+MakeFleet = Callable[..., tuple[Proxy, list[EngineProcess]]]
 
 
 def region(rng: random.Random, regions: int = 12) -> list[str]:
@@ -97,10 +109,8 @@ def region(rng: random.Random, regions: int = 12) -> list[str]:
 
 
 class TestTheChoice:
-    def test_is_the_replica_that_has_the_documents(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        front = proxy(*(start().url for _ in range(3)))
+    def test_is_the_replica_that_has_the_documents(self, fleet: MakeFleet) -> None:
+        front, _ = fleet(3)
         names = [["d0", "d1", "d2"], ["d10", "d11", "d12"], ["d20", "d21", "d22"]]
         first = [front.post(tagged(each)).headers["x-ragorder-replica"] for each in names]
         assert sorted(first) == ["0", "1", "2"]
@@ -112,10 +122,9 @@ class TestTheChoice:
             # Lengths are estimated, and the chat has a few characters of its own.
             assert cached >= 700 and abs(predicted - cached) <= 48
 
-    def test_spreads_requests_in_flight(self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]) -> None:
+    def test_spreads_requests_in_flight(self, fleet: MakeFleet) -> None:
         """All ask for the same documents: one replica alone would compute them once, and have a queue."""
-        engines = [start() for _ in range(3)]
-        front = proxy(*(engine.url for engine in engines))
+        front, engines = fleet(3)
         with ThreadPoolExecutor(36) as pool:
             bodies = [tagged(["d0", "d1", "d2"], f"{number}", pace=[None, 0]) for number in range(36)]
             waiting = [pool.submit(front.post, body) for body in bodies]
@@ -128,12 +137,10 @@ class TestTheChoice:
         assert sum(served) == 36 and min(served) >= 8
         assert [each["in_flight"] for each in front.replicas()] == [0, 0, 0]
 
-    def test_caches_together_what_one_with_the_capacity_of_both_would(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_caches_together_what_one_with_the_capacity_of_both_would(self, proxy: MakeProxy, start: Start) -> None:
         """The goal: 0.95 of one engine's cached tokens."""
         rng = random.Random(0)
-        requests = [region(rng) for _ in range(160)]
+        requests = [region(rng) for _ in range(length(160, 80))]
 
         def cached(*engines: EngineProcess) -> int:
             front = proxy(*(engine.url for engine in engines))
@@ -145,19 +152,14 @@ class TestTheChoice:
         whole = cached(start(capacity_tokens=2 * CAPACITY))
         assert cached(start(), start()) >= 0.95 * whole
 
-    def test_of_requests_without_documents_is_the_least_busy(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        front = proxy(*(start().url for _ in range(2)))
+    def test_of_requests_without_documents_is_the_least_busy(self, fleet: MakeFleet) -> None:
+        front, _ = fleet(2)
         found = Counter(front.post(plain(str(number))).headers["x-ragorder-replica"] for number in range(10))
         assert found == {"0": 5, "1": 5}
         assert {front.get("/v1/models").json()["data"][0]["id"] for _ in range(4)} == {"fake"}
 
-    def test_waits_for_a_slot_where_they_are_limited(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines), admission=AdmissionQueue(1))
+    def test_waits_for_a_slot_where_they_are_limited(self, fleet: MakeFleet) -> None:
+        front, _ = fleet(2, admission=AdmissionQueue(1))
         with ThreadPoolExecutor(6) as pool:
             bodies = [tagged(["d0", "d1"], f"{number}", pace=[0.05, 0]) for number in range(6)]
             answers = list(pool.map(front.post, bodies))
@@ -167,9 +169,7 @@ class TestTheChoice:
 
 
 class TestRanks:
-    def test_each_has_a_tree_and_gets_its_header(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_each_has_a_tree_and_gets_its_header(self, proxy: MakeProxy, start: Start) -> None:
         engine = start(ranks=3)
         front = proxy(engine.url, ranks=3)
         names = [["d0", "d1", "d2"], ["d10", "d11", "d12"], ["d20", "d21", "d22"]]
@@ -182,9 +182,7 @@ class TestRanks:
         assert state["cached_tokens"] >= 0.6 * state["prompt_tokens"]
         assert [each["rank"] for each in front.replicas()] == [0, 1, 2]
 
-    def test_replaces_a_rank_that_the_client_chose(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_replaces_a_rank_that_the_client_chose(self, proxy: MakeProxy, start: Start) -> None:
         engine = start(ranks=2)
         front = proxy(engine.url, ranks=2)
         with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
@@ -194,12 +192,9 @@ class TestRanks:
 
 
 class TestAKilledReplica:
-    def test_loses_no_request_that_had_not_begun_to_answer(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_loses_no_request_that_had_not_begun_to_answer(self, fleet: MakeFleet) -> None:
         """Half of the requests wait for their first token, half are in the middle of their answers."""
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines))
+        front, engines = fleet(2)
         rng = random.Random(1)
         waiting = [StreamedAnswer() for _ in range(12)]
         begun = [StreamedAnswer() for _ in range(12)]
@@ -227,11 +222,8 @@ class TestAKilledReplica:
             assert each.error["code"] == "upstream_unavailable"
             assert each.error["type"] == "server_error"
 
-    def test_is_left_out_until_it_answers_again(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines))
+    def test_is_left_out_until_it_answers_again(self, fleet: MakeFleet, start: Start) -> None:
+        front, engines = fleet(2)
         for _ in range(4):
             front.post(tagged(["d0", "d1"]))
         engines[0].kill()
@@ -245,9 +237,7 @@ class TestAKilledReplica:
         # It has computed least.
         assert front.post(plain("?")).headers["x-ragorder-replica"] == "0"
 
-    def test_corrects_its_tree_by_what_the_new_server_reports(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_corrects_its_tree_by_what_the_new_server_reports(self, proxy: MakeProxy, start: Start) -> None:
         engine = start()
         front = proxy(engine.url)
         for _ in range(3):
@@ -262,11 +252,8 @@ class TestAKilledReplica:
         assert predicted[0] > 700, "it did not know that the server had restarted"
         assert abs(predicted[1]) <= 48 and abs(predicted[2]) <= 48
 
-    def test_when_none_is_left_the_error_says_so(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines))
+    def test_when_none_is_left_the_error_says_so(self, fleet: MakeFleet) -> None:
+        front, engines = fleet(2)
         for engine in engines:
             engine.kill()
         for _ in range(2):
@@ -277,12 +264,9 @@ class TestAKilledReplica:
         assert front.get("/ragorder/health").status_code == 200
         assert [each["in_flight"] for each in front.replicas()] == [0, 0]
 
-    def test_its_request_is_ordered_for_the_other_one(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_its_request_is_ordered_for_the_other_one(self, fleet: MakeFleet) -> None:
         """The body is the one that was given, ordered once, with its documents once."""
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines), check_s=60)
+        front, engines = fleet(2, check_s=60)
         front.post(tagged(["d0", "d1", "d2"]))
         (used,) = (number for number, engine in enumerate(engines) if engine.state["begun"])
         engines[used].kill()
@@ -298,10 +282,8 @@ class TestStoredResponses:
     """OpenAI's responses, which the server keeps that gave them."""
 
     @pytest.mark.parametrize("streamed", [False, True])
-    def test_are_continued_shown_and_deleted_where_they_are(
-        self, streamed: bool, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        front = proxy(*(start().url for _ in range(3)))
+    def test_are_continued_shown_and_deleted_where_they_are(self, streamed: bool, fleet: MakeFleet) -> None:
+        front, _ = fleet(3)
 
         def respond(**fields: Any) -> tuple[str, str]:
             answer = front.post({"model": "fake", "input": "?", "stream": streamed, **fields}, "/v1/responses")
@@ -326,11 +308,8 @@ class TestStoredResponses:
                     assert answer.headers["x-ragorder-replica"] == replica
                 assert answer.status_code == 404, "it was deleted"
 
-    def test_of_a_replica_that_is_lost_fail_as_the_others_say(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines), check_s=60)
+    def test_of_a_replica_that_is_lost_fail_as_the_others_say(self, fleet: MakeFleet) -> None:
+        front, engines = fleet(2, check_s=60)
         answer = front.post({"model": "fake", "input": "?"}, "/v1/responses")
         name, used = answer.json()["id"], int(answer.headers["x-ragorder-replica"])
         engines[used].kill()
@@ -343,11 +322,8 @@ class TestStoredResponses:
 
 
 class TestDraining:
-    def test_ends_what_is_in_flight_and_gets_nothing_new(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines))
+    def test_ends_what_is_in_flight_and_gets_nothing_new(self, fleet: MakeFleet) -> None:
+        front, engines = fleet(2)
         long = StreamedAnswer()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(stream, front.url, tagged(["d0", "d1"], pace=[0, None]), long)
@@ -366,18 +342,13 @@ class TestDraining:
         front.post({}, f"/ragorder/replicas/{draining}/resume")
         assert front.post(tagged(["d0", "d1"])).headers["x-ragorder-replica"] == str(draining)
 
-    def test_of_a_replica_that_is_not_there_is_an_error(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_of_a_replica_that_is_not_there_is_an_error(self, proxy: MakeProxy, start: Start) -> None:
         front = proxy(start().url)
         answer = front.post({}, "/ragorder/replicas/7/drain")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_such_replica")
 
-    def test_a_server_that_says_it_is_not_ready_gets_nothing(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines))
+    def test_a_server_that_says_it_is_not_ready_gets_nothing(self, fleet: MakeFleet) -> None:
+        front, engines = fleet(2)
         front.get("/v1/models")
         engines[1].sicken()
         assert eventually(lambda: [each["up"] for each in front.replicas()] == [True, False])
@@ -404,12 +375,9 @@ class TestAnswers:
             assert (answer.status_code, answer.text) == (503, "the model is loading")
             assert paths.count(path) == times
 
-    def test_wait_with_one_body_if_it_has_no_documents(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_wait_with_one_body_if_it_has_no_documents(self, fleet: MakeFleet) -> None:
         """Two bodies of 40 kB fit into 100 kB while both could still be sent to the other replica."""
-        engines = [start() for _ in range(2)]
-        front = proxy(*(engine.url for engine in engines), bodies_limit=100_000)
+        front, engines = fleet(2, bodies_limit=100_000)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(front.post, plain("a" * 40_000, pace=[None, 0.0]))
             try:
@@ -453,13 +421,18 @@ class TestHeldAnswers:
         await answer(self.piece(self.TOKEN))
         assert [each.get("body") for each in sent] == [None, self.ROLE + self.TOKEN] and answer.begun
 
-    async def test_a_whole_answer_begins_at_its_end(self, sent: list[Any]) -> None:
+    async def test_a_whole_answer_begins_at_its_end_and_a_long_one_before(self, sent: list[Any]) -> None:
+        head = {**self.HEAD, "headers": [(b"content-type", b"application/json")]}
         answer = self.held(sent)
-        await answer({**self.HEAD, "headers": [(b"content-type", b"application/json")]})
+        await answer(head)
         await answer(self.piece(b'{"choices":'))
         assert sent == []
         await answer(self.piece(b"[]}", more=False))
         assert sent[1:] == [self.piece(b'{"choices":[]}', more=False)]
+        long = self.held(sent)
+        await long(head)
+        await long(self.piece(b"x" * 70_000))
+        assert len(sent) == 4
 
     async def test_what_is_kept_is_bounded_however_small_its_pieces(self, sent: list[Any]) -> None:
         answer = self.held(sent)
@@ -472,12 +445,6 @@ class TestHeldAnswers:
         finally:
             tracemalloc.stop()
 
-    async def test_a_long_one_is_not_kept(self, sent: list[Any]) -> None:
-        answer = self.held(sent)
-        await answer({**self.HEAD, "headers": [(b"content-type", b"application/json")]})
-        await answer(self.piece(b"x" * 70_000))
-        assert len(sent) == 2
-
     async def test_a_stream_of_other_routes_or_compressed_is_not_delayed(self, sent: list[Any]) -> None:
         other = self.held(sent, of_tokens=False)
         await other(self.HEAD)
@@ -488,20 +455,27 @@ class TestHeldAnswers:
         await compressed(self.piece(b"\x1f\x8b"))
         assert len(sent) == 4
 
-    @pytest.mark.parametrize("status", [502, 503])
-    async def test_a_refusal_goes_to_another_replica_if_there_is_one(self, sent: list[Any], status: int) -> None:
-        with pytest.raises(UpstreamError):
-            await self.held(sent)({**self.HEAD, "status": status})
-        last = self.held(sent, refusable=False)
-        await last({**self.HEAD, "status": status})
-        await last(self.piece(b"busy", more=False))
-        assert sent[0]["status"] == status
-
-    async def test_an_error_of_the_request_is_an_answer(self, sent: list[Any]) -> None:
-        answer = self.held(sent)
-        await answer({**self.HEAD, "status": 400, "headers": [(b"content-type", b"application/json")]})
-        await answer(self.piece(b"{}", more=False))
-        assert sent[0]["status"] == 400
+    @pytest.mark.parametrize(
+        ("status", "refusable", "retry_after", "is_an_answer"),
+        [
+            (502, True, None, False),
+            (503, True, None, False),
+            (502, False, None, True),
+            (503, False, None, True),
+            (503, True, b"3", True),
+            (503, True, b"soon", False),
+            (400, True, None, True),
+        ],
+    )
+    async def test_a_refusal_goes_to_another_replica_if_there_is_one_that_may_answer(
+        self, status: int, refusable: bool, retry_after: bytes | None, is_an_answer: bool, sent: list[Any]
+    ) -> None:
+        answer = self.held(sent, refusable=refusable)
+        headers = [] if retry_after is None else [(b"retry-after", retry_after)]
+        with nullcontext() if is_an_answer else pytest.raises(UpstreamError):
+            await answer({**self.HEAD, "status": status, "headers": headers})
+            await answer(self.piece(b"busy", more=False))
+        assert [each.get("status") for each in sent] == ([status, None] if is_an_answer else [])
 
     async def test_an_error_event_stands_between_two_events_only(self, sent: list[Any]) -> None:
         error = UpstreamError(502, "gone", code="upstream_unavailable")
@@ -527,9 +501,7 @@ class TestAFleet:
         with pytest.raises(ValueError, match="its own orderer"):
             Fleet([ReplicaAddress("http://a:1", orderer), ReplicaAddress("http://b:1", orderer)])
 
-    def test_shows_its_replicas_in_metrics_without_their_addresses(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_shows_its_replicas_in_metrics_without_their_addresses(self, proxy: MakeProxy, start: Start) -> None:
         registry = CollectorRegistry()
         front = proxy(start().url, start().url, registry=registry)
         for number in range(4):
@@ -546,62 +518,30 @@ class TestAFleet:
 
 
 class TestTheCommand:
-    @pytest.fixture
-    def serve_with(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """What `ragorder serve` says, and the options of its application."""
-
-        def run(*options: str) -> tuple[str, dict[str, Any]]:
-            made: dict[str, Any] = {}
-
-            def make(orderer: Any, **given: Any) -> Any:
-                made.update(given, orderer=orderer)
-                return make_app(orderer, **given)
-
-            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
-            result = CliRunner().invoke(serve_command, [*options, "--port", "0"])
-            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-            return " ".join(result.output.split()), made
-
-        return run
-
-    def test_repeated_upstream_makes_a_fleet_with_the_sizes_of_each(
-        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_repeated_upstream_makes_a_fleet_with_the_sizes_of_each(self, run_serve: Run, start: Start) -> None:
         engines = [start(capacity_tokens=tokens) for tokens in (4096, 8192)]
-        said, made = serve_with(*(word for engine in engines for word in ("--upstream", engine.url)))
-        orderers = [each.orderer for each in made["upstream"].addresses]
-        assert [orderer.settings.capacity_tokens for orderer in orderers] == [4096, 8192]
-        assert [each.rank for each in made["upstream"].addresses] == [None, None]
-        assert "Warning: the size" not in said
-        assert b"ragorder_replica_up" in generate_latest(registry_of(made))
+        served = run_serve(*(word for engine in engines for word in ("--upstream", engine.url)))
+        replicas = served.app["upstream"].addresses
+        assert [each.orderer.settings.capacity_tokens for each in replicas] == [4096, 8192]
+        assert [each.rank for each in replicas] == [None, None]
+        assert "Warning: the size" not in served.said
+        # The metrics' registry, from what counts with it.
+        assert b"ragorder_replica_up" in generate_latest(served.app["on_passed"].__self__.registry)
 
-    def test_data_parallel_ranks_makes_a_fleet_of_one_server(
-        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_data_parallel_ranks_makes_a_fleet_of_one_server(self, run_serve: Run, start: Start) -> None:
         engine = start(ranks=2, capacity_tokens=4096)
-        said, made = serve_with("--upstream", engine.url, "--data-parallel-ranks", "2")
-        assert [(each.upstream, each.rank) for each in made["upstream"].addresses] == [(engine.url, 0), (engine.url, 1)]
-        assert [each.orderer.settings.capacity_tokens for each in made["upstream"].addresses] == [4096, 4096]
-        assert "data-parallel" not in said
+        served = run_serve("--upstream", engine.url, "--data-parallel-ranks", "2")
+        replicas = served.app["upstream"].addresses
+        assert [(each.upstream, each.rank) for each in replicas] == [(engine.url, 0), (engine.url, 1)]
+        assert [each.orderer.settings.capacity_tokens for each in replicas] == [4096, 4096]
+        assert "data-parallel" not in served.said
 
-    def test_says_what_the_server_has(
-        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_says_what_the_server_has(self, run_serve: Run, start: Start) -> None:
         engine = start(ranks=2)
-        said, made = serve_with("--upstream", engine.url)
-        assert made["upstream"] == engine.url
-        assert "has 2 engines" in said and "give --data-parallel-ranks 2" in said
-        said, _ = serve_with("--upstream", engine.url, "--data-parallel-ranks", "3")
-        assert "--data-parallel-ranks 3: the server has 2" in said
-
-    def test_one_server_twice_is_refused(self, serve_with: Callable[..., Any]) -> None:
-        sizes = ["--capacity-tokens", "4096", "--block-size", "16"]
-        said, made = serve_with(*["--upstream", "http://127.0.0.1:9"] * 2, *sizes)
-        assert "--upstream: the same server twice" in said
-        assert made == {}
-
-
-def registry_of(made: dict[str, Any]) -> Any:
-    """The metrics' registry, from the route that shows them."""
-    return made["on_passed"].__self__.registry
+        served = run_serve("--upstream", engine.url)
+        assert served.app["upstream"] == engine.url
+        assert "has 2 engines" in served.said and "give --data-parallel-ranks 2" in served.said
+        assert (
+            "--data-parallel-ranks 3: the server has 2"
+            in run_serve("--upstream", engine.url, "--data-parallel-ranks", "3").said
+        )

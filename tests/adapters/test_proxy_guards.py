@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gzip
 import http.server
-import json
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -25,14 +22,11 @@ pytest.importorskip("msgspec")
 
 import httpx2
 import uvicorn
-from click.testing import CliRunner
 
 from ragorder.adapters.http_client import AddressError, Server, ServerError
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
-from ragorder.cli.serve import serve as serve_command
-from ragorder.trie.profile import LINEAR
 
 CHAT = "/v1/chat/completions"
 
@@ -90,6 +84,9 @@ class RawServer:
                 connection.sendall(self.answers[0] if len(self.answers) == 1 else self.answers.pop(0))
 
 
+Start = Callable[..., httpx2.Client]
+
+
 @pytest.fixture
 def server() -> Iterator[RawServer]:
     server = RawServer([answer(b"ok")])
@@ -98,7 +95,7 @@ def server() -> Iterator[RawServer]:
 
 
 @pytest.fixture
-def start(server: RawServer) -> Iterator[Callable[..., httpx2.Client]]:
+def start(server: RawServer) -> Iterator[Start]:
     """Starts proxies in front of the server; gives clients of them."""
     running: list[tuple[uvicorn.Server, threading.Thread, httpx2.Client]] = []
 
@@ -126,7 +123,7 @@ def code_of(response: httpx2.Response) -> str:
 
 
 class TestAnswersOfTheServer:
-    def test_connections_are_used_again(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_connections_are_used_again(self, start: Start, server: RawServer) -> None:
         client = start()
         for _ in range(3):
             assert client.get("/v1/models").text == "ok"
@@ -139,7 +136,7 @@ class TestAnswersOfTheServer:
         ids=["short", "long", "64 KiB on the wire", "HEAD"],
     )
     def test_bytes_after_an_answer_reach_no_client(
-        self, body: bytes, method: str, start: Callable[..., httpx2.Client], server: RawServer
+        self, body: bytes, method: str, start: Start, server: RawServer
     ) -> None:
         smuggled = answer(body) + answer(b"SMUGGLED") * 3
         server.answers = [smuggled] * 4 + [answer(b"end")]
@@ -149,13 +146,13 @@ class TestAnswersOfTheServer:
         assert client.get("/v1/models").text == "end"
         assert len(set(server.connections)) == 5
 
-    def test_a_body_after_head_reaches_no_client(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_a_body_after_head_reaches_no_client(self, start: Start, server: RawServer) -> None:
         server.answers = [answer(b"body"), answer(b"next")]
         client = start()
         assert client.head("/v1/models").status_code == 200
         assert client.get("/v1/models").text == "next"
 
-    def test_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_of_two_lengths_the_chunks_count(self, start: Start, server: RawServer) -> None:
         chunks = b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
         lines = [b"HTTP/1.1 200 OK", b"Content-Length: 2", b"Transfer-Encoding: chunked", b"X: y", b"", chunks]
         server.answers = [b"\r\n".join(lines)]
@@ -165,18 +162,16 @@ class TestAnswersOfTheServer:
         assert response.headers["x"] == "y"
 
     @pytest.mark.parametrize("length", [b"2\r\ncontent-length: 9", b"-1", b"x"])
-    def test_a_length_that_is_none_is_502(
-        self, length: bytes, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_a_length_that_is_none_is_502(self, length: bytes, start: Start, server: RawServer) -> None:
         server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: " + length + b"\r\n\r\nok"]
         response = start().get("/v1/models")
         assert (response.status_code, code_of(response)) == (502, "upstream_unavailable")
 
 
 class TestPaths:
-    @pytest.mark.parametrize(
-        "path",
-        [
+    def test_no_path_leads_out_of_the_upstream_address(self, start: Start, server: RawServer) -> None:
+        client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
+        for path in (
             "/../tenant2/v1/models",
             "/v1/../admin",
             "/v1/./models",
@@ -187,23 +182,17 @@ class TestPaths:
             "/v1/..%5cadmin",
             "/v1/..\\admin",
             "/v1/..;x=1/admin",
-        ],
-    )
-    def test_no_path_leads_out_of_the_upstream_address(
-        self, path: str, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
-        client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
-        with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=60) as connection:
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            assert connection.recv(12) == b"HTTP/1.1 400"
+        ):
+            with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=60) as connection:
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert connection.recv(12) == b"HTTP/1.1 400", path
         assert server.requests == []
 
-    @pytest.mark.parametrize("path", ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"])
-    def test_other_paths_are_forwarded_unchanged(
-        self, path: str, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
-        assert start(upstream=f"{server.url}/tenant1/v1").get(path).text == "ok"
-        assert server.paths == [f"/tenant1{path}"]
+    def test_other_paths_are_forwarded_unchanged(self, start: Start, server: RawServer) -> None:
+        client = start(upstream=f"{server.url}/tenant1/v1")
+        paths = ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"]
+        assert [client.get(path).text for path in paths] == ["ok"] * 5
+        assert server.paths == [f"/tenant1{path}" for path in paths]
 
 
 class TestHosts:
@@ -211,23 +200,21 @@ class TestHosts:
         response = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **headers})
         return None if response.status_code == 200 else code_of(response)
 
-    def test_names_of_this_machine_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_names_of_this_machine_are_accepted(self, start: Start) -> None:
         client = start(hosts=THIS_MACHINE)
         assert self.refused(client) is None
         for host in ("localhost", "LOCALHOST:8100", "127.0.0.1:1", "[::1]:8100"):
             assert self.refused(client, host=host) is None
         assert self.refused(client, host="localhost", origin="http://localhost:3000") is None
 
-    def test_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_other_hosts_are_refused(self, start: Start, server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost.", "evil@localhost:x", "[::1", ""):
             assert self.refused(client, host=host) == "foreign_host"
         assert client.get("/ragorder/openapi.json", headers={"host": "evil.example"}).status_code == 403
         assert server.requests == []
 
-    def test_a_missing_or_repeated_host_is_refused(
-        self, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_a_missing_or_repeated_host_is_refused(self, start: Start, server: RawServer) -> None:
         url = start(hosts=THIS_MACHINE).base_url
         for head in (b"HTTP/1.0\r\n", b"HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n"):
             with socket.create_connection((url.host, url.port or 0), timeout=60) as connection:
@@ -235,18 +222,18 @@ class TestHosts:
                 assert connection.recv(10).startswith((b"HTTP/1.1 4",))
         assert server.requests == []
 
-    def test_web_pages_of_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_web_pages_of_other_hosts_are_refused(self, start: Start, server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for origin in ("https://evil.example", "null", "http://localhost.evil.example", ""):
             assert self.refused(client, origin=origin) == "foreign_origin"
         assert server.requests == []
 
-    def test_probes_are_answered_for_any_host(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_probes_are_answered_for_any_host(self, start: Start) -> None:
         client = start(hosts=THIS_MACHINE)
         for path in ("/ragorder/health", "/ragorder/ready"):
             assert client.get(path, headers={"host": "10.0.0.7"}).status_code == 200
 
-    def test_with_a_key_or_another_address_all_hosts_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_with_a_key_or_another_address_all_hosts_are_accepted(self, start: Start) -> None:
         client = start(hosts=THIS_MACHINE, api_key="k")
         key = {"authorization": "Bearer k"}
         assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
@@ -263,7 +250,7 @@ class TestWebPages:
         "access-control-request-headers": "authorization,content-type",
     }
 
-    def test_ask_the_server_without_the_key(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_ask_the_server_without_the_key(self, start: Start, server: RawServer) -> None:
         server.answers = [
             answer(b"", b"access-control-allow-origin: *", b"access-control-allow-headers: authorization")
         ]
@@ -273,37 +260,27 @@ class TestWebPages:
         assert server.requests[0][1].startswith(f"OPTIONS {CHAT} HTTP/1.1\r\n".encode())
         assert b"origin: http://localhost:3000\r\n" in server.requests[0][1]
 
-    @pytest.mark.parametrize(
-        ("method", "headers", "content"),
-        [
+    def test_only_ask_without_it(self, start: Start, server: RawServer) -> None:
+        client = start(api_key="k")
+        for method, headers, content in (
             ("OPTIONS", {}, b""),
-            ("OPTIONS", ORIGIN, b""),
-            ("OPTIONS", ASKED, b"a body"),
-            ("OPTIONS", ASKED | {"transfer-encoding": "chunked"}, b"a body"),
-            ("GET", ASKED, b""),
-            ("POST", ASKED, b"{}"),
-        ],
-        ids=["no page", "no question", "a body", "a body in chunks", "GET", "POST"],
-    )
-    def test_only_ask_without_it(
-        self,
-        method: str,
-        headers: dict[str, str],
-        content: bytes,
-        start: Callable[..., httpx2.Client],
-        server: RawServer,
-    ) -> None:
-        response = start(api_key="k").request(method, CHAT, headers=headers, content=content)
-        assert code_of(response) == "invalid_api_key"
+            ("OPTIONS", self.ORIGIN, b""),
+            ("OPTIONS", self.ASKED, b"a body"),
+            ("OPTIONS", self.ASKED | {"transfer-encoding": "chunked"}, b"a body"),
+            ("GET", self.ASKED, b""),
+            ("POST", self.ASKED, b"{}"),
+        ):
+            response = client.request(method, CHAT, headers=headers, content=content)
+            assert code_of(response) == "invalid_api_key"
         assert server.requests == []
 
-    def test_do_not_get_to_pages_of_the_proxy(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_do_not_get_to_pages_of_the_proxy(self, start: Start, server: RawServer) -> None:
         response = start(api_key="k").options("/ragorder/openapi.json", headers=self.ASKED)
         assert response.status_code == 405
         assert "access-control-allow-origin" not in response.headers
         assert server.requests == []
 
-    def test_can_read_why_they_were_refused(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_can_read_why_they_were_refused(self, start: Start) -> None:
         """Without credentials of the browser's own: that is what the asterisk means."""
         client = start(api_key="k")
         bad = client.post(CHAT, json={"ragorder": 1}, headers=self.ORIGIN | {"authorization": "Bearer k"})
@@ -315,7 +292,7 @@ class TestWebPages:
         assert (own.status_code, own.headers["access-control-allow-origin"]) == (400, "*")
 
     def test_can_read_nothing_where_their_origin_is_foreign_or_not_checked(
-        self, start: Callable[..., httpx2.Client], server: RawServer
+        self, start: Start, server: RawServer
     ) -> None:
         foreign = self.ASKED | {"origin": "https://evil.example"}
         client = start(hosts=THIS_MACHINE)
@@ -327,43 +304,39 @@ class TestWebPages:
         assert response.status_code == 400
         assert "access-control-allow-origin" not in response.headers
 
-    def test_get_answers_with_the_headers_of_the_server(
-        self, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_get_answers_with_the_headers_of_the_server(self, start: Start, server: RawServer) -> None:
         server.answers = [answer(b"ok", b"access-control-allow-origin: http://localhost:3000", b"vary: Origin")]
         response = start(api_key="k").get("/v1/models", headers=self.ORIGIN | {"authorization": "Bearer k"})
         assert response.headers.get_list("access-control-allow-origin") == ["http://localhost:3000"]
 
 
 class TestReadiness:
-    def test_a_server_that_answers_is_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_a_server_that_answers_is_ready(self, start: Start, server: RawServer) -> None:
         client = start(api_key="k", upstream_api_key="up")
         for _ in range(5):
             assert client.get("/ragorder/ready").status_code == 200
         assert server.paths in (["/health"], ["/health"] * 2), "at most once a second"
         assert b"authorization: Bearer up" in server.requests[0][1]
 
-    def test_readiness_falls_back_to_the_second_path(
-        self, start: Callable[..., httpx2.Client], server: RawServer
-    ) -> None:
+    def test_readiness_falls_back_to_the_second_path(self, start: Start, server: RawServer) -> None:
         server.answers = [answer(b"", status=b"404 Not Found"), answer(b"{}")]
         assert start().get("/ragorder/ready").status_code == 200
         assert server.paths == ["/health", "/v1/models"]
 
-    def test_a_server_with_errors_is_not_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_a_server_with_errors_is_not_ready(self, start: Start, server: RawServer) -> None:
         server.answers = [answer(b"", status=b"503 Starting")]
         client = start()
         response = client.get("/ragorder/ready")
         assert (response.status_code, code_of(response)) == (503, "upstream_not_ready")
         assert client.get("/ragorder/health").status_code == 200
 
-    def test_an_unreachable_server_is_not_ready(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_an_unreachable_server_is_not_ready(self, start: Start) -> None:
         assert start(upstream="http://127.0.0.1:9").get("/ragorder/ready").status_code == 503
 
     def test_a_silent_server_is_not_ready(
-        self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
+        self, start: Start, server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.pages._TIMEOUT_S", 0.2)
+        monkeypatch.setattr("ragorder.adapters.proxy.upstream._CHECK_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 
@@ -416,114 +389,3 @@ class TestServer:
         with pytest.raises(AddressError) as caught:
             Server(address, timeout_s=1)
         assert str(caught.value).endswith(f"write http://{address}")
-
-
-@dataclass
-class Command:
-    """What `ragorder serve` said and was about to do when it was stopped."""
-
-    said: str
-    exit_code: int
-    app: dict[str, Any]
-    config: uvicorn.Config | None
-
-
-class TestCommand:
-    @pytest.fixture
-    def serve(self, server: RawServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
-        for name in [name for name in os.environ if name.startswith("RAGORDER_")]:
-            monkeypatch.delenv(name)
-        sizes = ("--capacity-tokens", "4096", "--block-size", "16")
-
-        def serve(*options: str, sizes: Sequence[str] = sizes, **environment: str) -> Command:
-            app: dict[str, Any] = {}
-            configs: list[uvicorn.Config] = []
-
-            def make(orderer: Any, **options: Any) -> Any:
-                app.update(options, orderer=orderer)
-                return make_app(orderer, **options)
-
-            def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-                configs.append(server.config)
-                sockets[0].close()
-
-            with monkeypatch.context() as patch:
-                patch.setattr("ragorder.adapters.proxy.make_app", make)
-                patch.setattr(uvicorn.Server, "run", run)
-                upstream = [] if "--upstream" in options else ["--upstream", server.url]
-                result = CliRunner().invoke(
-                    serve_command, [*upstream, "--port", "0", *sizes, *options], env=environment
-                )
-            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-            return Command(" ".join(result.stderr.split()), result.exit_code, app, configs[0] if configs else None)
-
-        return serve
-
-    def test_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
-        command = serve("--client-timeout", "7", "--max-connections", "9", "--bodies-limit", "1.5")
-        assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.limit) == (7.0, 9)  # type: ignore[union-attr]
-        assert command.app["timeouts"].client_s == 7.0
-        assert command.app["bodies_limit"] == 3 << 19
-        command = serve()
-        assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.limit) == (30.0, 1024)  # type: ignore[union-attr]
-        assert command.app["bodies_limit"] == 256 << 20
-
-    @pytest.mark.parametrize("name", ["RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY"])
-    @pytest.mark.parametrize("key", ["", " ", "\n"], ids=repr)
-    def test_an_empty_key_is_refused_aloud(self, name: str, key: str, serve: Callable[..., Command]) -> None:
-        command = serve(**{name: key})
-        assert (command.exit_code, command.config) == (2, None)
-        assert f"{name}: the key is empty" in command.said
-
-    def test_a_key_given_beside_an_empty_one_counts(self, serve: Callable[..., Command]) -> None:
-        assert serve("--api-key", "k", RAGORDER_PROXY_API_KEY="").app["api_key"] == "k"
-        assert "--upstream-api-key: the key is empty" in serve("--upstream-api-key", " ").said
-
-    def test_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx2.Client]) -> None:
-        client = start(api_key=" k\n")
-        assert client.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
-        assert client.get("/v1/models", headers={"authorization": "Bearer"}).status_code == 401
-
-    def test_hosts_are_checked_on_loopback(self, serve: Callable[..., Command]) -> None:
-        assert serve().app["hosts"] == THIS_MACHINE
-        assert serve("--host", "0.0.0.0").app["hosts"] is None  # noqa: S104
-        hosts = serve("--allow-host", "proxy.example", "--allow-host", "b").app["hosts"]
-        assert hosts == THIS_MACHINE | {"proxy.example", "b"}
-        assert "--allow-host cannot be combined with --api-key" in serve("--allow-host", "b", "--api-key", "k").said
-
-    def test_it_says_what_it_serves(self, serve: Callable[..., Command]) -> None:
-        said = serve().said
-        assert "Cache: 4,096 tokens (given), blocks of 16 (given)" in said
-        assert "Mode: documents are ordered for the cache" in said
-        assert "Page: http://127.0.0.1:" in said
-        assert "Mode: shadow" in serve("--shadow").said
-        assert "unlimited tokens (given)" in serve("--capacity-tokens", "unlimited").said
-
-    def test_it_says_where_the_size_of_the_cache_is_from(
-        self, serve: Callable[..., Command], server: RawServer
-    ) -> None:
-        line = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="129",engine="0"} 1.0\n'
-        server.answers = [answer(line, b"content-type: text/plain")]
-        assert "4,096 tokens (from the server's /metrics), blocks of 32 (from" in serve(sizes=()).said
-        assert "blocks of 8 (given)" in serve(sizes=("--block-size", "8")).said
-        server.answers = [answer(b"", status=b"404 Not Found")]
-        assert "262,144 tokens (assumed), blocks of 16 (assumed)" in serve(sizes=()).said
-
-    def test_it_takes_the_tiers_of_the_server(self, serve: Callable[..., Command], tmp_path: Path) -> None:
-        replace(LINEAR, loads={"host": 1e-6, "disk": 1e-4}).to_file(tmp_path / "profile.json")
-        tiers = {"RAGORDER_HOST_TOKENS": "8K", "RAGORDER_DISK_TOKENS": "100k", "RAGORDER_TIER_POLICY": "lru"}
-        command = serve("--tiers", "--profile", str(tmp_path / "profile.json"), **tiers)
-        assert "Cache: 100,000 tokens (given)" in command.said
-        settings = command.app["orderer"].settings
-        assert (settings.host_tokens, settings.disk_tokens, settings.tier_policy) == (8192, 100_000, "lru")
-        assert settings.profile == tmp_path / "profile.json"
-        assert "RAGORDER_TIER_POLICY: " in serve(RAGORDER_TIER_POLICY="oldest").said
-
-    def test_an_upstream_without_http_is_suggested_with_it(self, serve: Callable[..., Command]) -> None:
-        assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said
-
-
-def test_the_description_is_json(start: Callable[..., httpx2.Client]) -> None:
-    assert json.loads(start().get("/ragorder/openapi.json").text)["paths"]

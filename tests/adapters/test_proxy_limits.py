@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,8 +26,9 @@ pytest.importorskip("msgspec")
 import httpx2
 import uvicorn
 from support.bodies import Bodies
+from support.serve_process import ServeProcess, launching
 
-from ragorder.adapters.http_server.connection import HEAD_LIMIT, TimedConnection
+from ragorder.adapters.http_server.connection import HEAD_LIMIT
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.request_body import MemoryBudget, RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
@@ -205,12 +204,6 @@ class TestHeaders:
         connection = site.start().connect(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx: " + value + b"\r\n\r\n")
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
-    def test_the_parser_is_h11_whatever_is_installed(self) -> None:
-        config = server_config(None, grace_s=1, client_s=1, connections=1)  # type: ignore[arg-type]
-        config.load()
-        assert issubclass(config.http_protocol_class, TimedConnection)
-        assert config.h11_max_incomplete_event_size == HEAD_LIMIT
-
     @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=repr)
     def test_incomplete_headers_time_out(self, sent: bytes, site: Site) -> None:
         said = rest(site.start(client_s=0.3).connect(sent))
@@ -246,14 +239,14 @@ class TestBodies:
 
     async def test_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
         async def receive() -> dict[str, Any]:
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.15)
             return {"type": "http.request", "body": piece, "more_body": next(count) < 7}
 
         piece, count = b"x" * (1 << 18), iter(range(8))
-        assert len(await RequestBody([], receive, 1 << 30, client_s=1.5).read()) == 8 << 18
+        assert len(await RequestBody([], receive, 1 << 30, client_s=0.9).read()) == 8 << 18
         piece, count = b"x", iter(range(8))
         with pytest.raises(HTTPError, match="256 KiB may take"):
-            await RequestBody([], receive, 1 << 30, client_s=1.5).read()
+            await RequestBody([], receive, 1 << 30, client_s=0.9).read()
 
     def test_the_rest_of_an_answered_body_times_out(self, site: Site) -> None:
         served = site.start(client_s=0.3, api_key="k")
@@ -306,10 +299,18 @@ class TestBodies:
             waiting.close()
             assert eventually(lambda: site.memory.used == 0)
 
-    def test_two_lengths_end_the_connection(self, site: Site) -> None:
-        chunked = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-        connection = site.start().connect(head(CHAT)[:-2] + chunked + head("/v1/next", method="GET"))
-        said = rest(connection)
+    @pytest.mark.parametrize(
+        "lengths",
+        [
+            b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+            b"Content-Length: -5",
+            b"Content-Length: 5\r\nContent-Length: 6",
+        ],
+        ids=repr,
+    )
+    def test_two_lengths_end_the_connection(self, lengths: bytes, site: Site) -> None:
+        sent = head(CHAT)[:-2] + lengths + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n" + head("/v1/next", method="GET")
+        said = rest(site.start().connect(sent))
         assert (said[:12], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1)
         assert site.far_end.bodies == []
 
@@ -329,6 +330,7 @@ class TestAnswers:
         assert site.far_end.left >= 1
         assert len(unread) == 2
 
+    @pytest.mark.slow
     def test_a_slow_reader_keeps_its_slot(self, site: Site) -> None:
         connection = site.start(client_s=2).connect(head("/v1/endless", 2) + b"{}")
         deadline = time.monotonic() + 4
@@ -461,6 +463,7 @@ class TestWorkers:
         assert eventually(lambda: len(finished) == 1)
         assert not finished[0].served
 
+    @pytest.mark.slow
     def test_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
             "from ragorder.adapters.proxy.bodies.parsing import BodyParser\n"
@@ -469,24 +472,15 @@ class TestWorkers:
             "from ragorder.cli import main; main()"
         )
         options = ["--upstream", "http://127.0.0.1:9", "--port", "0", "--capacity-tokens", "99", "--block-size", "9"]
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *options, "--grace", "1"], text=True, stderr=subprocess.PIPE
-        )
-        try:
-            assert process.stderr is not None
-            port = next(int(found[1]) for line in process.stderr if (found := re.search(r":(\d+)/v1", line)))
-            body = tagged("abc")
-            connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        with launching(ServeProcess, sys.executable, "-c", code, "serve", *options, "--grace", "1") as launch:
+            process, body = launch(), tagged("abc")
+            connections = [socket.create_connection(process.address) for _ in range(3)]
             for connection in connections:
                 connection.sendall(head(CHAT, len(body)) + body)
             time.sleep(0.5)
             # The loop still answers.
-            assert httpx2.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=60).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=60)[1]
-            assert process.returncode == 128 + signal.SIGTERM
+            assert httpx2.get(f"{process.url}/ragorder/health", timeout=60).status_code == 200
+            said = process.stop()
+            assert process.popen.returncode == 128 + signal.SIGTERM
             assert "Traceback" not in said
             assert "document" not in said
-        finally:
-            process.kill()
-            process.communicate()

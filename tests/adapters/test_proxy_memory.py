@@ -92,7 +92,7 @@ def body_of(frame: str, item: str, count: int) -> bytes:
     return frame.replace("ITEMS", ",".join(items)).encode()
 
 
-@pytest.mark.parametrize("name", grid(list(SHAPES), 8))
+@pytest.mark.parametrize("name", grid(list(SHAPES), 4))
 def test_no_shape_of_a_body_takes_more_than_its_copies(name: str, serving: ServeProcess) -> None:
     """Of 2 MiB, far beyond what is read, and with as many values as are."""
     path, frame, item = SHAPES[name]

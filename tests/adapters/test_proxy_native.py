@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
+from support.requests import post_to, received
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
@@ -49,11 +50,7 @@ class Server:
         self.status = 200
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        body = await received(receive)
         if scope["method"] == "POST":
             self.bodies.append(json.loads(body))
         content = json.dumps(self.answer).encode()
@@ -96,15 +93,7 @@ def posting(server: Server, upstream: str | Fleet) -> Post:
         upstream=upstream,
         make_transport=lambda: httpx2.ASGITransport(server),
     )
-
-    def post(body: Any, path: str) -> httpx2.Response:
-        async def ask() -> httpx2.Response:
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
-                return await client.post(path, json=body)
-
-        return asyncio.run(ask())
-
-    return post
+    return partial(post_to, app)
 
 
 MESSAGES = "/v1/messages"

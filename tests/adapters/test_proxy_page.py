@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import socket
-import threading
-import time
-import urllib.request
-from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 playwright = pytest.importorskip("playwright.sync_api")
 
+import httpx2
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from support.requests import CERTIFICATES, get, post, tagged
+from support.serving_app import serving
 from support.waiting import eventually
 
 from ragorder import Orderer
@@ -44,59 +42,33 @@ pytestmark = [
 ]
 
 
-class Server:
-    """An ASGI application on a free port, in a thread."""
-
-    def __init__(self, app: Any) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-
-    def __enter__(self) -> Server:
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(60)
-
-
-class Proxy(Server):
+class Proxy:
     """The proxy in front of a server that answers at once, and reports what its cache is said to hold."""
 
     def __init__(self, upstream: str, *, shadow: bool = False, api_key: str | None = None, **options: Any) -> None:
-        metrics = Metrics()
+        self.metrics = Metrics()
         orderer = Orderer(block_size=16, capacity_tokens=4_000, suffix_tokens=16)
-        observed = ObservedOrderer(orderer, [metrics], shadow=shadow)
-        self.metrics = metrics
-        pages = StatsPages(metrics)
-        background = [pages.history.keep]
-        super().__init__(
-            make_app(
-                observed, upstream=upstream, routes=pages.routes, background=background, api_key=api_key, **options
-            )
-        )
+        observed = ObservedOrderer(orderer, [self.metrics], shadow=shadow)
+        pages = StatsPages(self.metrics)
+        options |= {"routes": pages.routes, "background": [pages.history.keep], "api_key": api_key}
+        self._app = make_app(observed, upstream=upstream, **options)
+        self._until_stopped = ExitStack()
+
+    def __enter__(self) -> Proxy:
+        self.url = self._until_stopped.enter_context(serving())(self._app)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._until_stopped.close()
 
     def ask(self, *names: str) -> None:
-        documents = [{"id": name, "text": f"secret of {name} " * 40} for name in names]
-        body = {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}}
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": "Bearer key"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert response.status == 200
-            # A client that leaves before the end has no report.
-            assert response.read()
+        texts = {name: f"secret of {name} " * 40 for name in names}
+        # A client that leaves before the end has no report.
+        assert post(self.url, tagged(names, "?", texts=texts), authorization="Bearer key").status_code == 200
 
     def stats(self, query: str = "") -> Any:
-        request = urllib.request.Request(f"{self.url}/ragorder/stats{query}", headers={"Authorization": "Bearer key"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
+        headers = {"authorization": "Bearer key"}
+        return httpx2.get(f"{self.url}/ragorder/stats{query}", headers=headers, verify=CERTIFICATES, timeout=60).json()
 
 
 class Upstream:
@@ -135,8 +107,8 @@ def engine() -> Upstream:
 @pytest.fixture
 def upstream(engine: Upstream) -> Iterator[str]:
     routes = [Route("/v1/chat/completions", engine.complete, methods=["POST"]), Route("/v1/models", engine.list_models)]
-    with Server(Starlette(routes=routes)) as server:
-        yield server.url
+    with serving() as serve:
+        yield serve(Starlette(routes=routes))
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +187,7 @@ class TestPage:
                 assert shown == [f"{100 * stats[name]:.1f}\u00a0%" for name in ("other_cached_share", "cached_share")]
                 assert stats["other_cached_share"] > stats["cached_share"]
 
+    @pytest.mark.slow
     def test_says_what_is_predicted(self, browser: Any, engine: Upstream, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             for names in SETS * 4:
@@ -225,6 +198,7 @@ class TestPage:
             assert page.tab.text_content("#origin-theirs") == "predicted, corrected"
             assert "give or take" in page.tab.text_content("#verdict")
 
+    @pytest.mark.slow
     def test_without_reports_predicts_only(self, browser: Any, engine: Upstream, upstream: str) -> None:
         engine.reports = False
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
@@ -238,6 +212,7 @@ class TestPage:
             assert figures(page)["Counted by"] == "prediction: the engine reports nothing"
             assert page.problems == []
 
+    @pytest.mark.slow
     def test_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#verdict", "no request has ended yet")
@@ -249,11 +224,12 @@ class TestPage:
             assert page.problems == []
 
     def test_a_proxy_that_does_not_learn_has_no_template(self, upstream: str) -> None:
-        with Proxy(upstream) as proxy, pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{proxy.url}/ragorder/template", timeout=60)
-        assert caught.value.code == 404
-        assert "it is not in shadow mode, or has a template" in json.load(caught.value)["error"]["message"]
+        with Proxy(upstream) as proxy:
+            refused = get(f"{proxy.url}/ragorder/template")
+        assert refused.status_code == 404
+        assert "it is not in shadow mode, or has a template" in refused.json()["error"]["message"]
 
+    @pytest.mark.slow
     def test_says_that_a_form_was_learned_and_how_to_get_it(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream, shadow=True) as proxy, Page(browser, proxy.url) as page:
             proxy.metrics.recognised("learned", 100_000, 60_000, 20_000, 90)
@@ -263,6 +239,7 @@ class TestPage:
             assert "would save 50.0\u00a0% of their prefill" in said
             assert page.problems == []
 
+    @pytest.mark.slow
     def test_the_proxy_keeps_the_history_whether_a_page_is_open_or_not(self, browser: Any, upstream: str) -> None:
         """On an axis of time; a reload, and another browser, show the same."""
         with Proxy(upstream) as proxy:
@@ -293,6 +270,7 @@ class TestPage:
             assert len(lines[0][0].split()) == count >= 2
             assert lines == [lines[0]] * 4
 
+    @pytest.mark.slow
     def test_names_the_server_its_models_and_the_template(self, browser: Any, engine: Upstream, upstream: str) -> None:
         engine.models = ["a <b>model</b>", "b", "c", "d", "e"]
         form = '<document id="{id}">\n{text}\n</document>'
@@ -304,16 +282,16 @@ class TestPage:
             assert "lengths estimated" in said
             assert page.problems == []
 
-    @pytest.mark.parametrize("says", [b'{"error": "no such path"}', b"", b'{"x": ' + b"[" * 100_000], ids=len)
-    def test_a_server_that_lists_no_models_has_a_page(
-        self, says: bytes, browser: Any, engine: Upstream, upstream: str
-    ) -> None:
-        engine.says = says
-        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
-            page.wait_for("#served", f"server {upstream}")
-            assert "model" not in page.tab.text_content("#served")
-            assert page.problems == []
+    @pytest.mark.slow
+    def test_a_server_that_lists_no_models_has_a_page(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        for says in (b'{"error": "no such path"}', b"", b'{"x": ' + b"[" * 100_000):
+            engine.says = says
+            with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+                page.wait_for("#served", f"server {upstream}")
+                assert "model" not in page.tab.text_content("#served")
+                assert page.problems == []
 
+    @pytest.mark.slow
     def test_counts_without_sense_are_no_figures(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy:
             for names in SETS * 4:
@@ -332,25 +310,27 @@ class TestPage:
                 assert page.tab.text_content("#share-ours") == "–"
                 assert page.tab.text_content("#origin-ours").startswith("not plausible")
 
+    @pytest.mark.slow
     def test_says_when_the_proxy_is_gone(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#state", "live")
             proxy.__exit__()
             page.wait_for("#state", "no answer from the proxy")
 
-    @pytest.mark.parametrize("width", [390, 1280, 1920])
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_fits_the_screen(self, browser: Any, upstream: str, width: int, scheme: str) -> None:
-        screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    @pytest.mark.slow
+    def test_fits_the_screen(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy:
             for names in SETS:
                 proxy.ask(*names)
-            with Page(browser, proxy.url, **screen) as page:
-                page.wait_for("#served", "server")
-                page.wait_for("#verdict", "5 of the first 8 requests reported")
-                assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
-                assert page.problems == []
+            for width, scheme in product([390, 1280, 1920], ["light", "dark"]):
+                screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+                with Page(browser, proxy.url, **screen) as page:
+                    page.wait_for("#served", "server")
+                    page.wait_for("#verdict", "5 of the first 8 requests reported")
+                    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+                    assert page.problems == []
 
+    @pytest.mark.slow
     def test_a_browser_gives_the_key_as_a_password(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream, api_key="key") as proxy:
             with pytest.raises(playwright.Error, match="AUTH"), Page(browser, proxy.url):
@@ -361,11 +341,9 @@ class TestPage:
     def test_lets_nothing_else_in(self, upstream: str) -> None:
         """No script but its own, no frame around it, nothing kept by caches."""
         with Proxy(upstream, api_key="key") as proxy:
-            token = b64encode(b":key").decode()
-            request = urllib.request.Request(f"{proxy.url}/ragorder", headers={"Authorization": f"Basic {token}"})
-            with urllib.request.urlopen(request, timeout=60) as response:
-                policy = response.headers["Content-Security-Policy"]
-                assert response.headers["Cache-Control"] == "no-store"
+            page = httpx2.get(f"{proxy.url}/ragorder", auth=("", "key"), verify=CERTIFICATES, timeout=60)
+        assert page.headers["Cache-Control"] == "no-store"
+        policy = page.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy

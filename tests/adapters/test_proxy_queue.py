@@ -16,26 +16,18 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 import httpx2
-from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry
 from support.requests import CHAT, TEXTS, plain
 
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, make_app
+from ragorder.adapters.proxy import AdmissionQueue, make_app
 from ragorder.adapters.proxy.pages import StatsPages
-from ragorder.cli.serve import serve as serve_command
 
 
 def tagged(query: str, names: str = "", **fields: Any) -> dict[str, Any]:
     documents = [{"id": name, "text": TEXTS[name]} for name in names]
     return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
-
-
-def written(query: str, names: str) -> dict[str, Any]:
-    """Documents as an application writes them into a message."""
-    content = "\n".join(f"<d>{TEXTS[name]}</d>" for name in names) + f"\nQuestion: {query}"
-    return {"model": "m", "messages": [{"role": "user", "content": content}]}
 
 
 class FarEnd:
@@ -163,13 +155,6 @@ def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
 
 
 class TestWhoseTurnItIs:
-    async def test_without_a_limit_all_are_in_flight_at_once(self, far_end: FarEnd) -> None:
-        proxy = Proxy(far_end, None, Orderer(block_size=16, strict=True))
-        for number in range(5):
-            await proxy.send(tagged(str(number), "ab"))
-        assert far_end.in_flight == list("01234")
-        await proxy.end(*"01234")
-
     async def test_the_request_with_most_cached_tokens_is_next(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:
@@ -183,16 +168,6 @@ class TestWhoseTurnItIs:
         assert far_end.sent == ["first", "all", "half", "nothing", "plain"]
         assert orderer.unfinished == []
         assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that wait behind it"
-
-    async def test_documents_that_are_found_by_the_template_count_too(
-        self, start: Callable[..., Proxy], far_end: FarEnd
-    ) -> None:
-        proxy = start(options={"template": DocumentTemplate("<d>{text}</d>")})
-        await proxy.send(written("first", "ab"))
-        await proxy.send(written("nothing", "cd"))
-        await proxy.send(written("all", "ba"))
-        await proxy.end("first", "all", "nothing")
-        assert far_end.sent == ["first", "all", "nothing"]
 
     async def test_no_request_is_overtaken_by_more_than_the_window(
         self, start: Callable[..., Proxy], far_end: FarEnd
@@ -264,15 +239,6 @@ class TestHowLongATurnLasts:
         assert last.status == 200
         assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
-    async def test_a_slow_request_holds_one_slot(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
-        proxy = start(2)
-        await proxy.send(plain("slow"))
-        for number in range(10):
-            await proxy.send(plain(str(number)))
-            await proxy.end(str(number))
-        assert far_end.in_flight == ["slow"]
-        await proxy.end("slow")
-
     async def test_a_client_that_leaves_while_it_waits_is_never_sent(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:
@@ -338,48 +304,6 @@ class TestWhatIsShown:
         queue = json.loads(shown.content)["queue"]
         assert queue.pop("wait_mean_ms") > 0
         assert queue == {"max_in_flight": 1, "in_flight": 0, "waiting": 0, "turned_away": 1}
-
-
-class TestTheOptions:
-    @pytest.fixture
-    def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Any]]:
-        """The result of the command, and the admission queue of the proxy that it would serve."""
-
-        def run(*options: str) -> tuple[Result, Any]:
-            made: list[Any] = []
-
-            def make(orderer: Any, *, admission: Any, **others: Any) -> Any:
-                made.append(admission)
-                return make_app(orderer, admission=admission, **others)
-
-            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr(
-                "ragorder.adapters.http_server.server.run_server", lambda app, listening, **_: listening.close()
-            )
-            shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
-            return CliRunner().invoke(serve_command, [*shape, *options]), made[0] if made else None
-
-        return run
-
-    def test_there_is_no_limit_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
-        result, admission = run()
-        assert (result.exit_code, admission) == (0, None)
-
-    def test_options_reach_the_queue(self, run: Callable[..., tuple[Result, Any]]) -> None:
-        for options, expected in (
-            (["--max-in-flight", "3"], (3, 32, 1000)),
-            (["--max-in-flight", "3", "--max-waiting", "7"], (3, 32, 7)),
-        ):
-            result, admission = run(*options)
-            assert result.exit_code == 0, result.output
-            gate = admission._limiter
-            assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
-
-    def test_waiting_without_a_limit_is_refused(self, run: Callable[..., tuple[Result, Any]]) -> None:
-        result, admission = run("--max-waiting", "5")
-        assert result.exit_code == 2
-        assert "--max-waiting requires --max-in-flight" in result.stderr
-        assert admission is None
 
 
 @pytest.mark.slow

@@ -12,14 +12,12 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from click.testing import CliRunner
-from support.requests import TEXTS, post, tagged
-from support.serving_app import serving
+from support.requests import TEXTS, post, received, tagged
+from support.serve_process import Served
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai import OrderedClient
 from ragorder.adapters.proxy import DocumentTemplate, Fleet, ReplicaAddress, make_app
-from ragorder.cli import main
 from ragorder.topic import SECRET_VARIABLE, Topics
 
 SECRET = "a secret of these tests"  # noqa: S105
@@ -36,10 +34,7 @@ class Router:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = await received(receive)
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         self.bodies.append(body)
         usage = {"prompt_tokens": 300, "completion_tokens": 1}
@@ -52,12 +47,6 @@ class Router:
             kind = b"application/json"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         await send({"type": "http.response.body", "body": content})
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Any], str]]:
-    with serving() as serve:
-        yield serve
 
 
 @pytest.fixture
@@ -211,69 +200,40 @@ class TestAClient:
 
 
 class TestTheCommand:
-    @pytest.fixture
-    def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """Run `ragorder route` or `serve`; return what it says, and the options of its application."""
-        monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    def test_route_adds_the_header_that_routers_know(self, run_serve: Callable[..., Served]) -> None:
+        served = run_serve("--topic-secret", SECRET, command="route")
+        assert (served.app["route"], served.app["topic_header"]) == (True, "x-session-id")
+        assert "Topics: in the header x-session-id" in served.said and "Cache:" not in served.said
+        assert "Warning: topics" not in served.said
+        assert served.orderer.topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
+        assert "Warning: topics are of this process alone" in run_serve(command="route").said
 
-        def run(command: str, *options: str, **environment: str) -> tuple[str, dict[str, Any]]:
-            made: dict[str, Any] = {}
+    def test_route_takes_another_header_and_finds_documents_by_a_template(
+        self, run_serve: Callable[..., Served]
+    ) -> None:
+        options = ("--topic-header", "x-aibrix-session-key", "--template", "<d>{text}</d>")
+        served = run_serve(*options, command="route")
+        assert served.app["topic_header"] == "x-aibrix-session-key"
+        assert served.app["template"][0].find("<d>1</d><d>2</d>") is not None
 
-            def make(orderer: Any, **given: Any) -> Any:
-                made.update(given, orderer=orderer)
-                return make_app(orderer, **given)
-
-            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
-            # A router has no cache.
-            sizes = [] if command == "route" else ["--capacity-tokens", "4096", "--block-size", "16"]
-            arguments = [command, "--upstream", "http://127.0.0.1:9", *sizes, "--port", "0", *options]
-            result = CliRunner().invoke(main, arguments, env=environment)
-            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-            return " ".join(result.output.split()), made
-
-        return run
-
-    def test_route_adds_the_header_that_routers_know(self, run: Callable[..., Any]) -> None:
-        said, made = run("route", "--topic-secret", SECRET)
-        assert (made["route"], made["topic_header"]) == (True, "x-session-id")
-        assert "Topics: in the header x-session-id" in said and "Cache:" not in said
-        assert "Warning: topics" not in said
-        assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
-
-    def test_route_takes_another_header_and_finds_documents_by_a_template(self, run: Callable[..., Any]) -> None:
-        _, made = run("route", "--topic-header", "x-aibrix-session-key", "--template", "<d>{text}</d>")
-        assert made["topic_header"] == "x-aibrix-session-key"
-        assert made["template"][0].find("<d>1</d><d>2</d>") is not None
-
-    def test_serve_sends_a_topic_in_the_header_that_it_is_given(self, run: Callable[..., Any]) -> None:
-        said, made = run("serve", "--topic-header", "X-SMG-Routing-Key", **{SECRET_VARIABLE: SECRET})
-        assert made["topic_header"] == "X-SMG-Routing-Key" and "route" not in made
-        assert "documents are ordered" in said
-        assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
-
-    def test_without_a_secret_it_warns(self, run: Callable[..., Any]) -> None:
-        assert "Warning: topics are of this process alone" in run("route")[0]
-
-    def test_serve_sends_no_topic_by_default(self, run: Callable[..., Any]) -> None:
-        said, made = run("serve")
-        assert (made["topic_header"], made["upstream"]) == (None, "http://127.0.0.1:9")
-        assert "opic" not in said
+    def test_serve_sends_a_topic_in_the_header_that_it_is_given(self, run_serve: Callable[..., Served]) -> None:
+        served = run_serve("--topic-header", "X-SMG-Routing-Key", **{SECRET_VARIABLE: SECRET})
+        assert served.app["topic_header"] == "X-SMG-Routing-Key" and "route" not in served.app
+        assert "documents are ordered" in served.said
+        assert served.orderer.topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
+        assert "opic" not in run_serve().said
 
     @pytest.mark.parametrize(
-        ("arguments", "reason"),
+        ("options", "reason"),
         [
-            (["route", "--shadow"], "No such option '--shadow'"),
-            (["route", "--capacity-tokens", "4096"], "No such option '--capacity-tokens'"),
-            (["route", "--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
-            (["route", "--topic-secret", " "], "--topic-secret: the key is empty"),
-            (["serve", "--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
-            (["serve", "--topic-secret", "s"], "--topic-secret requires --topic-header"),
-            (["serve", "--profile", "none"], "--profile requires --tiers"),
+            (["--shadow"], "No such option '--shadow'"),
+            (["--capacity-tokens", "4096"], "No such option '--capacity-tokens'"),
+            (["--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
+            (["--topic-secret", " "], "--topic-secret: the key is empty"),
         ],
         ids=" ".join,
     )
-    def test_refuses(self, run: Callable[..., Any], arguments: list[str], reason: str) -> None:
-        said, made = run(*arguments)
-        assert reason in said
-        assert made == {}
+    def test_refuses(self, run_serve: Callable[..., Served], options: list[str], reason: str) -> None:
+        served = run_serve(*options, command="route")
+        assert reason in served.said
+        assert served.config is None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 
 import httpx2
 from support.bodies import Bodies
-from support.requests import TEMPLATE, TEXTS, part, tag, user, written
+from support.requests import TEMPLATE, TEXTS, part, post_to, tag, user, written
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, make_app
@@ -193,10 +193,6 @@ class TestTagged:
         sent = json.loads(Bodies().ordered(json.dumps(body).encode(), "responses"))
         assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
 
-    def test_the_tenant_is_sent_as_salt(self) -> None:
-        body = messages(ragorder=tag("ab") | {"scope": "acme"})
-        assert json.loads(Bodies().ordered(json.dumps(body).encode(), "messages"))["cache_salt"] == "acme"
-
     @pytest.mark.parametrize(("route", "field"), [("messages", "messages"), ("responses", "input")])
     def test_a_malformed_prompt_is_refused_by_name(self, route: Any, field: str) -> None:
         with pytest.raises(HTTPError) as caught:
@@ -250,16 +246,6 @@ class TestMarks:
             TEMPLATE, orderer=Orderer(block_size=16, strict=True, feedback=False), marks=["messages"], **options
         )
 
-    def sent(self, bodies: Bodies, body: dict[str, Any]) -> Any:
-        content = json.dumps(body).encode()
-        parsed = bodies.parse("messages", content)
-        assert parsed is not None
-        request = bodies.order(parsed)
-        content = request.take_body()
-        request.begin(200, [])
-        request.end()
-        return json.loads(content)
-
     def parts(self, body: Any) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = body["messages"][0]["content"]
         return parts
@@ -267,28 +253,16 @@ class TestMarks:
     def marked(self, parts: list[dict[str, Any]]) -> list[int]:
         return [place for place, each in enumerate(parts) if "cache_control" in each]
 
-    def test_without_the_option_there_are_none(self) -> None:
-        bodies = Bodies(TEMPLATE)
-        content = json.dumps(messages(user(written("abc")))).encode()
-        assert [bodies.ordered(content, "messages") for _ in range(3)] == [content] * 3
-
     def test_stand_behind_what_an_earlier_request_began_with(self) -> None:
         bodies = self.bodies()
-        first = self.parts(self.sent(bodies, messages(user(f"{written('abc')}\nWhich?"))))
-        second = self.parts(self.sent(bodies, messages(user(f"{written('dba')}\nAnd?"))))
+        first = self.parts(bodies.served(messages(user(f"{written('abc')}\nWhich?")), "messages"))
+        second = self.parts(bodies.served(messages(user(f"{written('dba')}\nAnd?")), "messages"))
         assert self.marked(first) == []
         assert [each["text"].strip()[14] for each in second[:3]] == ["a", "b", "d"]
         assert self.marked(second) == [1]
         assert all(each["cache_control"] == MARK for each in second if "cache_control" in each)
         # A cache finds parts again only if they are divided alike, marked or not.
         assert [each["text"] for each in first[:2]] == [each["text"] for each in second[:2]]
-
-    def test_the_text_stays(self) -> None:
-        text = f"See:\n{written('abc')}\n\nWhich?"
-        for _ in range(2):
-            parts = self.parts(self.sent(bodies := self.bodies(), messages(user(text))))
-            assert "".join(each["text"] for each in parts) == text
-            assert bodies.orderer.degraded == ()
 
     @pytest.mark.parametrize(
         "body",
@@ -316,16 +290,16 @@ class TestMarks:
     def test_a_conversation_is_marked_at_its_end(self) -> None:
         bodies = self.bodies()
         first = user(f"{written('abc')}\nWhich?")
-        self.sent(bodies, messages(first))
+        bodies.served(messages(first), "messages")
         body = messages(first, {"role": "assistant", "content": "a"}, user("Why?"))
-        sent = self.sent(bodies, body)
+        sent = bodies.served(body, "messages")
         assert sent["messages"][-1] == user([part("Why?", cache_control=MARK)])
         assert self.marked(self.parts(sent)) == [2]
 
     @pytest.mark.parametrize("last", ["", "  ", [], [{"type": "thinking", "thinking": "x"}], [part(" ")]])
     def test_what_no_server_takes_a_mark_on_gets_none(self, last: Any) -> None:
         body = messages(user(written("ab")), {"role": "assistant", "content": "a"}, user(last))
-        assert self.sent(self.bodies(), body)["messages"][-1] == user(last)
+        assert self.bodies().served(body, "messages")["messages"][-1] == user(last)
 
     def test_a_tools_result_has_none_in_it(self) -> None:
         body = messages(user("?"), USE, user([tool_result(written("ab"))]))
@@ -335,14 +309,14 @@ class TestMarks:
         bodies = self.bodies()
         history: list[Any] = [user(f"{written('abcdefgh')}\nWhich?")]
         for turn in range(6):
-            sent = json.dumps(self.sent(bodies, messages(*history)))
+            sent = json.dumps(bodies.served(messages(*history), "messages"))
             assert sent.count('"cache_control"') == (2 if turn else 0)
             history += [{"role": "assistant", "content": str(turn)}, user(f"{turn}?")]
 
     def test_tagged_documents_are_a_part_each(self) -> None:
         bodies = self.bodies()
         for names in ("abc", "cba"):
-            parts = self.parts(self.sent(bodies, messages(ragorder=tag(names))))
+            parts = self.parts(bodies.served(messages(ragorder=tag(names)), "messages"))
         whole = PromptBuilder("").build("Which?", [Document(name, TEXTS[name]) for name in "abc"])
         assert "".join(each["text"] for each in parts) == whole.messages[-1]["content"]
         assert len(parts) == 4
@@ -404,17 +378,115 @@ def stream(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json.dumps(each).encode()) for each in events)
 
 
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+COUNTS = {"prompt_tokens": 600, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 512}}
+LAST = b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % json.dumps(COUNTS).encode()
+STREAMS = {
+    "chat": ROLE + b": ping\r\n\r\n" + TOKEN + b'data: {"choices":[],"usage":null}\n\n' + LAST,
+    "messages": stream(CHUNKS),
+    "responses": stream(EVENTS),
+}
+
+
 class TestUsage:
-    @pytest.mark.parametrize("events", [CHUNKS, EVENTS], ids=["messages", "responses"])
-    @given(cuts=st.lists(st.integers(0, 2000), max_size=20))
-    def test_a_stream_is_read_wherever_it_is_cut(self, events: list[dict[str, Any]], cuts: list[int]) -> None:
-        content, reader = stream(events), StreamReader()
-        edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
-        for start, end in pairwise(edges):
-            assert not reader.done or start >= len(content) - 2
+    @pytest.fixture
+    def traced(self) -> Iterator[Callable[[], int]]:
+        """Bytes that have been allocated, and are kept."""
+        tracemalloc.start()
+        yield lambda: tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+
+    @pytest.mark.parametrize("name", STREAMS)
+    @given(cuts=st.lists(st.integers(0, 2000), max_size=20), line_end=st.sampled_from([b"\n", b"\r", b"\r\n"]))
+    def test_a_stream_is_read_wherever_it_is_cut(self, name: str, cuts: list[int], line_end: bytes) -> None:
+        content, reader = line_end.join(STREAMS[name].splitlines()) + line_end, StreamReader()
+        for start, end in pairwise([0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]):
             reader.feed(content[start:end])
         assert (reader.served, reader.done) == (True, True)
         assert reader.usage() == ReportedUsage(512, 600, 7)
+
+    @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n", b'"usage"', b"{", b"}", TOKEN, LAST])))
+    def test_no_bytes_are_too_odd(self, chunks: list[bytes]) -> None:
+        for reader in (StreamReader(), WholeReader()):
+            for chunk in chunks:
+                reader.feed(chunk)
+            assert isinstance(reader.usage(), ReportedUsage)
+
+    def test_of_a_long_line_nothing_is_kept(self, traced: Callable[[], int]) -> None:
+        reader = StreamReader()
+        for _ in range(100):
+            reader.feed(b"data: " + b"x" * 100_000)
+            assert traced() < 1.1 * (1 << 20)
+        reader.feed(b"\n" + LAST)
+        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
+
+    def test_of_a_usage_only_known_counts_are_kept(self, traced: Callable[[], int]) -> None:
+        reader = StreamReader()
+        reader.feed(LAST.replace(b"data: [DONE]", b""))
+        for event in range(30):
+            fields = {f"{event}-{number}": "x" * 9000 for number in range(40)}
+            counts = {"prompt_tokens": "x" * 50_000, "total_tokens": 10**50, "prompt_tokens_details": fields}
+            reader.feed(b"data: %s\n\n" % json.dumps({"choices": [], "usage": fields | counts}).encode())
+        assert traced() < 1 << 19
+        assert reader.usage() == ReportedUsage(512, 600, 7)
+
+    def test_of_a_long_answer_nothing_is_kept(self, traced: Callable[[], int]) -> None:
+        reader = WholeReader()
+        for _ in range(100):
+            reader.feed(b"x" * 100_000)
+        assert traced() < 1 << 16
+        assert reader.usage() == ReportedUsage()
+
+    @pytest.mark.parametrize(
+        ("event", "served"),
+        [
+            ({"choices": [{"text": ""}]}, True),
+            ({"choices": [{"delta": {"content": "x"}}]}, True),
+            ({"choices": [{"delta": {"reasoning_content": "x"}}]}, True),
+            ({"choices": [{"delta": {"tool_calls": [{}]}}]}, True),
+            ({"choices": [{"delta": {}, "finish_reason": "stop"}]}, True),
+            ({"choices": [None, {"delta": {"content": "x"}}]}, True),
+            (1, False),
+            ([], False),
+            ({}, False),
+            ({"choices": 1}, False),
+            ({"choices": [{"delta": {"role": "assistant"}}]}, False),
+            ({"type": "response.failed", "response": {"usage": None}}, False),
+            ({"type": "error", "response": {"usage": None}}, False),
+        ],
+        ids=str,
+    )
+    def test_what_was_generated_is_a_token(self, event: Any, served: bool) -> None:
+        reader = StreamReader()
+        reader.feed(b"data: %s\n" % json.dumps(event).encode())
+        assert reader.served == served
+
+    @pytest.mark.parametrize(
+        ("chunks", "times", "tbt_s"),
+        [
+            # From the first token to the last.
+            (
+                [ROLE, TOKEN, b": ping\n\n", TOKEN[:9], TOKEN[9:], TOKEN, b'data: {"choices":[]}\n\n'],
+                [10, 10.5, 11.5],
+                0.75,
+            ),
+            # The server reports 7 tokens: some events had several.
+            ([ROLE, TOKEN, TOKEN, LAST], [10, 13], 0.5),
+            ([], [], None),
+            ([ROLE], [], None),
+            ([TOKEN], [1], None),
+            ([TOKEN, LAST], [1], None),
+        ],
+        ids=["by events", "as reported", "nothing", "a role", "one token", "one event"],
+    )
+    def test_the_time_between_tokens(self, chunks: list[bytes], times: list[float], tbt_s: float | None) -> None:
+        clock = iter(times)
+        reader = StreamReader(clock=lambda: next(clock))
+        for chunk in chunks:
+            reader.feed(chunk)
+        assert reader.tbt_s() == (None if tbt_s is None else pytest.approx(tbt_s))
+        assert WholeReader().tbt_s() is None
 
     @pytest.mark.parametrize(("events", "first"), [(CHUNKS, 3), (EVENTS, 2)], ids=["messages", "responses"])
     def test_it_is_served_from_its_first_token_on(self, events: list[dict[str, Any]], first: int) -> None:
@@ -423,12 +495,6 @@ class TestUsage:
             reader.feed(stream([event]))
             assert reader.served == (number >= first)
             assert reader.done == (number == len(events) - 1)
-
-    @pytest.mark.parametrize("kind", ["response.failed", "error"])
-    def test_a_failure_before_is_not_served(self, kind: str) -> None:
-        reader = StreamReader()
-        reader.feed(stream([EVENTS[0], {"type": kind, "response": {"usage": None}}]))
-        assert not reader.served
 
     @pytest.mark.parametrize(
         "usage",
@@ -445,10 +511,14 @@ class TestUsage:
         reader = WholeReader()
         reader.feed(json.dumps({"usage": usage}).encode())
         assert reader.usage() == read_usage(usage) == ReportedUsage(512, 600, 7)
-
-    def test_a_cache_that_read_nothing_says_so(self) -> None:
-        usage = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 1}
-        assert read_usage(usage) == ReportedUsage(0, 5, 1)
+        # A cache that read nothing says so.
+        nothing = {
+            "input_tokens": 5,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 1,
+        }
+        assert read_usage(nothing) == ReportedUsage(0, 5, 1)
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
@@ -468,11 +538,7 @@ class TestErrors:
             **options,
         )
 
-        async def ask() -> httpx2.Response:
-            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
-                return await client.post(path, json=body, headers=headers)
-
-        return asyncio.run(ask())
+        return post_to(app, body, path, **headers or {})
 
     @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
     def test_of_the_server_are_forwarded(self, path: str) -> None:

@@ -18,9 +18,10 @@ pytest.importorskip("starlette")
 from support.bodies import Bodies
 from support.inside import scopes_of
 from support.requests import TEMPLATE, assistant, user, written
+from support.rings import length
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app
-from ragorder.adapters.proxy.bodies import turns as kept_turns
+from ragorder.adapters.proxy.bodies.turns import SentTurns
 
 
 def chat(*turns: Any) -> tuple[str, dict[str, Any]]:
@@ -44,20 +45,13 @@ class Proxy(Bodies):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(TEMPLATE, **options)
-        self.named: str | None = None
 
-    def sent(self, route: Any, body: dict[str, Any], *, fails: bool = False) -> dict[str, Any]:
-        content = json.dumps(body).encode()
-        parsed = self.parse(route, content)
-        self.named = None
-        if parsed is not None:
-            request = self.order(parsed)
-            content = request.take_body()
-            request.begin(503 if fails else 200, [])
-            self.named = dict(request.headers()).get(b"x-ragorder-named", b"").decode() or None
-            request.end()
-        sent: dict[str, Any] = json.loads(content)
-        return sent
+    @property
+    def named(self) -> str | None:
+        return self.headers.get("x-ragorder-named")
+
+    def sent(self, route: Any, body: dict[str, Any], *, fails: bool = False) -> Any:
+        return self.served(body, route, status=503 if fails else 200)
 
 
 def turns_of(body: dict[str, Any]) -> list[Any]:
@@ -103,10 +97,7 @@ class TestPredictions:
                 prompt, cached = engine.serve(json.loads(request.take_body()))
                 details = {"prompt_tokens_details": {"cached_tokens": cached}}
                 usage = {"prompt_tokens": prompt, "completion_tokens": 8, "total_tokens": prompt + 8, **details}
-                request.begin(200, [(b"content-type", b"application/json")])
-                request.feed(json.dumps({"usage": usage}).encode())
-                request.complete = True
-                request.end()
+                proxy.answer(request, usage=usage)
                 off.append(abs(request.predicted_tokens - cached))
                 history.append(assistant(f"It is {number} in turn {turn}."))
         assert max(off) <= 48
@@ -124,92 +115,66 @@ class TestPredictions:
         assert sent[0]["content"].startswith(written("abc"))
 
 
+FIRST = user(written("cba") + "\nWhich?")
+LATER = [assistant("a"), user("Why?")]
+
+
+def begun(route: Route, **options: Any) -> tuple[Proxy, list[Any]]:
+    """A proxy whose cache has the documents in another order than the client's first turn, and what was sent of it."""
+    proxy = Proxy(**options)
+    proxy.sent(*route(user(written("abc") + "\nOther?")))
+    return proxy, turns_of(proxy.sent(*route(FIRST)))
+
+
 class TestEarlierTurns:
     @ROUTES
     def test_go_on_as_they_were_sent(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
+        proxy, sent = begun(route)
         assert sent == [user(written("abc") + "\nWhich?")]
-        later = [assistant("a"), user("Why?")]
-        assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
+        assert turns_of(proxy.sent(*route(FIRST))) == sent, "the last turn may be generated again"
+        # Whatever of the answer the client keeps.
+        for answer in ("a", "a, but shorter", ""):
+            later = [assistant(answer), user("Why?")]
+            assert turns_of(proxy.sent(*route(FIRST, *later))) == [*sent, *later]
+        # A client may keep what was sent.
+        body = route(*sent, *LATER)
+        assert proxy.sent(*body) == body[1]
 
     @ROUTES
     def test_the_beginning_of_an_answer_makes_no_earlier_turn(self, route: Route) -> None:
         """Clients prescribe it, as the last message."""
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        proxy, _ = begun(route)
         prescribed = assistant("{")
         sent = turns_of(proxy.sent(*route(user(written("dcba") + "\nWhich?"), prescribed)))
         assert sent == [user(written("abcd") + "\nWhich?"), prescribed]
 
     @ROUTES
-    def test_whatever_the_cache_would_like_better_meanwhile(self, route: Route) -> None:
-        proxy = Proxy()
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
-        # Another order of the same documents, which the mirror holds since, and finds first.
-        proxy.sent(*route(user(written("ab") + "\nOther?")))
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        for count in range(1, 5):
-            history = [each for number in range(count) for each in (assistant(f"a{number}"), user(f"q{number}"))]
-            assert turns_of(proxy.sent(*route(first, *history))) == [*sent, *history]
-
-    @ROUTES
-    def test_also_when_the_cache_has_lost_them(self, route: Route) -> None:
-        proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=1000, strict=True))
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
+    def test_go_on_when_the_cache_has_lost_them(self, route: Route) -> None:
+        proxy, sent = begun(route, orderer=Orderer(block_size=16, capacity_tokens=1000, strict=True))
         for names in ("defg", "gfed"):
             proxy.sent(*route(user(written(names) + "\nOther?")))
-        later = [assistant("a"), user("Why?")]
-        assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
+        assert turns_of(proxy.sent(*route(FIRST, *LATER))) == [*sent, *LATER]
 
     @ROUTES
     def test_that_are_not_known_stay_as_they_are(self, route: Route) -> None:
         """The engine may have them from before this proxy."""
         proxy = Proxy()
         proxy.sent(*route(user(written("ab") + "\nOther?")))
-        body = route(user(written("cba") + "\nWhich?"), assistant("a"), user("Why?"))
+        body = route(FIRST, *LATER)
         assert proxy.sent(*body) == body[1]
 
     @ROUTES
     def test_that_another_process_has_sent_are_those_that_the_engine_holds(self, route: Route) -> None:
         orderer = Orderer(block_size=16, strict=True)
-        first = user(written("cba") + "\nWhich?")
-        one, other = Proxy(orderer=orderer), Proxy(orderer=orderer)
-        one.sent(*route(user(written("abc") + "\nOther?")))
-        sent = turns_of(one.sent(*route(first)))
-        later = [assistant("a"), user("Why?")]
-        assert turns_of(other.sent(*route(first, *later))) == [*sent, *later]
-
-    @ROUTES
-    def test_a_client_may_keep_what_was_sent(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        sent = turns_of(proxy.sent(*route(user(written("cba") + "\nWhich?"))))
-        body = route(*sent, assistant("a"), user("Why?"))
-        assert proxy.sent(*body) == body[1]
+        _, sent = begun(route, orderer=orderer)
+        assert turns_of(Proxy(orderer=orderer).sent(*route(FIRST, *LATER))) == [*sent, *LATER]
 
     @ROUTES
     def test_documents_of_later_turns_stay_in_rank_order(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
+        proxy, sent = begun(route)
         for names in ("fed", "def", "cba"):
-            body = route(first, assistant("a"), user(written(names) + "\nWhy?"))
+            body = route(FIRST, assistant("a"), user(written(names) + "\nWhy?"))
             assert turns_of(proxy.sent(*body)) == [*sent, *turns_of(body[1])[1:]]
-
-    @ROUTES
-    def test_the_last_turn_may_be_generated_again(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc"))))
-        first = user(written("cba") + "\nWhich?")
-        once, again = (turns_of(proxy.sent(*route(first))) for _ in range(2))
-        assert once == again
 
     def test_documents_in_the_system_message_are_no_earlier_turn(self) -> None:
         proxy = Proxy()
@@ -226,37 +191,14 @@ class TestEarlierTurns:
 
     def test_tenants_have_histories_of_their_own(self) -> None:
         proxy = Proxy()
-        first = user(written("cba") + "\nWhich?")
 
         def body(*turns: Any, salt: str) -> dict[str, Any]:
             return {"model": "m", "messages": list(turns), "cache_salt": salt}
 
         proxy.sent("chat", body(user(written("abc")), salt="one"))
-        proxy.sent("chat", body(first, salt="one"))
-        later = body(first, assistant("a"), user("Why?"), salt="two")
+        proxy.sent("chat", body(FIRST, salt="one"))
+        later = body(FIRST, *LATER, salt="two")
         assert proxy.sent("chat", later) == later
-
-    @ROUTES
-    def test_of_two_branches_are_both_sent_as_before(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
-        for turn in range(3):
-            for name in ("one", "other"):
-                history = [each for number in range(turn) for each in (assistant(f"{name} {number}"), user("Why?"))]
-                history = [*history, assistant(f"{name} {turn}"), user("Why?")]
-                assert turns_of(proxy.sent(*route(first, *history))) == [*sent, *history]
-
-    @ROUTES
-    def test_an_answer_that_the_client_has_edited_changes_nothing(self, route: Route) -> None:
-        proxy = Proxy()
-        proxy.sent(*route(user(written("abc") + "\nOther?")))
-        first = user(written("cba") + "\nWhich?")
-        sent = turns_of(proxy.sent(*route(first)))
-        for answer in ("a", "a, but shorter", ""):
-            later = [assistant(answer), user("Why?")]
-            assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
 
     @pytest.mark.parametrize("dedup", [False, True])
     @given(
@@ -287,12 +229,13 @@ class TestEarlierTurns:
                     answer = assistant(f"Answer {number}.")
                     branches[place] = ([*asked, answer], [*sent, answer])
 
-    def test_a_thousand_turns_are_flat_in_memory(self) -> None:
+    def test_many_turns_are_flat_in_memory(self) -> None:
         proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=8000, strict=True))
         history: list[Any] = []
         before: list[Any] = []
         sizes = []
-        for number in range(1000):
+        count = length(1000, 300)
+        for number in range(count):
             # A window of five to ten turns.
             if len(history) == 20:
                 history, before = history[10:], []
@@ -303,18 +246,16 @@ class TestEarlierTurns:
             before = [*sent, assistant(str(number))]
             history.append(assistant(str(number)))
             sizes.append((proxy.orderer.tree_size, len(scopes_of(proxy.orderer))))
-        assert max(sizes[500:])[0] <= max(sizes[:500])[0]
+        assert max(sizes[count // 2 :])[0] <= max(sizes[: count // 2])[0]
         assert max(scopes for _, scopes in sizes) <= 1024
-        assert len(proxy.parser._turns._orders) <= 2000
 
-    def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kept_turns, "_KEPT_TURNS", 10)
-        proxy = Proxy()
+    def test_they_are_remembered_in_bounded_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.adapters.proxy.bodies.turns._KEPT_TURNS", 10)
+        turns = SentTurns()
         for number in range(50):
-            proxy.sent(*chat(user(f"{written('abc')}\n{number}?")))
-        orders = proxy.parser._turns._orders
-        assert len(orders) == 10
-        assert all(isinstance(key, bytes) and len(key) == 16 for key in orders._values)
+            turns.remember(b"scope", str(number), str(number), [1, 0])
+        known = [turns.sent(b"scope", str(number), 2) is not None for number in range(50)]
+        assert known == [False] * 40 + [True] * 10
 
 
 class TestRepeatedDocuments:
@@ -385,7 +326,7 @@ class TestRepeatedDocuments:
         assert turns_of(proxy.sent(*body))[-1] == user("[a] is above.\nWhy?")
         assert proxy.named == "0"
 
-    def test_in_results_of_tools(self) -> None:
+    def test_in_results_and_messages_of_tools(self) -> None:
         call = {"type": "function_call", "call_id": "1", "name": "search", "arguments": "{}"}
 
         def output(content: Any) -> dict[str, Any]:
@@ -393,22 +334,19 @@ class TestRepeatedDocuments:
 
         body = responses(user("Which?"), call, output(written("ab")), call, output(written("bc")))
         sent = turns_of(with_repeats().sent(*body))
-        assert sent[-1] == output(f"[b] is above.\n{written('c')}")
-        assert sent[:-1] == turns_of(body[1])[:-1]
+        assert sent == [*turns_of(body[1])[:-1], output(f"[b] is above.\n{written('c')}")]
 
-    def test_in_messages_of_tools(self) -> None:
         calls = [{"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
-        call = {"role": "assistant", "content": None, "tool_calls": calls}
+        called = {"role": "assistant", "content": None, "tool_calls": calls}
 
         def result(content: str) -> dict[str, Any]:
             return {"role": "tool", "tool_call_id": "1", "content": content}
 
-        body = chat(user(written("ab") + "\nWhich?"), call, result(written("bc")), call, result(written("cd")))
+        asked = user(written("ab") + "\nWhich?")
         proxy = with_repeats()
-        sent = turns_of(proxy.sent(*body))
-        assert sent[2] == result(f"[b] is above.\n{written('c')}")
-        assert sent[4] == result(f"[c] is above.\n{written('d')}")
-        assert [sent[0], sent[1], sent[3]] == [turns_of(body[1])[place] for place in (0, 1, 3)]
+        sent = turns_of(proxy.sent(*chat(asked, called, result(written("bc")), called, result(written("cd")))))
+        named = [result(f"[b] is above.\n{written('c')}"), result(f"[c] is above.\n{written('d')}")]
+        assert sent == [asked, called, named[0], called, named[1]]
         assert proxy.named == "0"
 
     def test_in_parts_of_results_of_tools(self) -> None:

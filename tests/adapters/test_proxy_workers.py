@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ import httpx2
 from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
-from support.requests import get, post
-from support.rings import grid
+from support.requests import get, plain, post, tagged
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
@@ -97,13 +95,8 @@ class Workers(ServeProcess):
         assert found, name
         return sum(map(float, found))
 
-    def refuses(self) -> bool:
-        host, port = self.url.removeprefix("http://").split(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-        except OSError:
-            return True
-        return False
+
+Launch = Callable[..., Workers]
 
 
 @pytest.fixture
@@ -113,28 +106,19 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture
-def launch(engine: Engine) -> Iterator[Callable[..., Workers]]:
+def launch(engine: Engine) -> Iterator[Launch]:
     with launching(Workers, *ROUTE_COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
         yield launch
 
 
 @pytest.fixture
-def launch_serve(engine: Engine) -> Iterator[Callable[..., Workers]]:
+def launch_serve(engine: Engine) -> Iterator[Launch]:
     with launching(Workers, *COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
         yield launch
 
 
-def plain(**fields: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": "?"}], **fields}
-
-
-def tagged(names: str, **fields: Any) -> dict[str, Any]:
-    documents = [{"id": name, "text": f"document {name} is about {name}. " * 40} for name in names]
-    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}, **fields}
-
-
 class TestWorkers:
-    def test_agree_on_topics_and_their_metrics_add_up(self, launch: Callable[..., Workers], engine: Engine) -> None:
+    def test_agree_on_topics_and_their_metrics_add_up(self, launch: Launch, engine: Engine) -> None:
         process = launch(*ROUTE)
         assert len(process.pids) == 2
         for _ in range(12):
@@ -154,7 +138,7 @@ class TestWorkers:
         assert process.popen.returncode == 0
 
     @pytest.mark.slow
-    def test_one_that_is_killed_is_replaced_and_its_counts_stay(self, launch: Callable[..., Workers]) -> None:
+    def test_one_that_is_killed_is_replaced_and_its_counts_stay(self, launch: Launch) -> None:
         process = launch(*ROUTE)
         for _ in range(12):
             process.post(plain())
@@ -172,7 +156,7 @@ class TestWorkers:
         assert said.count("\n") == 1
 
     @pytest.mark.slow
-    def test_that_die_again_and_again_end_all_with_an_error(self, launch: Callable[..., Workers]) -> None:
+    def test_that_die_again_and_again_end_all_with_an_error(self, launch: Launch) -> None:
         process = launch(*ROUTE)
 
         def kill_one() -> bool:
@@ -199,10 +183,9 @@ class TestWorkers:
         assert said.count("--shared-orders: not a URL") == 1
         assert "Error: --workers: a worker ended before it served" in said
 
-    @pytest.mark.parametrize("signum", grid([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 1))
-    def test_end_their_streams_before_they_stop(
-        self, signum: signal.Signals, launch: Callable[..., Workers], engine: Engine
-    ) -> None:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_end_their_streams_before_they_stop(self, signum: signal.Signals, launch: Launch, engine: Engine) -> None:
         process = launch(*ROUTE)
         with ThreadPoolExecutor(8) as pool:
             answers = [pool.submit(process.post, plain(stream=True)) for _ in range(8)]
@@ -214,13 +197,14 @@ class TestWorkers:
         assert process.popen.communicate(timeout=60)[1] == ""
         assert process.popen.returncode == 0
 
-    def test_end_without_their_supervisor(self, launch: Callable[..., Workers]) -> None:
+    @pytest.mark.slow
+    def test_end_without_their_supervisor(self, launch: Launch) -> None:
         process = launch(*ROUTE)
         process.popen.kill()
         assert eventually(process.refuses)
 
     @pytest.mark.slow
-    def test_do_not_share_a_port_with_others(self, launch: Callable[..., Workers], engine: Engine) -> None:
+    def test_do_not_share_a_port_with_others(self, launch: Launch, engine: Engine) -> None:
         process = launch(*ROUTE)
         port = process.url.rpartition(":")[2]
         result = CliRunner().invoke(main, ["route", "--upstream", engine.base_url, *ROUTE, "--port", port])
@@ -229,7 +213,7 @@ class TestWorkers:
 
     @pytest.mark.slow
     @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
-    def test_know_each_others_orders_by_the_log(self, launch_serve: Callable[..., Workers], tmp_path: Path) -> None:
+    def test_know_each_others_orders_by_the_log(self, launch_serve: Launch, tmp_path: Path) -> None:
         pytest.importorskip("redis")
         server = RedisServer(tmp_path)
         server.start()
@@ -240,32 +224,10 @@ class TestWorkers:
             def predicted() -> int:
                 return int(process.post(tagged("cba")).headers["x-ragorder-predicted-cached-tokens"])
 
-            assert eventually(lambda: all(predicted() > 500 for _ in range(8)))
+            assert eventually(lambda: all(predicted() > 300 for _ in range(8)))
             count = process.get("/ragorder/stats").json()["served"]
             assert count == process.metric("ragorder_documents_total") / 3 == server.length()
             assert eventually(lambda: process.metric("ragorder_tree_nodes") >= 3)
         finally:
             server.client.close()
             server.kill()
-
-
-class TestTheOption:
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            ([], "workers that do not share orders lose cache hits"),
-            (["--shadow"], "workers that do not share orders lose cache hits"),
-            (
-                ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
-                "--max-in-flight is a limit of one queue",
-            ),
-            (["--upstream", "http://127.0.0.1:9"], "give one --upstream"),
-            (["--data-parallel-ranks", "2"], "give one --upstream"),
-        ],
-        ids=" ".join,
-    )
-    def test_is_refused_where_hits_or_requests_would_be_lost(self, options: list[str], reason: str) -> None:
-        given = ["serve", "--upstream", "http://127.0.0.1:8", *SIZES, "--port", "0", "--workers", "2", *options]
-        result = CliRunner().invoke(main, given)
-        assert result.exit_code == 2
-        assert reason in " ".join(result.output.split())

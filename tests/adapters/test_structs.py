@@ -97,6 +97,7 @@ def test_one_that_is_not_readable_by_threads_is_noticed() -> None:
     assert msgspec.json.decode(b'{"text": "a"}', type=Early) == Early("a")
 
 
+@pytest.mark.slow
 def test_the_first_requests_of_a_process_may_come_at_once() -> None:
     """Several processes: where it ends one, it does not end each."""
     for _ in range(8):

@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
+from support.rings import length
 from support.serve_process import ServeProcess, launching
-from support.serving_app import serving
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import DocumentTemplate, make_app
@@ -81,14 +81,17 @@ class Application:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Any], str]]:
-    with serving() as serve:
-        yield serve
+def application() -> Application:
+    return Application()
+
+
+Inside = Callable[..., str]
 
 
 @pytest.fixture
-def application() -> Application:
-    return Application()
+def inside(serve: Callable[[Any], str], application: Application) -> Inside:
+    """The application with the documents ordered inside it; its address."""
+    return lambda **options: serve(application.app(**{"template": FORM, **SIZES} | options))
 
 
 def start_in_vain(app: Any) -> None:
@@ -111,17 +114,17 @@ def chat(names: list[str], number: int = 0, **fields: Any) -> dict[str, Any]:
 class TestBesideTheProxy:
     @pytest.mark.parametrize("options", [{}, {"number_by_place": True}, {"stable_tools": True}])
     def test_the_application_gets_the_same_bodies(
-        self, serve: Callable[[Any], str], application: Application, options: dict[str, Any]
+        self, serve: Callable[[Any], str], inside: Inside, application: Application, options: dict[str, Any]
     ) -> None:
         """Written into messages, tagged, in the API's own form, and without documents; whole answers and streams."""
         other = Application()
         proxied = serve(
             make_app(Orderer(**SIZES), upstream=serve(other.app()), template=DocumentTemplate(FORM), **options)
         )
-        inside = serve(application.app(template=FORM, **SIZES, **options))
+        own = inside(**options)
         tools = [{"type": "function", "function": {"name": name}} for name in "ba"]
         bodies: list[dict[str, Any]] = []
-        for number, names in enumerate(draws(60)):
+        for number, names in enumerate(draws(length(60, 20))):
             bodies.append(chat(names, number, stream=number % 2 == 0, tools=tools))
             bodies.append(tagged(names, str(number)))
             texts = [{"title": name, "text": TEXTS[name]} for name in names]
@@ -129,7 +132,7 @@ class TestBesideTheProxy:
             bodies.append({"model": "m", "messages": [user("Hello.")], "tools": tools})
         moved = 0
         for body in bodies:
-            answers = [post(url, body) for url in (proxied, inside)]
+            answers = [post(url, body) for url in (proxied, own)]
             assert answers[0].content == answers[1].content
             shown = ("x-ragorder-permutation", "x-ragorder-predicted-cached-tokens", "content-type")
             heads = [[answer.headers.get(name) for name in shown] for answer in answers]
@@ -137,19 +140,19 @@ class TestBesideTheProxy:
             assert application.bodies[-1] == other.bodies[-1]
             assert application.lengths[-1] == str(len(application.bodies[-1]))
             moved += heads[1][0] not in (None, "0,1,2,3")
-        assert moved > 20
+        assert moved > length(20, 6)
 
 
 class TestAsItCame:
-    def test_a_request_without_documents(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(template=FORM, **SIZES))
+    def test_a_request_without_documents(self, inside: Inside, application: Application) -> None:
+        url = inside()
         content = b'{ "model" : "m", "messages": [{"role": "user", "content": "\\u00e9 one <document>"}] }'
         answer = httpx2.post(f"{url}{CHAT}", content=content, verify=CERTIFICATES)
         assert answer.status_code == 200
         assert application.bodies == [content]
 
-    def test_other_paths_and_encoded_bodies(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(template=FORM, **SIZES))
+    def test_other_paths_and_encoded_bodies(self, inside: Inside, application: Application) -> None:
+        url = inside()
         echoed = httpx2.post(f"{url}/v1/embeddings", content=b"\x00\xff", verify=CERTIFICATES)
         assert echoed.content == b"\x00\xff"
         assert get(f"{url}/health").text == "ok"
@@ -157,15 +160,15 @@ class TestAsItCame:
         answer = httpx2.post(f"{url}{CHAT}", content=packed, headers={"content-encoding": "gzip"}, verify=CERTIFICATES)
         assert (answer.status_code, application.bodies) == (400, [packed])
 
-    def test_a_tag_on_another_path_is_refused(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(**SIZES))
+    def test_a_tag_on_another_path_is_refused(self, inside: Inside, application: Application) -> None:
+        url = inside()
         body = {"model": "m", "input": "?"}
         assert post(url, body, "/v1/embeddings").json() == body
         refused = post(url, body | {"ragorder": tag("ab")}, "/v1/embeddings")
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_documents_here")
 
     def test_after_an_error_inside(
-        self, serve: Callable[[Any], str], application: Application, monkeypatch: pytest.MonkeyPatch
+        self, inside: Inside, application: Application, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """But a tagged one is refused: the application would answer it without its documents."""
 
@@ -173,7 +176,7 @@ class TestAsItCame:
             raise RuntimeError("secret")
 
         monkeypatch.setattr("ragorder.adapters.proxy.bodies.parsing.BodyParser.parse", fail)
-        url = serve(application.app(template=FORM, **SIZES))
+        url = inside()
         body = chat(list("ab"))
         assert post(url, body).status_code == 200
         assert [json.loads(each) for each in application.bodies] == [body]
@@ -182,8 +185,8 @@ class TestAsItCame:
         assert "secret" not in refused.text
         assert len(application.bodies) == 1
 
-    def test_a_body_beyond_the_limit(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(template=FORM, body_limit=1000, **SIZES))
+    def test_a_body_beyond_the_limit(self, inside: Inside, application: Application) -> None:
+        url = inside(body_limit=1000)
         body = chat(list("abcd"))
         assert post(url, body).status_code == 200
         assert [json.loads(each) for each in application.bodies] == [body]
@@ -191,10 +194,8 @@ class TestAsItCame:
         assert refused.status_code == 413
         assert "RAGORDER_BODY_LIMIT" in refused.text
 
-    def test_a_malformed_tag_is_refused_with_the_field(
-        self, serve: Callable[[Any], str], application: Application
-    ) -> None:
-        url = serve(application.app(**SIZES))
+    def test_a_malformed_tag_is_refused_with_the_field(self, inside: Inside, application: Application) -> None:
+        url = inside()
         refused = post(url, tagged("ab") | {"ragorder": tag("ab") | {"documents": 3}})
         assert refused.status_code == 400
         assert "ragorder.documents" in refused.text
@@ -202,8 +203,8 @@ class TestAsItCame:
 
 
 class TestTheSaving:
-    def test_is_shown_at_the_servers_own_address(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(template=FORM, **SIZES))
+    def test_is_shown_at_the_servers_own_address(self, inside: Inside, application: Application) -> None:
+        url = inside()
         for number, names in enumerate(draws(8)):
             post(url, chat(names, number))
         post(url, chat(list("ab"), fails=True))
@@ -213,13 +214,14 @@ class TestTheSaving:
         assert "<h1>ragorder</h1>" in get(f"{url}/ragorder").text
         assert get(f"{url}/ragorder/served").json()["template"] == FORM
 
+    @pytest.mark.slow
     def test_a_form_is_learned_in_shadow_mode_alone(
         self, serve: Callable[[Any], str], application: Application
     ) -> None:
         url = serve(application.app(shadow=True, **SIZES))
         assert "was found in the prompts so far" in get(f"{url}/ragorder/template").json()["error"]["message"]
         rng = random.Random(3)
-        words = "order refund parcel label engine window policy account carrier".split()
+        words = ["order", "refund", "parcel", "label", "engine", "window", "policy", "account", "carrier"]
         texts = [" ".join(rng.choices(words, k=60)) for _ in range(40)]
         # Learning takes at most 1 ms of processor time a request, so how many it needs depends on the machine.
         for number in range(4000):
@@ -232,8 +234,8 @@ class TestTheSaving:
         refused = get(f"{other}/ragorder/template")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_template")
 
-    def test_in_shadow_mode_nothing_moves(self, serve: Callable[[Any], str], application: Application) -> None:
-        url = serve(application.app(template=FORM, shadow=True, **SIZES))
+    def test_in_shadow_mode_nothing_moves(self, inside: Inside, application: Application) -> None:
+        url = inside(shadow=True)
         bodies = [chat(names, number) for number, names in enumerate(draws(30))]
         for body in bodies:
             post(url, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Bodies:
         tokens = TokenCounter(builder, tokenizer)
         found = templates if template is None else DocumentTemplate(template)
         options.setdefault("warn", self.orderer.degrade)
+        self.headers: dict[str, str] = {}
         self.parser = BodyParser(builder, tokens, found, send_facts=send_facts, **options)
         self.requests = RequestOrderer(self.orderer, send_facts=send_facts, exact=tokens.exact, on_sent=on_sent)
 
@@ -47,3 +49,23 @@ class Bodies:
         """The body that is forwarded; no answer comes."""
         parsed = self.parse(route, content)
         return content if parsed is None else self.order(parsed).take_body()
+
+    def served(self, body: Any, route: Route = "chat", *, status: int = 200, usage: Any = None) -> Any:
+        """The body that is forwarded; its answer came. The headers of the answer are in `headers`."""
+        content = json.dumps(body).encode()
+        parsed = self.parse(route, content)
+        self.headers = {}
+        if parsed is not None:
+            request = self.order(parsed)
+            content = request.take_body()
+            self.answer(request, status=status, usage=usage)
+        return json.loads(content)
+
+    def answer(self, request: OrderedRequest, *, status: int = 200, usage: Any = None) -> None:
+        """The answer comes in one piece, with this usage or none."""
+        request.begin(status, [(b"content-type", b"application/json")])
+        self.headers = {name.decode(): value.decode() for name, value in request.headers()}
+        if usage is not None:
+            request.feed(json.dumps({"usage": usage}).encode())
+            request.complete = True
+        request.end()

@@ -12,8 +12,6 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +20,7 @@ from aiohttp import web
 
 from ragorder.eval.engines.sim import SimEngine
 
-__all__ = ["EngineProcess", "starting_engines"]
+__all__ = ["EngineProcess", "Engines"]
 
 BLOCK = 16
 _CHARACTERS = 4
@@ -33,13 +31,19 @@ class FakeEngine:
     first token and each further one take, or None: until the gate is opened."""
 
     def __init__(self, ranks: int, capacity_tokens: int) -> None:
-        self.engines = [
-            SimEngine(block_size=BLOCK, capacity_tokens=capacity_tokens, like="vllm-0.32") for _ in range(ranks)
-        ]
+        self.ranks = ranks
         self.capacity_tokens = capacity_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Be as new."""
+        self.engines = [
+            SimEngine(block_size=BLOCK, capacity_tokens=self.capacity_tokens, like="vllm-0.32")
+            for _ in range(self.ranks)
+        ]
         self.begun: list[str] = []
         self.cached_tokens = self.prompt_tokens = 0
-        self.served = [0] * ranks
+        self.served = [0] * self.ranks
         self.healthy = True
         self.gate = asyncio.Event()
         self.responses: set[str] = set()
@@ -52,6 +56,7 @@ class FakeEngine:
         app.router.add_get("/state", self.state)
         app.router.add_post("/sick", self.sick)
         app.router.add_post("/open", self.open)
+        app.router.add_post("/clear", self.cleared)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/responses", self.respond)
         app.router.add_route("*", "/v1/responses/{id}", self.stored)
@@ -67,6 +72,10 @@ class FakeEngine:
 
     async def open(self, _: web.Request) -> web.Response:
         self.gate.set()
+        return web.Response()
+
+    async def cleared(self, _: web.Request) -> web.Response:
+        self.clear()
         return web.Response()
 
     async def pause(self, seconds: float | None) -> None:
@@ -162,9 +171,10 @@ def _tokens(text: str) -> list[int]:
 
 
 class EngineProcess:
-    def __init__(self, popen: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, popen: subprocess.Popen[str], url: str, ranks: int, capacity_tokens: int) -> None:
         self.popen = popen
         self.url = url
+        self.shape = ranks, capacity_tokens
 
     @property
     def state(self) -> Any:
@@ -174,37 +184,54 @@ class EngineProcess:
 
     def sicken(self) -> None:
         """From now on it says that it takes no requests."""
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/sick", b""), timeout=30).close()
+        self._tell("sick")
 
     def open(self) -> None:
         """Its gate."""
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/open", b""), timeout=30).close()
+        self._tell("open")
+
+    def clear(self) -> None:
+        self._tell("clear")
 
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(60)
 
+    def _tell(self, what: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{what}", b""), timeout=30).close()
 
-@contextmanager
-def starting_engines() -> Iterator[Callable[..., EngineProcess]]:
-    """Starts engines; the block's end kills them."""
-    started: list[subprocess.Popen[str]] = []
 
-    def start(*, ranks: int = 1, capacity_tokens: int = 16_384, port: int = 0) -> EngineProcess:
+class Engines:
+    """Starts engines; one that was given back and still runs serves again, as if it were new."""
+
+    def __init__(self) -> None:
+        self._started: list[EngineProcess] = []
+        self._taken: list[EngineProcess] = []
+
+    def start(self, *, ranks: int = 1, capacity_tokens: int = 16_384, port: int = 0) -> EngineProcess:
+        for engine in self._started:
+            is_free = engine not in self._taken and engine.popen.poll() is None
+            if is_free and engine.shape == (ranks, capacity_tokens) and not port:
+                engine.clear()
+                self._taken.append(engine)
+                return engine
         options = ["--ranks", str(ranks), "--capacity-tokens", str(capacity_tokens), "--port", str(port)]
         folder = Path(__file__).resolve().parents[1]
         command = [sys.executable, "-m", "support.fake_engine", *options]
         popen = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-        started.append(popen)
         assert popen.stdout is not None
-        return EngineProcess(popen, popen.stdout.readline().strip())
+        engine = EngineProcess(popen, popen.stdout.readline().strip(), ranks, capacity_tokens)
+        self._started.append(engine)
+        self._taken.append(engine)
+        return engine
 
-    try:
-        yield start
-    finally:
-        for popen in started:
-            popen.kill()
-            popen.communicate()
+    def give_back(self) -> None:
+        self._taken.clear()
+
+    def stop(self) -> None:
+        for engine in self._started:
+            engine.popen.kill()
+            engine.popen.communicate()
 
 
 async def _serve(engine: FakeEngine, port: int) -> None:

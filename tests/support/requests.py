@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -75,6 +77,26 @@ def post(url: str, body: Any, path: str = CHAT, **headers: str) -> httpx2.Respon
 def get(url: str) -> httpx2.Response:
     with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
         return client.get(url)
+
+
+def post_to(app: Any, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
+    """To an application that no server serves."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def ask() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
+            return await client.post(path, content=content, headers={"content-type": "application/json"} | headers)
+
+    return asyncio.run(ask())
+
+
+async def received(receive: Any) -> bytes:
+    """The whole body of a request to an application."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
 
 
 class RecordingOrderer(Orderer):

@@ -1,20 +1,24 @@
-"""`ragorder serve` in processes of their own."""
+"""`ragorder serve`, in processes of their own and up to the moment from which it would serve."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["SERVE", "ServeProcess", "launching"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["SERVE", "ServeProcess", "Served", "launching", "serve_until_listening"]
 
 _RESET = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 SERVE = (sys.executable, "-c", f"{_RESET}; from ragorder.cli.main import main; main()", "serve")
@@ -25,6 +29,18 @@ SERVE = (sys.executable, "-c", f"{_RESET}; from ragorder.cli.main import main; m
 class ServeProcess:
     popen: subprocess.Popen[str]
     url: str
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
+    def refuses(self) -> bool:
+        """Whether nothing listens at its address any more."""
+        try:
+            socket.create_connection(self.address, timeout=1).close()
+        except OSError:
+            return True
+        return False
 
     def stop(self, signum: int = signal.SIGTERM) -> str:
         """What it said on standard error, when it has ended."""
@@ -80,3 +96,54 @@ def launching(
     for popen in started:
         popen.kill()
         popen.communicate()
+
+
+@dataclass
+class Served:
+    """What a command said, on one line, and what it was about to serve when it was stopped."""
+
+    said: str = ""
+    exit_code: int = 0
+    orderer: Any = None
+    app: dict[str, Any] = field(default_factory=dict)
+    """The options of `make_app`."""
+    config: Any = None
+    """uvicorn's, or None for a command that was refused."""
+    address: Any = None
+    no_delay: bool = False
+
+
+def serve_until_listening(
+    monkeypatch: pytest.MonkeyPatch, *options: str, command: str = "serve", **environment: str
+) -> Served:
+    """Run the command up to the moment from which it would serve, on a free port and for a server that is not there
+    unless the options, a file or the environment give others."""
+    import uvicorn
+    from click.testing import CliRunner
+
+    from ragorder.adapters.proxy import make_app
+    from ragorder.cli import main
+
+    served = Served()
+
+    def make(orderer: Any, **given: Any) -> Any:
+        served.orderer, served.app = orderer, given
+        return make_app(orderer, **given)
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        served.config, served.address = server.config, sockets[0].getsockname()
+        served.no_delay = bool(sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    given: list[str] = []
+    if "--config" not in options and not any(name.startswith("RAGORDER_SERVE_") for name in environment):
+        given += [] if "--upstream" in options else ["--upstream", "http://127.0.0.1:9"]
+        given += [] if "--port" in options else ["--port", "0"]
+    with monkeypatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("RAGORDER_")]:
+            patch.delenv(name)
+        patch.setattr("ragorder.adapters.proxy.make_app", make)
+        patch.setattr(uvicorn.Server, "run", run)
+        result = CliRunner().invoke(main, [command, *given, *options], env=environment)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    served.said, served.exit_code = " ".join(result.output.split()), result.exit_code
+    return served
