@@ -27,11 +27,8 @@ def timed_connections(
     client_s: float, limit: int, *, probes: Collection[str] = (), encryption: ssl.SSLContext | None = None
 ) -> type[H11Protocol]:
     """Return a uvicorn protocol for at most `limit` connections; above it only `probes` (paths) are answered. A client
-    has `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer.
-
-    With `encryption` for HTTPS, without uvicorn's own: it would count and time a connection only after its handshake,
-    and so not limit connections without one.
-    """
+    has `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer. uvicorn's
+    own `encryption` would neither count nor time a connection before the end of its handshake."""
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
     return type("Connection", (TimedConnection,), {**options, "encryption": encryption})

@@ -17,10 +17,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class HTTPError(RagorderError):
-    """The server's own answer. `message` says what to change and quotes no prompt; `param` names a field of the body.
-
-    raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
-    """
+    """The server's own answer. `message` says what to change and quotes no prompt; `param` names a body's field."""
 
     def __init__(
         self,

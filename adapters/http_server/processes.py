@@ -45,12 +45,9 @@ class Supervisor:
 
         Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
 
-    A worker that dies is replaced; the system's accepted connections wait for the next one. SIGTERM and SIGINT end all:
-    requests in flight have `grace_s` seconds. `on_ended` gets the id of each ended process.
-
-    Workers are forked, so that data loaded at the start exists once. uvicorn's own supervisor starts new processes on
-    one socket: the first to wake takes every connection of a burst.
-    """
+    A worker that dies is replaced, and its waiting connections go to the next one. SIGTERM and SIGINT end all: requests
+    in flight have `grace_s` seconds. `on_ended` gets the id of each ended process. Workers are forked, so that data
+    loaded at the start exists once; of those on one socket the first to wake would take every connection of a burst."""
 
     def __init__(
         self,

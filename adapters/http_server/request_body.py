@@ -76,7 +76,6 @@ class RequestBody:
         headers: Headers,
         receive: Receive,
         limit: int,
-        *,
         share: MemoryShare | None = None,
         client_s: float | None = None,
         encoding: str | None = None,

@@ -1,24 +1,35 @@
-"""An ASGI application served by uvicorn on a socket."""
+"""An ASGI application served by uvicorn on a socket, and its access log."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import ipaddress
+import logging
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
 
-__all__ = ["Certificate", "address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
+__all__ = [
+    "AccessLog",
+    "Certificate",
+    "address_of",
+    "is_loopback",
+    "listen",
+    "most_connections",
+    "run_server",
+    "server_config",
+]
 
 
 class Certificate(NamedTuple):
@@ -204,3 +215,35 @@ def _connections_of(files: int) -> int:
     import resource
 
     return sys.maxsize if files == resource.RLIM_INFINITY else max(1, (files - _OTHER_FILES) // 2)
+
+
+_logger = logging.getLogger("ragorder.access")
+_LONGEST_PATH = 200
+
+
+class AccessLog:
+    """ASGI layer that logs method, path, status and seconds of each answer; nothing of a body, a header or a query."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, ended, start = 0, False, time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status, ended
+            status = message.get("status", status)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            # Percent-encoded, so that no path makes its own line.
+            path = scope["raw_path"][:_LONGEST_PATH].decode("ascii", "backslashreplace")
+            seconds = time.perf_counter() - start
+            broken = "" if ended else " (cut off)" if status else " (no answer)"
+            _logger.info("%s %s %s %.3f s%s", scope["method"], path, status or "-", seconds, broken)

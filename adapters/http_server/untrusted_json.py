@@ -55,10 +55,7 @@ class TooManyValuesError(RagorderError, ValueError):
 
 
 def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
-    """Return an upper bound of the number of values, at most `limit`. Raises TooManyValuesError for more values.
-
-    No value is decoded. Invalid JSON is counted in the same way.
-    """
+    """Return an upper bound of the number of values, none of them decoded. Raises TooManyValuesError above `limit`."""
     content = bytes(content)
     # Each value except the outermost follows a comma, or is the first of its list or object.
     quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
@@ -102,11 +99,8 @@ class HiddenSurrogates(NamedTuple):
 
 
 def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
-    """Return JSON without lone surrogates, for a decoder that refuses them.
-
-    Return None if the content has no lone surrogates, or more than 4,096, or if it already contains characters that
-    would stand for them.
-    """
+    """Return JSON without lone surrogates, for a decoder that refuses them; None if there are none, or more than 4,096,
+    or if the content already has characters that would stand for them."""
     places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
     if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
         return None

@@ -199,19 +199,29 @@ class UnorderedRequests:
             self._warn((_NEVER_FOUND if self._template else _NEVER_TAGGED) + self._hint())
 
 
-class RenamedIds:
+class _Detector:
+    """Looks at requests until it warns, or knows that it need not."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._watching = True
+
+    def _end(self, said: str) -> None:
+        self._watching = False
+        self._warn(said)
+
+
+class RenamedIds(_Detector):
     """Detector of ids that change while the text stays, such as ranks: the cache misses after them. Warns once, if most
     recurring texts were renamed; with `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5
     MB."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
-        self._warn = warn
+        super().__init__(warn)
         self._by_place = by_place
         self._known: LRUCache[bytes] = LRUCache(_REMEMBERED)
-        self._again = 0
-        self._renamed = 0
+        self._again = self._renamed = 0
         self._are_places = True
-        self._watching = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]], *, are_places: bool) -> None:
         """`are_places`: the ids number positions."""
@@ -233,21 +243,16 @@ class RenamedIds:
         if self._renamed >= _ENOUGH and 2 * self._renamed > self._again:
             self._end(_RENAMED + (_OR_BY_PLACE if self._are_places else _NO_PLACES))
 
-    def _end(self, said: str) -> None:
-        self._watching = False
-        self._warn(said)
 
-
-class UnsharedRequests:
+class UnsharedRequests(_Detector):
     """Detector of ordered requests that share nothing with any other. Warns once: after 20 requests whose texts
     before the documents are all different, or 100 without a document that came before. The first request of a tenant
     does not count."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+        super().__init__(warn)
         self._known: LRUCache[bool] = LRUCache(_REMEMBERED)
         self._requests = self._fronts = 0
-        self._watching = True
 
     def look(self, salt: str | None, scope: bytes, keys: Iterable[str], *, shares: bool) -> None:
         """`keys` are the documents'; `shares`: part of the prompt should be cached."""
@@ -270,7 +275,3 @@ class UnsharedRequests:
         known = self._known.get(key) is not None
         self._known.put(key, True)
         return known
-
-    def _end(self, said: str) -> None:
-        self._watching = False
-        self._warn(said)

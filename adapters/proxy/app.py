@@ -26,9 +26,9 @@ from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
-from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicHeader, TopicRouter
-from ragorder.adapters.proxy.pages import Readiness, Served, replica_routes
-from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
+from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer, TopicRouter
+from ragorder.adapters.proxy.pages import readiness, replica_routes, served
+from ragorder.adapters.proxy.reverse_proxy import Limits, ReverseProxy, ServerProxy
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream, error_content
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.orderer import OrdererLike
@@ -162,13 +162,7 @@ def make_app(
         heeds_client_marks=marks is not False and not route,
         on_passed=on_passed,
     )
-    limits: dict[str, Any] = {
-        "body_limit": body_limit,
-        "memory": MemoryBudget(bodies_limit),
-        "workers": workers,
-        "client_s": timeouts.client_s,
-        "admission": admission,
-    }
+    limits = Limits(body_limit, MemoryBudget(bodies_limit), workers, timeouts.client_s, admission)
     about = {
         "template": ", ".join(each.form for each in templates) or None,
         "lengths": "counted" if tokens.exact else "estimated",
@@ -177,18 +171,18 @@ def make_app(
     proxy: ReverseProxy
     if isinstance(upstream, Fleet):
         upstream.connect(server_at, ordering)
-        proxy = FleetProxy(upstream, parser, tries_s=timeouts.all_tries_s, **limits)
+        proxy = FleetProxy(upstream, parser, limits, tries_s=timeouts.all_tries_s)
         servers = [each.server for each in upstream.replicas]
-        own += [Route(_READY, Readiness(upstream.check).answer), *replica_routes(upstream)]
+        own += [Route(_READY, readiness(upstream.check)), *replica_routes(upstream)]
         close = upstream.aclose
     else:
         server = server_at(upstream)
         servers = [server]
-        topics = TopicRouter(TopicHeader(orderer, topic_header))
-        proxy = ServerProxy(server, parser, topics if route else ordering(orderer), **limits)
-        own += [Route(_READY, Readiness(server.answers).answer)]
+        orders = TopicRouter(orderer, topic_header) if route else ordering(orderer)
+        proxy = ServerProxy(server, parser, orders, limits)
+        own += [Route(_READY, readiness(server.answers))]
         close = server.aclose
-    own += [Route("/ragorder/served", Served(servers, about).answer)]
+    own += [Route("/ragorder/served", served(servers, about))]
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

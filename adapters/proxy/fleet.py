@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from threading import Lock
@@ -94,8 +94,7 @@ class ReplicaBackoff:
 
 
 def requested_backoff_s(status: int, retry_after: str) -> float | None:
-    """Return the seconds of an answer's Retry-After (a number or a date), or None if its status or header asks for
-    none."""
+    """Return the seconds of an answer's Retry-After (a number or a date), or None if it asks for none."""
     if status not in _ASKS:
         return None
     if retry_after.strip().isdecimal():
@@ -122,19 +121,19 @@ class ReplicaAddress:
     rank: int | None = None
 
 
+@dataclass(eq=False)
 class Replica:
-    def __init__(self, number: int, server: Upstream, orderer: RequestOrderer, rank: int | None = None) -> None:
-        self.number = number
-        self.server = server
-        self.orderer = orderer
-        self.rank = rank
-        self.up = True
-        """Whether its server answered last time."""
-        self.draining = False
-        self.backoff = ReplicaBackoff()
-        self.in_flight = 0
-        self.served = 0
-        """Requests sent to it."""
+    """`up`: its server answered last time; `served`: requests sent to it."""
+
+    number: int
+    server: Upstream
+    orderer: RequestOrderer
+    rank: int | None = None
+    up: bool = True
+    draining: bool = False
+    backoff: ReplicaBackoff = field(default_factory=ReplicaBackoff)
+    in_flight: int = 0
+    served: int = 0
 
     @property
     def takes_requests(self) -> bool:
@@ -270,7 +269,7 @@ class Fleet:
         )
         backoff = GaugeMetricFamily(
             "ragorder_replica_rest_seconds",
-            "Time for which a replica backoff after refusals or failures.",
+            "Time for which a replica backs off after refusals or failures.",
             labels=["replica"],
         )
         served = CounterMetricFamily("ragorder_replica_requests", "Requests sent to a replica.", labels=["replica"])

@@ -14,6 +14,7 @@ import httpx2
 from msgspec import Struct
 from starlette.types import Message, Receive, Scope, Send
 
+from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, without
 from ragorder.adapters.http_server.request_body import MemoryShare, RequestBody
@@ -22,7 +23,7 @@ from ragorder.adapters.proxy.bodies.parsed import Route
 from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries, requested_backoff_s
 from ragorder.adapters.proxy.ordering import SentRequest
-from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
+from ragorder.adapters.proxy.reverse_proxy import Head, Limits, ReverseProxy, forward_answer, pieces, with_length
 from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import EventLines, StreamReader, reader_for
 from ragorder.adapters.structs import readable_by_threads
@@ -90,7 +91,7 @@ class HeldAnswer:
         retry_after = (header(headers, b"retry-after") or b"").decode("latin-1")
         if self._refusable and status in _TRY_ELSEWHERE and requested_backoff_s(status, retry_after) is None:
             raise UpstreamError(status, "The upstream server does not take requests.", code="upstream_unavailable")
-        self._is_compressed = (header(headers, b"content-encoding") or b"identity").lower() != b"identity"
+        self._is_compressed = encoding_of(headers) is not None
         reader = reader_for(headers)
         self._stream = reader if isinstance(reader, StreamReader) else None
 
@@ -192,8 +193,8 @@ class FleetProxy(ReverseProxy):
     repeated only if there was no connection. All tries of a request share `tries_s` seconds until the answer begins.
     Raises HTTPError."""
 
-    def __init__(self, fleet: Fleet, parser: BodyParser, *, tries_s: float, **limits: Any) -> None:
-        super().__init__(parser, **limits)
+    def __init__(self, fleet: Fleet, parser: BodyParser, limits: Limits, *, tries_s: float) -> None:
+        super().__init__(parser, limits)
         self._fleet = fleet
         self._tries_s = tries_s
         self._stored = StoredResponses()
@@ -203,7 +204,7 @@ class FleetProxy(ReverseProxy):
         await super().__call__(scope, receive, send)
 
     async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        admission = self._admission if head.is_queued else None
+        admission = self._limits.admission if head.is_queued else None
         if head.route is None and admission is None:
             await self._forward_stream(head, await request_body.stream(), send)
             return
@@ -216,7 +217,7 @@ class FleetProxy(ReverseProxy):
                 predict = None if parsed is None else partial(self._fleet.predict_cached_tokens, parsed)
                 upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
             keeper = partial(self._keeper, head, received[0])
-            only = await self._workers.run(keeper, len(received[0]) if head.route == "responses" else 0)
+            only = await self._run(keeper, len(received[0]) if head.route == "responses" else 0)
             tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued, only=only)
             with self._limited(tries, self._tries_s) as limit:
                 while not await self._answered(head, received, parsed, upcoming, send, share, tries, limit):
@@ -227,7 +228,7 @@ class FleetProxy(ReverseProxy):
         if head.route is None:
             return None
         body = received[0]
-        parsed, kept = await self._workers.run(partial(self._parse, head.route, body), len(body))
+        parsed, kept = await self._run(partial(self._parse, head.route, body), len(body))
         share.resize(kept)
         return parsed
 
@@ -246,17 +247,9 @@ class FleetProxy(ReverseProxy):
         length, of_tokens = len(received[0]), head.route in _OF_TOKENS
         # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         place = partial(self._place, parsed, upcoming, tuple(tries.replicas), tries.only)
-        replica, sent = await self._workers.run(place, length, abandoned=self._end)
-        tries.begin(replica)
+        placed = await self._run(place, length, abandoned=self._end)
 
-        def begin() -> None:
-            limit.deadline = inf
-            received.clear()
-            share.resize(0)
-
-        # Requests that are not repeated keep the replica's answer.
-        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
-        try:
+        def prepare(replica: Replica, sent: SentRequest) -> tuple[Headers, AsyncIterator[bytes]]:
             body = sent.take_body(received[0])
             # Without documents it is the received body.
             share.resize(len(body) + (0 if body is received[0] else length))
@@ -266,9 +259,58 @@ class FleetProxy(ReverseProxy):
                 headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
             if of_tokens and replica.headers:
                 headers = [*without(headers, replica.headers[0][0]), *replica.headers]
-            content = pieces([body], share, kept=length)
-            del body
-            await self._forward(head, headers, content, tries, answer, sent)
+            return headers, pieces([body], share, kept=length)
+
+        def free() -> None:
+            received.clear()
+            share.resize(0)
+
+        return await self._tried(head, placed, prepare, send, tries, limit, of_tokens=of_tokens, on_begun=free)
+
+    async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
+        repeatable = content is None and head.method in _SAFE
+        only = self._keeper(head)
+        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=only)
+
+        def prepare(*_: Any) -> tuple[Headers, AsyncIterator[bytes] | None]:
+            return head.headers, content
+
+        # An upload may take as long as its client does.
+        with self._limited(tries, inf if content is not None else self._tries_s) as limit:
+            while True:
+                placed = self._place(None, (), tries.replicas, only)
+                if await self._tried(head, placed, prepare, send, tries, limit):
+                    return
+
+    async def _tried(
+        self,
+        head: Head,
+        placed: tuple[Replica, SentRequest],
+        prepare: Callable[[Replica, SentRequest], tuple[Headers, AsyncIterator[bytes] | None]],
+        send: Send,
+        tries: Tries,
+        limit: anyio.CancelScope,
+        *,
+        of_tokens: bool = False,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Send a request to its replica. Return False if that failed and another should be tried. Raises HTTPError."""
+        replica, sent = placed
+        tries.begin(replica)
+
+        def begin() -> None:
+            limit.deadline = inf
+            on_begun()
+
+        # Requests that are not repeated keep the replica's answer.
+        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
+        try:
+            headers, content = prepare(replica, sent)
+            async with replica.server.send(head.method, head.target, headers, content) as response:
+                tries.answered(response.status_code, response.headers.get("retry-after", ""))
+                raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
+                chunks = self._stored.read(response, replica) if head.route == "responses" else response.aiter_raw()
+                await forward_answer(response.status_code, raw, chunks, answer, sent)
             return True
         except UpstreamError as error:
             if tries.gives_up(error, begun=answer.begun):
@@ -276,41 +318,7 @@ class FleetProxy(ReverseProxy):
                 raise
             return False
         finally:
-            self._end((replica, sent))
-
-    async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
-        repeatable = content is None and head.method in _SAFE
-        only = self._keeper(head)
-        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=only)
-        # An upload may take as long as its client does.
-        with self._limited(tries, inf if content is not None else self._tries_s) as limit:
-            while not await self._streamed(head, content, send, tries, limit):
-                pass
-
-    async def _streamed(
-        self,
-        head: Head,
-        content: AsyncIterator[bytes] | None,
-        send: Send,
-        tries: Tries,
-        limit: anyio.CancelScope,
-    ) -> bool:
-        replica, sent = self._place(None, (), tries.replicas, tries.only)
-        tries.begin(replica)
-
-        def begin() -> None:
-            limit.deadline = inf
-
-        answer = HeldAnswer(send, of_tokens=False, refusable=tries.refusable, on_begun=begin)
-        try:
-            await self._forward(head, head.headers, content, tries, answer, sent)
-            return True
-        except UpstreamError as error:
-            if tries.gives_up(error, begun=answer.begun):
-                raise
-            return False
-        finally:
-            self._end((replica, sent))
+            self._end(placed)
 
     @contextmanager
     def _limited(self, tries: Tries, seconds: float) -> Iterator[anyio.CancelScope]:
@@ -323,22 +331,6 @@ class FleetProxy(ReverseProxy):
             tried = f"{len(tries.replicas)} of {len(self._fleet.replicas)} were tried"
             message = f"No replica has begun to answer within {seconds:g} s (--tries-timeout): {tried}."
             raise HTTPError(504, message, code="upstream_timeout")
-
-    async def _forward(
-        self,
-        head: Head,
-        headers: Headers,
-        content: AsyncIterator[bytes] | None,
-        tries: Tries,
-        answer: HeldAnswer,
-        sent: SentRequest,
-    ) -> None:
-        replica = tries.replicas[-1]
-        async with replica.server.send(head.method, head.target, headers, content) as response:
-            tries.answered(response.status_code, response.headers.get("retry-after", ""))
-            raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
-            chunks = self._stored.read(response, replica) if head.route == "responses" else response.aiter_raw()
-            await forward_answer(response.status_code, raw, chunks, answer, sent)
 
     def _place(
         self,
@@ -358,8 +350,7 @@ class FleetProxy(ReverseProxy):
             raise
 
     def _keeper(self, head: Head, body: bytes = b"") -> Replica | None:
-        """Return the replica that stores the named response, or None. If it takes no requests, another replica may
-        share its store."""
+        """Return the replica that stores the named response, if it takes requests; another one may share its store."""
         replica = self._stored.of_body(body) if head.route == "responses" else self._stored.of_target(head.target)
         return replica if replica is not None and replica.takes_requests else None
 

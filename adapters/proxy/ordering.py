@@ -27,7 +27,7 @@ from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.trie.histories import History, Segment
 
-__all__ = ["OnSent", "OrderedRequest", "RequestOrderer", "SentRequest", "TopicHeader", "TopicRouter", "ranks_value"]
+__all__ = ["OnSent", "OrderedRequest", "RequestOrderer", "SentRequest", "TopicRouter", "ranks_value"]
 
 _LONGEST = 1024
 
@@ -91,17 +91,14 @@ class TopicHeader:
         return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
 
 
-class TopicRouter:
+class TopicRouter(TopicHeader):
     """Adder of topics for proxies that order the documents after the router."""
-
-    def __init__(self, header: TopicHeader) -> None:
-        self._header = header
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         return CachedLengths(0, 1)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> SentRequest:
-        return SentRequest(self._header.of(parsed))
+        return SentRequest(self.of(parsed))
 
 
 _logger = logging.getLogger("ragorder")

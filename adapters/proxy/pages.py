@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -31,7 +32,10 @@ from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["History", "Readiness", "Served", "StatsPages", "replica_routes"]
+__all__ = ["History", "StatsPages", "readiness", "replica_routes", "served"]
+
+T = TypeVar("T")
+Answer = Callable[[Request], Awaitable[Response]]
 
 _EVERY_S = 2.0
 _MOST_POINTS = 900
@@ -201,7 +205,7 @@ def replica_routes(fleet: Fleet) -> list[Route]:
 
 
 _TIMEOUT_S = 2.0
-_CACHED_S = 1.0
+_CHECK_S = 1.0
 # A cloud lists hundreds of models.
 _MODELS_S = 60.0
 _MOST_BYTES = 1 << 20
@@ -209,26 +213,35 @@ _MOST_MODELS = 3
 _LONGEST_NAME = 120
 
 
-class Readiness:
-    """Answer to `/ragorder/ready`; checks at most once a second."""
+class _Kept(Generic[T]):
+    """What `read` returns, read again only after `every_s` seconds, and by one request at a time."""
 
-    def __init__(self, check: Callable[[], Awaitable[bool]]) -> None:
-        self._check = check
-        self._checking = asyncio.Lock()
-        self._checked_at = -_CACHED_S
-        self._ready = False
+    def __init__(self, read: Callable[[], Awaitable[T]], every_s: float) -> None:
+        self._read = read
+        self._every_s = every_s
+        self._reading = asyncio.Lock()
+        self._found: tuple[float, T] | None = None
 
-    async def answer(self, _: Request) -> JSONResponse:
-        async with self._checking:
-            if time.monotonic() - self._checked_at >= _CACHED_S:
-                self._ready = await self._check()
-                self._checked_at = time.monotonic()
-        if self._ready:
+    async def get(self) -> T:
+        async with self._reading:
+            if self._found is None or time.monotonic() - self._found[0] >= self._every_s:
+                found = await self._read()
+                self._found = time.monotonic(), found
+            return self._found[1]
+
+
+def readiness(check: Callable[[], Awaitable[bool]]) -> Answer:
+    """Return the answer to `/ragorder/ready`, which checks at most once a second."""
+    is_ready = _Kept(check, _CHECK_S)
+
+    async def answer(_: Request) -> JSONResponse:
+        if await is_ready.get():
             return JSONResponse({"status": "ready"})
-        error = HTTPError(
-            503, "The upstream server does not answer, or answers with an error.", code="upstream_not_ready"
-        )
+        message = "The upstream server does not answer, or answers with an error."
+        error = HTTPError(503, message, code="upstream_not_ready")
         return JSONResponse(error.content, status_code=error.status)
+
+    return answer
 
 
 @readable_by_threads
@@ -241,25 +254,19 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class Served:
-    """Answer to `/ragorder/served`: the addresses of the `servers`, a few of the first one's models and the number of
-    its other models (read once a minute), and the facts `about` the proxy."""
+def served(servers: Sequence[Upstream], about: Mapping[str, Any]) -> Answer:
+    """Return the answer to `/ragorder/served`: the addresses of the servers, a few of the first one's models and the
+    number of its other models (read once a minute), and the facts about the proxy."""
+    models = _Kept(partial(_models_of, servers[0]), _MODELS_S)
+    facts = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
 
-    def __init__(self, servers: Sequence[Upstream], about: Mapping[str, Any]) -> None:
-        self._server = servers[0]
-        self._about = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
-        self._asking = asyncio.Lock()
-        self._asked_at = -_MODELS_S
-        self._models: list[str] = []
+    async def answer(_: Request) -> JSONResponse:
+        names = await models.get()
+        shown = [name[:_LONGEST_NAME] for name in names[:_MOST_MODELS]]
+        content = facts | {"models": shown, "more_models": len(names) - len(shown)}
+        return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
-    async def answer(self, _: Request) -> JSONResponse:
-        async with self._asking:
-            if time.monotonic() - self._asked_at >= _MODELS_S:
-                self._models = await _models_of(self._server)
-                self._asked_at = time.monotonic()
-        shown = [name[:_LONGEST_NAME] for name in self._models[:_MOST_MODELS]]
-        models = {"models": shown, "more_models": len(self._models) - len(shown)}
-        return JSONResponse(self._about | models, headers={"Cache-Control": "no-store"})
+    return answer
 
 
 async def _models_of(server: Upstream) -> list[str]:

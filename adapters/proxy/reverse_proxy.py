@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import Receive, Scope, Send
@@ -27,6 +27,7 @@ from ragorder.adapters.proxy.workers import Workers
 __all__ = [
     "ClientAnswer",
     "Head",
+    "Limits",
     "ReverseProxy",
     "ServerProxy",
     "forward_answer",
@@ -57,10 +58,8 @@ _DOTS = (b".", b"..")
 
 
 class Head(NamedTuple):
-    """The head of a request, and how its body is read (`route` None: not at all).
-
-    `encoding`: encoding of a body that is read and sent decoded. `is_sealed`: the body has an unknown encoding, and
-    would be read without it."""
+    """The head of a request, and how its body is read (`route` None: not at all): decoded from `encoding`, or not
+    because its encoding is unknown (`is_sealed`)."""
 
     method: str
     target: bytes
@@ -71,36 +70,34 @@ class Head(NamedTuple):
     is_sealed: bool = False
 
 
+class Limits(NamedTuple):
+    """Bytes of a body and of all together, threads for the work on them, the client's seconds, and who waits."""
+
+    body: int
+    memory: MemoryBudget
+    workers: Workers
+    client_s: float
+    admission: AdmissionQueue | None
+
+
 class ReverseProxy(ABC):
     """ASGI application that forwards every HTTP request.
 
     JSON bodies of POSTs are parsed, and ordered if they have documents; all other bodies, and all answers, are
-    streamed. With `admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward."""
+    streamed. With `limits.admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward."""
 
-    def __init__(
-        self,
-        parser: BodyParser,
-        *,
-        body_limit: int,
-        memory: MemoryBudget,
-        workers: Workers,
-        client_s: float | None = None,
-        admission: AdmissionQueue | None = None,
-    ) -> None:
+    def __init__(self, parser: BodyParser, limits: Limits) -> None:
         self._parser = parser
-        self._body_limit = body_limit
-        self._memory = memory
-        self._workers = workers
-        self._client_s = client_s
-        self._admission = admission
+        self._limits = limits
+        self._run = limits.workers.run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = read_head(scope)
         if head.is_sealed:
             self._parser.passed("compressed")
-        limits: dict[str, Any] = {"client_s": self._client_s, "encoding": head.encoding}
-        with self._memory.share() as share:
-            body = RequestBody(scope["headers"], receive, self._body_limit, share=share, **limits)
+        limits, headers = self._limits, scope["headers"]
+        with limits.memory.share() as share:
+            body = RequestBody(headers, receive, limits.body, share, limits.client_s, head.encoding)
             async with body.connected():
                 await self._exchange(head, body, send, share)
 
@@ -119,14 +116,14 @@ class ServerProxy(ReverseProxy):
     """Proxy of one server, whose cache `orderer` mirrors, or of a router."""
 
     def __init__(
-        self, upstream: Upstream, parser: BodyParser, orderer: RequestOrderer | TopicRouter, **limits: Any
+        self, upstream: Upstream, parser: BodyParser, orderer: RequestOrderer | TopicRouter, limits: Limits
     ) -> None:
-        super().__init__(parser, **limits)
+        super().__init__(parser, limits)
         self._upstream = upstream
         self._orderer = orderer
 
     async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        admission = self._admission if head.is_queued else None
+        admission = self._limits.admission if head.is_queued else None
         headers = head.headers
         sent: SentRequest | None = None
         async with AsyncExitStack() as until_answered:
@@ -157,7 +154,7 @@ class ServerProxy(ReverseProxy):
     ) -> SentRequest | None:
         length, parsed, upcoming = len(body), None, []
         if route is not None:
-            parsed, kept = await self._workers.run(partial(self._parse, route, body), length)
+            parsed, kept = await self._run(partial(self._parse, route, body), length)
             share.resize(kept)
         if admission is not None:
             predict = None if parsed is None else partial(self._orderer.predict_cached_tokens, parsed)
@@ -166,7 +163,7 @@ class ServerProxy(ReverseProxy):
             return None
         # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         order: Callable[[], SentRequest] = partial(self._orderer.order, parsed, upcoming)
-        ordered: SentRequest = await self._workers.run(order, length, abandoned=methodcaller("end"))
+        ordered: SentRequest = await self._run(order, length, abandoned=methodcaller("end"))
         # Ends before its admission does, so that the choice of the next request sees this one's cached prefix.
         until_answered.callback(ordered.end)
         return ordered
@@ -178,16 +175,15 @@ def read_head(scope: Scope) -> Head:
     is_post = scope["method"] == "POST"
     target, route = _target(scope), route_of(scope["path"]) if is_post else None
     is_queued = is_post and (route is not None or scope["path"].startswith("/v1/"))
-    encoding = encoding_of(headers)
+    encoding, is_sealed = encoding_of(headers), False
     if route is not None and encoding is not None:
         check_encoding(encoding)
     elif route is None and is_post and is_json(headers):
-        if encoding is not None and not is_decodable(encoding):
-            return Head(scope["method"], target, headers, None, is_queued, is_sealed=True)
+        is_sealed = encoding is not None and not is_decodable(encoding)
         # Parsed only to refuse documents: this route would answer without them.
-        route = "other"
+        route = None if is_sealed else "other"
     if route is None or encoding is None:
-        return Head(scope["method"], target, headers, route, is_queued)
+        return Head(scope["method"], target, headers, route, is_queued, None, is_sealed)
     return Head(scope["method"], target, without(headers, b"content-encoding"), route, is_queued, encoding)
 
 

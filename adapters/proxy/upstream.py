@@ -193,8 +193,7 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Return whether a connection has unread bytes; True if it cannot be inspected. httpx2's pool notices later
-    ones."""
+    """Return whether a connection has unread bytes, or cannot be inspected. httpx2's pool notices later ones."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
@@ -70,7 +71,7 @@ _UsageDetails = _of_raw("_UsageDetails", *_COUNTS_OF_DETAILS)
 
 
 def reader_for(headers: Headers) -> WholeReader | StreamReader:
-    if (header(headers, b"content-encoding") or b"identity").lower() != b"identity":
+    if encoding_of(headers) is not None:
         return WholeReader(limit=0)
     media_type = (header(headers, b"content-type") or b"").partition(b";")[0]
     if media_type.strip().lower() == b"text/event-stream":
@@ -164,8 +165,7 @@ class StreamReader:
         return read_usage(self._reported)
 
     def tbt_s(self) -> float | None:
-        """Return the mean seconds between tokens of the answer; without reported tokens each event counts as one. None
-        for fewer than two events."""
+        """Return the mean seconds between tokens, or events if the tokens are not reported; None for fewer than two."""
         tokens = self.usage().completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 

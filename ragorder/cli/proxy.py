@@ -190,7 +190,6 @@ def secret_option() -> Decorator:
 
 def check_packages() -> None:
     try:
-        import ragorder.adapters.http_server.access_log
         import ragorder.adapters.http_server.server
         import ragorder.adapters.observing.prometheus
         import ragorder.adapters.proxy  # noqa: F401
@@ -312,7 +311,7 @@ class ProxyServer:
     ) -> ASGIApp:
         """`learns` a template from prompts in which no documents are found."""
         from ragorder.adapters.http_client import AddressError
-        from ragorder.adapters.http_server.access_log import AccessLog
+        from ragorder.adapters.http_server.server import AccessLog
         from ragorder.adapters.learning.shadow import ShadowLearner
         from ragorder.adapters.proxy import Timeouts, make_app
         from ragorder.adapters.proxy.pages import StatsPages

@@ -94,10 +94,19 @@ def server() -> Iterator[RawServer]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def ending() -> Iterator[list[threading.Thread]]:
+    """Servers that are told to stop: each takes a while, which no other test waits for."""
+    ending: list[threading.Thread] = []
+    yield ending
+    for thread in ending:
+        thread.join(60)
+
+
 @pytest.fixture
-def start(server: RawServer) -> Iterator[Start]:
+def start(server: RawServer, ending: list[threading.Thread]) -> Iterator[Start]:
     """Starts proxies in front of the server; gives clients of them."""
-    running: list[tuple[uvicorn.Server, threading.Thread, httpx2.Client]] = []
+    running: list[tuple[uvicorn.Server, httpx2.Client]] = []
 
     def start(**options: Any) -> httpx2.Client:
         app = make_app(Orderer(block_size=16, strict=True), **{"upstream": server.url} | options)
@@ -107,14 +116,14 @@ def start(server: RawServer) -> Iterator[Start]:
         thread = threading.Thread(target=proxy.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         client = httpx2.Client(base_url=url, timeout=60, trust_env=False, verify=False)
-        running.append((proxy, thread, client))
+        running.append((proxy, client))
+        ending.append(thread)
         return client
 
     yield start
-    for proxy, thread, client in running:
+    for proxy, client in running:
         client.close()
         proxy.should_exit = proxy.force_exit = True
-        thread.join(60)
 
 
 def code_of(response: httpx2.Response) -> str:

@@ -142,22 +142,6 @@ class TestLists:
         post(body, "/v1/chat/completions")
         assert server.bodies[-1] == body
 
-    def test_usage_of_cohere_is_read(self, server: Server, post: Post) -> None:
-        from ragorder.adapters.proxy.usage import StreamReader, WholeReader
-
-        usage = b'{"tokens": {"input_tokens": 100.0, "output_tokens": 5.0}, "cached_tokens": 64.0}'
-        whole, stream = WholeReader(), StreamReader()
-        whole.feed(b'{"message": {}, "usage": ' + usage + b"}")
-        stream.feed(b'data: {"type": "message-start", "delta": {"message": {}}}\n\n')
-        assert not stream.served
-        stream.feed(b'data: {"type": "content-delta", "delta": {"message": {"content": {"text": "a"}}}}\n\n')
-        assert stream.served
-        stream.feed(b'data: {"type": "message-end", "delta": {"usage": ' + usage + b"}}\n\n")
-        assert stream.done
-        for reader in (whole, stream):
-            read = reader.usage()
-            assert (read.prompt_tokens, read.completion_tokens, read.cached_tokens) == (100, 5, 64)
-
 
 @pytest.mark.parametrize(("kind", "name"), [("document", "document_index"), ("search_result", "search_result_index")])
 class TestBlocks:

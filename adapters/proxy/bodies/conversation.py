@@ -132,8 +132,14 @@ class ChatBody(Body):
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         return turn_ends(messages, form, self.text_kind, _is_answer)
 
-    def mark_ends(self, places: Sequence[int], form: MarkForm) -> None:
-        self._mark([(place, None) for place in places], form)
+    def mark_around(
+        self, passage: Passage | None, form: MarkForm, *, front: bool = False, ends: Sequence[int] = ()
+    ) -> None:
+        """Set the breakpoints that are not at documents, and the fields that come with breakpoints."""
+        if front:
+            self.mark_front(passage, form)
+        self._mark([(place, None) for place in ends], form)
+        self.fields |= form.besides
 
     def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
         """Return the messages, the number of the message before a passage (-1 if there is none), and in the passage's

@@ -77,9 +77,7 @@ _BREAKPOINT = MarkForm(
 
 @dataclass(frozen=True, slots=True)
 class MarkedBy:
-    """How a body gets breakpoints: their form (None: it gets none) and the orderer that chooses them (None: a plain
-    rule, with the default orderer).
-
+    """How a body gets breakpoints: their form, if it gets any, and the orderer that chooses them (None: a plain rule).
     `keyed`: requests are routed by a cache key; `left`: why no order leads to a hit."""
 
     form: MarkForm | None = None
@@ -89,10 +87,8 @@ class MarkedBy:
 
 
 class Marking:
-    """Choice of breakpoints for a body.
-
-    Bodies of `routes` take `cache_control`; bodies for models of `clouds` follow their cache's rules. `heeds_client`:
-    the server's cache resumes only at a client's own breakpoints."""
+    """Choice of breakpoints: bodies of `routes` take `cache_control`, those for models of `clouds` follow their cache's
+    rules. `heeds_client`: the server's cache resumes only at a client's own breakpoints."""
 
     def __init__(
         self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None, *, heeds_client: bool = True
@@ -132,8 +128,7 @@ class Marking:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text of a passage that becomes a content part: the number of the part that had it, and whether a breakpoint
-    follows."""
+    """Text that becomes a content part: the number of the part that had it, and whether a breakpoint follows."""
 
     part: int
     text: str

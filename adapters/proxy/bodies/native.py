@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, without
 from ragorder.adapters.proxy.bodies.body import (
@@ -85,26 +86,14 @@ class NativeDocuments:
 
 
 @readable_by_threads
-class _Source(Struct):
+class _Part(Struct):
+    """A message, a part of its content, or a part's source."""
+
     type: Raw = _NULL
-
-
-@readable_by_threads
-class _Block(Struct):
-    type: Raw = _NULL
-    content: Raw = _NULL
-    source: Raw = _NULL
-
-
-@readable_by_threads
-class _Text(Struct):
-    text: Raw = _NULL
-
-
-@readable_by_threads
-class _Role(Struct):
     role: Raw = _NULL
     content: Raw = _NULL
+    source: Raw = _NULL
+    text: Raw = _NULL
 
 
 @readable_by_threads
@@ -150,7 +139,7 @@ def _in_blocks(body: MessagesBody) -> NativeDocuments | None:
     messages = body.prefix().messages
     before = dict.fromkeys(_PLACES, 0)
     for place, raw in enumerate(messages):
-        message = decode(raw, _Role) or _Role()
+        message = decode(raw, _Part) or _Part()
         parts = decode(message.content, list[Raw]) or []
         number = 0
         for kind, group in groupby(parts, _kind_of):
@@ -196,7 +185,7 @@ def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocu
     differ in nothing else need not be moved as parts."""
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
-        message = decode(raw, _Role) or _Role()
+        message = decode(raw, _Part) or _Part()
         parts = decode(message.content, list[Raw]) or []
         if len(parts) < 2 or decode(message.role, str) == "assistant":
             continue
@@ -254,7 +243,7 @@ def _in_parts(
 
     items = [encode(unit) for unit in units]
     text = BOUNDARY.join(map(_text_of, items))
-    role = decode((decode(messages[place], _Role) or _Role()).role, str) or ""
+    role = _role_of(messages[place])
     return NativeDocuments(
         items,
         [estimate_tokens(_text_in(unit[0]) or "") for unit in units],
@@ -266,8 +255,7 @@ def _in_parts(
 
 
 def _text_in(part: Raw) -> str | None:
-    read = decode(part, _Text)
-    return None if read is None else decode(read.text, str)
+    return decode((decode(part, _Part) or _Part()).text, str)
 
 
 def _text_of(item: Raw) -> str:
@@ -276,28 +264,24 @@ def _text_of(item: Raw) -> str:
 
 def _length_of(block: Raw) -> int:
     length = estimate_tokens(_text_of(block))
-    read = decode(block, _Block)
-    source = None if read is None else decode(read.source, _Source)
-    is_file = source is not None and decode(source.type, str) == "base64"
-    return length * 4 // _FILE_CHARACTERS if is_file else length
+    source = decode((decode(block, _Part) or _Part()).source, _Part) or _Part()
+    return length * 4 // _FILE_CHARACTERS if decode(source.type, str) == "base64" else length
 
 
 def _kind_of(part: Raw) -> str:
-    block = decode(part, _Block)
-    return "" if block is None else decode(block.type, str) or ""
+    return decode((decode(part, _Part) or _Part()).type, str) or ""
 
 
 def _kinds_in(part: Raw, kind: str) -> Iterator[str]:
     if kind in _PLACES:
         yield kind
     elif kind == "tool_result":
-        block = decode(part, _Block) or _Block()
+        block = decode(part, _Part) or _Part()
         yield from (inner for each in decode(block.content, list[Raw]) or [] if (inner := _kind_of(each)) in _PLACES)
 
 
 def _role_of(raw: Raw) -> str:
-    message = decode(raw, _Role)
-    return "" if message is None else decode(message.role, str) or ""
+    return decode((decode(raw, _Part) or _Part()).role, str) or ""
 
 
 class CitationTranslator:
@@ -312,7 +296,7 @@ class CitationTranslator:
 
     def begin(self, headers: Headers) -> Headers:
         """Return the answer's headers: its length may change."""
-        if (header(headers, b"content-encoding") or b"identity").lower() != b"identity":
+        if encoding_of(headers) is not None:
             raise _unreadable("is compressed")
         self._is_stream = (header(headers, b"content-type") or b"").lower().startswith(b"text/event-stream")
         return without(headers, b"content-length")

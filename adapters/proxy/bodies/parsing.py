@@ -75,12 +75,8 @@ class _Tag(Struct):
 
 
 class BodyParser:
-    """Parser of bodies, see `make_app`.
-
-    `warn` gets each complaint once; bodies of the routes in `marks` take cache_control; `heeds_client_marks`: the
-    server's cache resumes only at a client's own breakpoints; `finds_native`: documents in fields and blocks of the API
-    are ordered, and citations in answers are translated; `stable_tools`: tools are sent in the order of their
-    names."""
+    """Parser of bodies, see `make_app`. `warn` gets each complaint once; bodies of the routes in `marks` take
+    cache_control; `heeds_client_marks`: the server's cache resumes only at a client's own breakpoints."""
 
     def __init__(
         self,
@@ -103,7 +99,7 @@ class BodyParser:
     ) -> None:
         self._builder = builder
         self._tokens = tokens
-        self._templates = _as_list(template)
+        self._templates = [template] if isinstance(template, DocumentTemplate) else template or []
         self._finds_native = finds_native
         self._stable_tools = stable_tools
         self._recogniser = recogniser
@@ -163,7 +159,7 @@ class BodyParser:
             return replace(found, values=values)
         if not body.is_changed:
             return found
-        return ParsedBody(body, [], 0, lambda *_: msgspec.json.encode(body.fields), left=found, values=values)
+        return ParsedBody(body, [], 0, partial(_unordered, body), left=found, values=values)
 
     def _read(self, body: Body, route: Route, content: bytes) -> ParsedBody | PassReason:
         fields = body.fields
@@ -226,10 +222,8 @@ class BodyParser:
             turn = self._builder.user_message(tagged.query, shown, permutation)
             pieces = self._pieces(shown, turn) if marks is not None else None
             if pieces is not None and marks is not None and isinstance(body, ChatBody):
-                if 0 in marked:
-                    body.mark_front(None, marks.form)
+                body.mark_around(None, marks.form, front=0 in marked)
                 body.append_chunks(chunks_of(pieces, marked), marks.form)
-                body.fields |= marks.form.besides
             else:
                 body.append(turn)
             return msgspec.json.encode(body.fields)
@@ -268,11 +262,7 @@ class BodyParser:
             # The server will refuse it.
             return "unreadable"
         if isinstance(found, str):
-
-            def unordered(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
-                return msgspec.json.encode(body.fields)
-
-            parsed = self._parsed(body, [], 0, unordered, salt, body.prefix())
+            parsed = self._parsed(body, [], 0, partial(_unordered, body), salt, body.prefix())
             return replace(parsed, named=named or (), left=by.left)
         passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
@@ -307,10 +297,7 @@ class BodyParser:
             if marks is not None and isinstance(body, ChatBody):
                 form = marks.form
                 body.put_chunks(passage, chunks_of(pieces, marked, own_head=form.own_head), form)
-                if 0 in marked and not has_head(pieces):
-                    body.mark_front(passage, form)
-                body.mark_ends(ends, form)
-                body.fields |= form.besides
+                body.mark_around(passage, form, front=0 in marked and not has_head(pieces), ends=ends)
             elif text != passage.text:
                 body.put(passage, text)
             elif not is_changed:
@@ -331,9 +318,7 @@ class BodyParser:
         parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left, on_prompt=on_prompt)
         if isinstance(body, ChatBody):
             parsed = replace(parsed, question=question)
-        if parsed.error is None and body.is_history(passage):
-            return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
-        return parsed
+        return self._with_history(parsed, passage)
 
     def _order_native(
         self, body: Body, content: bytes, native: NativeDocuments, by: MarkedBy
@@ -360,10 +345,7 @@ class BodyParser:
             form = None if marks is None else marks.form
             native.put(native.marked(permutation, marked, form), permutation)
             if form is not None and isinstance(body, ChatBody):
-                if 0 in marked:
-                    body.mark_front(passage, form)
-                body.mark_ends(ends, form)
-                body.fields |= form.besides
+                body.mark_around(passage, form, front=0 in marked, ends=ends)
             return msgspec.json.encode(body.fields)
 
         held = body.fields.get(native.field, Raw(b"null"))
@@ -380,9 +362,12 @@ class BodyParser:
         if native.field:
             body.fields[native.field] = held
         parsed = replace(parsed, marks=marks, orderer=by.orderer, question=question, translator=native.translator)
-        if passage is not None and parsed.error is None and body.is_history(passage):
-            return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
-        return parsed
+        return self._with_history(parsed, passage)
+
+    def _with_history(self, parsed: ParsedBody, passage: Passage | None) -> ParsedBody:
+        if passage is None or parsed.error is not None or not parsed.body.is_history(passage):
+            return parsed
+        return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(parsed.documents)))
 
     def _parsed(
         self,
@@ -431,10 +416,8 @@ class BodyParser:
         return tokens
 
 
-def _as_list(template: DocumentTemplate | Sequence[DocumentTemplate] | None) -> Sequence[DocumentTemplate]:
-    if template is None:
-        return []
-    return [template] if isinstance(template, DocumentTemplate) else template
+def _unordered(body: Body, permutation: Sequence[int], marked: Sequence[int]) -> bytes:
+    return msgspec.json.encode(body.fields)
 
 
 def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> NativeDocuments | None:
@@ -446,8 +429,7 @@ def _native(body: BodyT, find: Callable[[BodyT], NativeDocuments | None]) -> Nat
 
 
 def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
-    """Return fields and number of values. Raises HTTPError for a tag in a body that is not read, and decoding
-    errors."""
+    """Return fields and number of values. Raises HTTPError for a tag in a body that is not read; decoding errors."""
     if route == "other":
         if _is_tagged(content):
             message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "

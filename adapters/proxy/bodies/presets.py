@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
-from ragorder.adapters.proxy.bodies.json_list import JSONTemplate
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.orderer import Lengths, Orderer
@@ -79,12 +81,64 @@ def _read_file(path: Path) -> DocumentTemplate:
         raise TemplateError(f"{path}: {error}") from None
 
 
-class PromptRecogniser:
-    """Recogniser of presets' documents in requests whose documents are not found otherwise. Their order is computed on
-    a mirror of its own, only to say what the preset would save.
+_JSON = json.JSONDecoder()
+_JSON_LIST = re.compile(r"\[\s{0,64}\{")
+_JSON_NEXT = re.compile(r"\s{0,64}(?:,\s{0,64}(?=\{)|\])")
+# Lists in a text that are read, and the longest text.
+_MOST_LISTS = 64
+_LONGEST_JSON = 1 << 20
 
-    `on_recognised` gets the preset's name, and the tokens of the prompt up to its last document, and those of them that
-    would be cached in ragorder's order and in retrieval order. Thread-safe."""
+
+class JSONTemplate(DocumentTemplate):
+    """Form of documents as a JSON list in a text: two or more objects with the same names, each with a text."""
+
+    def __init__(self) -> None:
+        super().__init__("[{text}\n{text}]", name="json")
+
+    def _check(self) -> None:
+        """Do nothing: JSON needs no marks."""
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        if len(text) > _LONGEST_JSON:
+            return
+        for found in islice(_JSON_LIST.finditer(text), _MOST_LISTS):
+            items = list(_json_items(text, found.end() - 1))
+            if len(items) > 1:
+                yield from items
+                return
+
+    def _are_adjacent(self, text: str, start: int, end: int) -> bool:
+        return True
+
+
+def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
+    """Yield the objects of a list, the first one at `at`; nothing if one is no document, or the list does not end."""
+    items: list[tuple[int, int]] = []
+    names: set[str] | None = None
+    while True:
+        try:
+            item, end = _JSON.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(item, dict) or not any(isinstance(value, str) for value in item.values()):
+            return
+        if names is not None and item.keys() != names:
+            return
+        names = set(item)
+        items.append((at, end))
+        following = _JSON_NEXT.match(text, end)
+        if following is None:
+            return
+        if following[0].endswith("]"):
+            yield from items
+            return
+        at = following.end()
+
+
+class PromptRecogniser:
+    """Recogniser of presets' documents, whose order is computed on a mirror of its own, to say what the preset would
+    save: `on_recognised` gets its name, the tokens of the prompt up to the last document, and those of them that would
+    be cached in ragorder's order and in retrieval order. Thread-safe."""
 
     def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
         self._settings = settings
@@ -94,8 +148,7 @@ class PromptRecogniser:
         self._requests: Counter[str] = Counter()
 
     def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> bool:
-        """Recognise one of the presets in the texts of a request, which `read` parses by it, and return whether there
-        is one."""
+        """Return whether one of the presets is in the texts of a request, which `read` parses by it."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
@@ -118,25 +171,19 @@ class PromptRecogniser:
             if self._orderers:
                 # One more mirror is enough memory.
                 return
-            told = _Told(lambda seen: self._tell(name, seen))
+            told = _Told(name, self._on_recognised)
             orderer = self._orderers[name] = ObservedOrderer(Orderer(self._settings), [told], shadow=True)
         lengths = Lengths(parsed.prefix_tokens, parsed.suffix_tokens)
         orderer.order(parsed.documents, scope=parsed.scope, lengths=lengths).confirm()
 
-    def _tell(self, name: str, seen: Observation) -> None:
-        if seen.ordered_tokens is not None and seen.retrieval_tokens is not None:
-            self._on_recognised(name, seen.documents_end, seen.ordered_tokens, seen.retrieval_tokens)
 
-
-class _Told:
+class _Told(NamedTuple):
     """Watcher of an orderer that tells each order."""
 
-    def __init__(self, tell: Callable[[Observation], None]) -> None:
-        self._tell = tell
+    name: str
+    on_recognised: Callable[[str, int, int, int], None]
 
-    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        self._tell(observation)
-        return _ignore
-
-
-def _ignore(outcome: RequestOutcome) -> None: ...
+    def ordered(self, seen: Observation) -> Callable[[RequestOutcome], None]:
+        if seen.ordered_tokens is not None and seen.retrieval_tokens is not None:
+            self.on_recognised(self.name, seen.documents_end, seen.ordered_tokens, seen.retrieval_tokens)
+        return lambda outcome: None

@@ -115,28 +115,9 @@ def read_tagged(content: bytes | Raw) -> Tagged:
 
 def openapi() -> dict[str, Any]:
     schemas = _components()
-    schemas["ChatBody"] = _body(
-        {
-            "messages": {
-                "type": "array",
-                "items": {"type": "object"},
-                "description": "The prompt before the documents.",
-            }
-        },
-        "The chat. Documents and question become one more user message after `messages`.",
-    )
-    schemas["CompletionBody"] = _body(
-        {"prompt": {"type": "string", "description": "The prompt before the documents."}},
-        "The completion. Documents and question are appended to `prompt`.",
-    )
-    schemas["MessagesBody"] = _body(
-        {"messages": {"type": "array", "items": {"type": "object"}, "description": "The prompt before the documents."}},
-        "A request to Anthropic's API. Documents and question become one more user message after `messages`.",
-    )
-    schemas["ResponsesBody"] = _body(
-        {"input": {"type": ["string", "array"], "description": "The prompt before the documents."}},
-        "A request to OpenAI's API of responses. Documents and question become one more user message after `input`.",
-    )
+    for name, (field, kind, description) in _BODIES.items():
+        prompt = kind | {"description": "The prompt before the documents."}
+        schemas[f"{name}Body"] = _body({field: prompt}, description)
     parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
     error = {"type": "object", "properties": parts}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
@@ -160,6 +141,21 @@ def openapi() -> dict[str, Any]:
         },
         "components": {"schemas": schemas},
     }
+
+
+_LIST = {"type": "array", "items": {"type": "object"}}
+_MESSAGE = "Documents and question become one more user message after"
+# The field of the prompt before the documents, and its type.
+_BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Chat": ("messages", _LIST, f"The chat. {_MESSAGE} `messages`."),
+    "Completion": ("prompt", {"type": "string"}, "The completion. Documents and question are appended to `prompt`."),
+    "Messages": ("messages", _LIST, f"A request to Anthropic's API. {_MESSAGE} `messages`."),
+    "Responses": (
+        "input",
+        {"type": ["string", "array"]},
+        f"A request to OpenAI's API of responses. {_MESSAGE} `input`.",
+    ),
+}
 
 
 def _components() -> dict[str, Any]:

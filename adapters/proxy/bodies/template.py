@@ -60,10 +60,6 @@ class DocumentRun:
         pieces[1::2] = documents
         return pieces
 
-    def arranged(self, permutation: Sequence[int]) -> str:
-        documents = self.documents
-        return self.filled([documents[place] for place in permutation])
-
 
 # Start and end. The garbage collector does not track plain pairs of numbers; a hostile text has hundreds of thousands,
 # and scanning them would stop every thread.

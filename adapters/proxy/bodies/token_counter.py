@@ -56,10 +56,8 @@ class _Shown(Struct):
 
 class TokenCounter:
     """Token counter: exact with the served model's `tokenizer` (transformers), else estimated by script (four Latin
-    characters a token) unless the client gives a count. Reported prompts correct the estimates of other scripts.
-
-    Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing
-    reveals nothing of other tenants."""
+    characters a token) unless the client gives a count. Thread-safe with fast tokenizers. Counts of 16,384 documents
+    are kept by digest (3 MB), per tenant, so that timing reveals nothing of other tenants."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None

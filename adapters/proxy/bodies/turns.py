@@ -43,8 +43,7 @@ class RepeatedDocuments:
         self._reference = reference
 
     def name(self, body: ChatBody) -> list[int] | None:
-        """Return the ranks of named documents in the last passage with documents, or None if nothing changed. Raises
-        HTTPError."""
+        """Return the ranks of named documents in the last passage with documents, or None if nothing changed."""
         standing: dict[str, bytes] = {}
         changes: list[tuple[Passage, str]] = []
         ranks: list[int] = []
