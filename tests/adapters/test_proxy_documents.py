@@ -510,11 +510,6 @@ class TestTheOrderThatWasServed:
             (content[content.index(f"[{name}]") :] for name in "abc"), key=len, reverse=True
         )
 
-    def test_the_header_is_sent_for_documents_in_a_message(self, post: Post) -> None:
-        for names in ("abc", "bca"):
-            response = post({"messages": [user(written(names))]})
-        assert response.headers["x-ragorder-permutation"] == "2,0,1"
-
     @pytest.mark.parametrize("body", [{"messages": [user("Hello")]}, tagged("")], ids=["untagged", "empty"])
     def test_there_are_no_headers_without_documents(self, body: Any, post: Post) -> None:
         assert not any(name.startswith("x-ragorder") for name in post(body).headers)
