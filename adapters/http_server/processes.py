@@ -45,9 +45,8 @@ class Supervisor:
 
         Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
 
-    A worker that dies is replaced, and its waiting connections go to the next one. SIGTERM and SIGINT end all: requests
-    in flight have `grace_s` seconds. `on_ended` gets the id of each ended process. Workers are forked, so that data
-    loaded at the start exists once; of those on one socket the first to wake would take every connection of a burst."""
+    A worker that dies is replaced. SIGTERM and SIGINT end all: requests in flight have `grace_s` seconds. `on_ended`
+    gets the id of each ended process. Workers are forked, so that data loaded at the start exists once."""
 
     def __init__(
         self,

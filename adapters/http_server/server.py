@@ -99,8 +99,8 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """Return uvicorn's configuration. The parser is h11: httptools, which uvicorn prefers, accepts endless headers.
-    uvicorn's warnings concern single requests, so that clients could fill the log."""
+    """Return uvicorn's configuration. The parser is h11: httptools accepts endless headers. uvicorn's warnings concern
+    single requests, so that clients could fill the log."""
     return uvicorn.Config(
         _cancelled_quietly(app),
         http=timed_connections(
@@ -190,8 +190,7 @@ def is_loopback(host: str) -> bool:
 
 
 def most_connections() -> int:
-    """Return the number of connections that the process's limit of open files allows: a request takes two, one to
-    either side."""
+    """Return how many connections the limit of open files allows: a request takes two, one to either side."""
     try:
         import resource
     except ImportError:

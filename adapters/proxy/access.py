@@ -157,8 +157,8 @@ _KEPT = (
 
 
 class UnorderedRequests:
-    """Counter of requests whose documents were not ordered. Warns if the first 20 requests had no documents, and once
-    if a client sets breakpoints. `hint` returns what to add to the first warning."""
+    """Counter of requests whose documents were not ordered. Warns if the first 20 had none (and adds `hint`), and once
+    if a client sets breakpoints."""
 
     def __init__(
         self,
@@ -212,9 +212,8 @@ class _Detector:
 
 
 class RenamedIds(_Detector):
-    """Detector of ids that change while the text stays, such as ranks: the cache misses after them. Warns once, if most
-    recurring texts were renamed; with `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5
-    MB."""
+    """Detector of ids that change while the text stays, such as ranks: warns if most recurring texts were renamed; with
+    `by_place`, if some ids do not number positions. Keeps 16,384 digests, about 5 MB."""
 
     def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         super().__init__(warn)
@@ -245,9 +244,8 @@ class RenamedIds(_Detector):
 
 
 class UnsharedRequests(_Detector):
-    """Detector of ordered requests that share nothing with any other. Warns once: after 20 requests whose texts
-    before the documents are all different, or 100 without a document that came before. The first request of a tenant
-    does not count."""
+    """Detector of ordered requests that share nothing: warns after 20 requests whose texts before the documents are all
+    different, or 100 without a document that came before. The first request of a tenant does not count."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(warn)

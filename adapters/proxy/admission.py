@@ -24,9 +24,7 @@ _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 class AdmissionQueue:
     """Queue that admits `max_in_flight` requests at a time, first those with the largest ratio of cached to uncached
-    tokens.
-
-    At most `max_waiting` requests wait; at most `reorder_window` later requests overtake one.
+    tokens. At most `max_waiting` requests wait; at most `reorder_window` later requests overtake one.
 
         make_app(orderer, upstream=url, admission=AdmissionQueue(32))"""
 

@@ -190,8 +190,7 @@ class Fleet:
     def take(
         self, parsed: ParsedBody | None, tried: Collection[Replica] = (), only: Replica | None = None
     ) -> Replica | None:
-        """Choose a replica (`only` this one, if given) and count the request as in flight. Returns None if all were
-        tried or are draining. Thread-safe."""
+        """Choose a replica (`only` this one, if given) and count the request; None if none is left. Thread-safe."""
         candidates = self._candidates(tried) if only is None else [only]
         if not candidates:
             return None
@@ -313,10 +312,8 @@ _FAILED = (500, 502, 503, 504)
 
 
 class Tries:
-    """The `replicas` that a request was sent to, and the effect of their answers.
-
-    `repeatable`: another replica may get the request after a server has received it. `counted`: a failure may cause a
-    backoff. `only`: the only replica that can answer."""
+    """The `replicas` that a request was sent to. `repeatable`: another one may get it after a server has received it.
+    `counted`: a failure may cause a backoff. `only`: the only replica that can answer."""
 
     def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
         self.replicas: list[Replica] = []

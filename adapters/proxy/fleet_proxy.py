@@ -39,10 +39,8 @@ _TRY_ELSEWHERE = (502, 503)
 
 class HeldAnswer:
     """ASGI send that holds an answer until its first token (`of_tokens`), or the end if it is not a stream; other
-    answers until their first chunk. `route` gives the protocol of errors.
-
-    If another replica is available (`refusable`), a 502 or 503 raises UpstreamError instead, unless it has Retry-After:
-    then all other replicas are in backoff as well."""
+    answers until their first chunk. `route` gives the protocol of errors. If another replica is available
+    (`refusable`), a 502 or 503 raises UpstreamError, unless it has Retry-After: then all others are in backoff, too."""
 
     def __init__(
         self,

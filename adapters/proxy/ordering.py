@@ -124,8 +124,7 @@ class OrderedRequest(SentRequest):
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
     token, and discards otherwise. With several `choices` the cached lengths are unknown. `permutation` is the sent
-    order if it differs from the ordering's, which is then already discarded; without an ordering nothing is predicted
-    or learnt. `named` documents are named instead of sent."""
+    order if it differs from that of the ordering, which is then discarded. `named` documents are not sent."""
 
     def __init__(
         self,
@@ -221,10 +220,7 @@ class OrderedRequest(SentRequest):
 
 
 class RequestOrderer:
-    """Orderer of parsed requests.
-
-    `on_tbt` gets the mean seconds between the tokens of each streamed answer; `topic_header` names the header for the
-    documents' topic; `on_sent` gets each sent order, unless an error left retrieval order."""
+    """Orderer of parsed requests. See `make_app` for its options; `exact` lengths are those of a tokenizer."""
 
     def __init__(
         self,

@@ -43,8 +43,7 @@ _MOST_POINTS = 900
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Prompt tokens of the requests that ended between the previous point and `at`, in ms, and the cached shares of
-    both orders (None if unknown)."""
+    """Prompt tokens of the requests that ended since the previous point, and the cached shares of both orders."""
 
     at: int
     prompt_tokens: int
@@ -255,8 +254,8 @@ class _Models(msgspec.Struct):
 
 
 def served(servers: Sequence[Upstream], about: Mapping[str, Any]) -> Answer:
-    """Return the answer to `/ragorder/served`: the addresses of the servers, a few of the first one's models and the
-    number of its other models (read once a minute), and the facts about the proxy."""
+    """Return the answer to `/ragorder/served`: the servers, a few of the first one's models (read once a minute) and
+    the number of the others, and the facts `about` the proxy."""
     models = _Kept(partial(_models_of, servers[0]), _MODELS_S)
     facts = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
 

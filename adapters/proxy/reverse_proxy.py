@@ -81,10 +81,8 @@ class Limits(NamedTuple):
 
 
 class ReverseProxy(ABC):
-    """ASGI application that forwards every HTTP request.
-
-    JSON bodies of POSTs are parsed, and ordered if they have documents; all other bodies, and all answers, are
-    streamed. With `limits.admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward."""
+    """ASGI application that forwards every HTTP request. JSON bodies of POSTs are parsed, and ordered if they have
+    documents; all other bodies, and all answers, are streamed. Raises HTTPError if there is no answer to forward."""
 
     def __init__(self, parser: BodyParser, limits: Limits) -> None:
         self._parser = parser

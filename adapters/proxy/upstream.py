@@ -144,8 +144,8 @@ class Upstream:
 
 
 class _ConnectionPool:
-    """Pool of transports with one connection each: httpx2's own pool scans all connections for each request. A
-    connection with unread bytes is closed: they would answer the next client."""
+    """Pool of transports with one connection each: httpx2's own scans all for each request. A connection with unread
+    bytes is closed: they would answer the next client."""
 
     def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make

@@ -31,8 +31,8 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """Run `work` on a body of `length` bytes. If the wait is cancelled, pending work is dropped; otherwise
-        `abandoned` gets its result, in any thread."""
+        """Run `work` on a body of `length` bytes. If the wait is cancelled, `abandoned` gets its result, in any thread,
+        unless it had not begun."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)

@@ -55,10 +55,7 @@ class PromptSuffix(NamedTuple):
 
 class Passage(NamedTuple):
     """A plain prompt, the content of message `place` (its `field`), or its adjacent text parts from part `number` on,
-    joined by `BOUNDARY`.
-
-    If the content is nested in a part (a tool's result), `outer` has the message's parts, and `nested` that part's
-    number."""
+    joined by `BOUNDARY`. `outer` are the message's parts if the content is `nested` in that part (a tool's result)."""
 
     text: str
     messages: Sequence[Raw] = ()

@@ -142,8 +142,7 @@ class ChatBody(Body):
         self.fields |= form.besides
 
     def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
-        """Return the messages, the number of the message before a passage (-1 if there is none), and in the passage's
-        own message the number of parts before it."""
+        """Return the messages, the number of the one before a passage or -1, and in its own the parts before it."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         if passage is None:
             return messages, len(messages) - 1, None

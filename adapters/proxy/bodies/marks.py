@@ -42,10 +42,8 @@ _OF_CLIENT = re.compile(
 @dataclass(frozen=True, slots=True)
 class MarkForm:
     """Spelling of a breakpoint in an API: the field `name` with `value` in a part of one of the `kinds`, in a message
-    of one of the `roles`; a body with breakpoints has the fields `besides`.
-
-    At most `most` a request; a cache looks back `lookback_parts` from each. `own_head`: the text before the documents
-    in their message is its own part."""
+    of one of the `roles`, at most `most` in a request, which has the fields `besides`. A cache looks back
+    `lookback_parts`. `own_head`: the text before the documents in their message is its own part."""
 
     name: str
     value: Raw
@@ -136,11 +134,9 @@ class Chunk:
 
 
 def chunks_of(pieces: Sequence[str], marked: Collection[int], *, own_head: bool = False) -> list[Chunk]:
-    """Return a content part for each document, independent of the breakpoints: a cache finds only parts that are
-    divided alike.
-
-    `pieces` alternate: head, document, gap, document, …, tail; `BOUNDARY` separates their parts. Text before a document
-    joins its chunk, except a head with `own_head`, which breakpoint 0 follows."""
+    """Return a content part for each document of the `pieces` (head, document, gap, …, tail), independent of the
+    breakpoints: a cache finds only parts that are divided alike. Text before a document joins its chunk, except a head
+    with `own_head`, which breakpoint 0 follows."""
     chunks: list[Chunk] = []
     part = 0
     segments = [front + document for front, document in zip(pieces[:-1:2], pieces[1::2], strict=True)]
@@ -179,8 +175,8 @@ def chunk_part(part: dict[str, Any], chunk: Chunk, form: MarkForm | None) -> dic
 
 
 def mark_last(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> Raw | None:
-    """Return the message with a breakpoint after its last part, or after its first `parts_before` parts; None if no
-    server takes one there. A text becomes a part of `text_kind`."""
+    """Return the message with a breakpoint after its last part, or its first `parts_before` ones; None if no server
+    takes one there. A text becomes a part of `text_kind`."""
     fields = decode(message, Fields) or {}
     if decode(fields.get("role", _NULL), str) not in form.roles:
         return None
@@ -204,8 +200,8 @@ def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int |
 def turn_ends(
     messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
 ) -> tuple[int, ...]:
-    """Return the messages of a conversation that breakpoints follow: the last one, where the next turn resumes, and
-    this turn's resume point if the last breakpoint does not reach it. Empty before the first answer."""
+    """Return the messages that breakpoints follow: the last one, where the next turn resumes, and this turn's resume
+    point if the last breakpoint does not reach it. Empty before the first answer."""
     last = len(messages) - 1
     answers = [place for place, message in enumerate(messages) if is_answer(message)]
     if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):

@@ -48,13 +48,8 @@ Put = Callable[[Sequence[Raw], Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeDocuments:
-    """Documents of a body, between its prefix and suffix.
-
-    - `put` writes them to the body, in an order
-    - `passage` is their place in the conversation, if they are in a message
-    - `cited` is the name of their places in citations and the place of the first one
-    - `lengths` are estimated, in tokens
-    - `field` has the list, if it is not in a message"""
+    """Documents of a body, between its prefix and suffix, in a message (`passage`) or a `field`; `put` writes them back
+    in an order. `lengths` are estimated; `cited` is the name of their places in citations, and the first place."""
 
     items: Sequence[Raw]
     lengths: Sequence[int]
@@ -181,8 +176,8 @@ def _putter(body: MessagesBody, passage: Passage, blocks: Sequence[Raw], cited: 
 
 
 def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocuments | None:
-    """Return documents that are content parts of their own, each with the pictures that follow it, or None. Texts that
-    differ in nothing else need not be moved as parts."""
+    """Return documents that are content parts of their own, with the pictures that follow them, or None. Texts that
+    differ in nothing else are not moved as parts."""
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
         message = decode(raw, _Part) or _Part()
@@ -285,8 +280,8 @@ def _role_of(raw: Raw) -> str:
 
 
 class CitationTranslator:
-    """Translator of an answer's citations from places in the sent order to places in the client's. All other events of
-    a stream keep their bytes. Raises HTTPError for an answer that it cannot read."""
+    """Translator of an answer's citations from places in the sent order to the client's; other events of a stream keep
+    their bytes. Raises HTTPError for an answer that it cannot read."""
 
     def __init__(self, name: str, places: Mapping[int, int]) -> None:
         self._name = name

@@ -101,8 +101,7 @@ def numbered_by_place(documents: Sequence[DocumentParts], *, from_0: bool = Fals
 
 
 class _Mark:
-    """Text around a document's own: `literals` with a field between each two. Its `key`, by which it is found, goes as
-    far as its numbers do."""
+    """Text around a document's own: `literals` with a field between each two, found by those around its numbers."""
 
     def __init__(self, literals: Sequence[str], fields: Sequence[str]) -> None:
         self.literals = list(literals)
@@ -312,8 +311,7 @@ class DocumentTemplate:
         return _Mark(self._literals[at + 1 :], self._fields[at + 1 :]).sample(number)
 
     def _region(self, text: str) -> tuple[int, int, bool] | None:
-        """Return where the list of documents may begin and end, and whether its end is known; None if it is not
-        clear."""
+        """Return where the list of documents may begin and end, and whether its end is known; None if unclear."""
         start, stop, ends = 0, len(text), END in self._tails
         if self._head and self._head != START:
             start = text.find(self._head)
@@ -353,8 +351,7 @@ class DocumentTemplate:
 
     @staticmethod
     def _is_example(text: str, opened_at: int, doubled_at: int, ended_at: int) -> bool:
-        """Return whether an opening mark within a line is text, such as an example in instructions, because the next
-        one, which begins a line, has the closing mark."""
+        """Return whether an opening mark within a line is an example, because the next one begins a line."""
         if ended_at >= 0 and _is_blank(text, ended_at, opened_at):
             return False
         return not _begins_line(text, opened_at) and _begins_line(text, doubled_at)

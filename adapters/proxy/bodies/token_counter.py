@@ -152,8 +152,7 @@ class TokenCounter:
 
 
 def _read_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Change earlier turns to the form in which servers give them to a template: arguments of calls as values,
-    reasoning under both of its names."""
+    """Change earlier turns to the form that templates get: arguments of calls as values, both names of reasoning."""
     room = MAX_VALUES
     for message in messages:
         reasoning = message.get("reasoning") or message.get("reasoning_content")

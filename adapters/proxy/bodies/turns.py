@@ -20,10 +20,8 @@ _TURNS = ("function", "tool", "user")
 
 
 class RepeatedDocuments:
-    """Deduplication of documents that an earlier message already has.
-
-    A document of a user or tool message is named instead of sent if the last earlier document with its id has the same
-    text. The result depends on the messages alone, so an earlier turn is always sent alike.
+    """Deduplication: a document of a user or tool message is named instead of sent if the last earlier document with
+    its id has the same text. The result depends on the messages alone, so an earlier turn is always sent alike.
 
     `reference` has {id} for the document's id. Raises TemplateError for a reference or template without {id}."""
 
@@ -79,8 +77,8 @@ _ENTRY_BYTES = 200
 
 
 class SentTurns:
-    """Orders in which documents of messages were sent, by digests of scope and text. The client's history has retrieval
-    order, the engine's cache the sent order. At most 16,384 orders in 8 MiB, without text. Thread-safe."""
+    """Orders in which documents of messages were sent, which the client's history does not have: at most 16,384 in 8
+    MiB, by digests of scope and text. Thread-safe."""
 
     def __init__(self) -> None:
         self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
