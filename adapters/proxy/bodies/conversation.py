@@ -10,15 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.bodies.body import (
-    BOUNDARY,
-    Body,
-    Fields,
-    Passage,
-    PromptPrefix,
-    decode,
-    encode,
-)
+from ragorder.adapters.proxy.bodies.body import BOUNDARY, Body, Fields, Passage, PromptPrefix, decode, encode
 from ragorder.adapters.proxy.bodies.marks import Chunk, MarkForm, chunk_part, mark_last, takes_mark, turn_ends
 from ragorder.adapters.structs import readable_by_threads
 

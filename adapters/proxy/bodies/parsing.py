@@ -39,12 +39,7 @@ from ragorder.adapters.proxy.bodies.native import NativeDocuments, documents_in_
 from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassReason, Route, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
-from ragorder.adapters.proxy.bodies.template import (
-    DocumentRun,
-    DocumentTemplate,
-    are_places,
-    numbered_by_place,
-)
+from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
 from ragorder.adapters.proxy.ordering import ranks_value

@@ -9,12 +9,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, count_values
-from ragorder.adapters.proxy.bodies.body import (
-    Body,
-    PromptPrefix,
-    PromptSuffix,
-    decode,
-)
+from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, PromptSuffix, decode
 from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
