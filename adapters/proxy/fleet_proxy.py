@@ -312,7 +312,8 @@ class FleetProxy(ReverseProxy):
             return True
         except UpstreamError as error:
             if tries.gives_up(error, begun=answer.begun):
-                await answer.fail(error)
+                if head.route is not None:
+                    await answer.fail(error)
                 raise
             return False
         finally:
