@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 from ragorder.common.extras import needs
@@ -23,6 +24,7 @@ from ragorder.settings import Settings
 
 __all__ = ["CacheOrderChatPromptBuilder", "CacheOrderFeedback", "CacheOrderRanker", "ChatTurn"]
 
+_ID, _META = attrgetter("id"), attrgetter("meta")
 _FUNCTIONS = ("key", "tokens")
 _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
@@ -58,7 +60,7 @@ class CacheOrderRanker:
         orderer = _either(orderer, settings)
         self.top_k = top_k
         self.scope = scope
-        self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
+        self._reorder = Reorder(orderer, text=_text, own_id=_ID, metadata=_META, key=key, tokens=tokens)
 
     @property
     def orderer(self) -> OrdererLike:
@@ -171,7 +173,7 @@ class CacheOrderChatPromptBuilder:
             builder if builder is not None else PromptBuilder(**{"system": ""} | (prompt or {})),
             read=_read,
             text=_text,
-            metadata=_meta,
+            metadata=_META,
             label=label,
             scope=_given,
             **self._naming,
@@ -284,11 +286,3 @@ def _either(orderer: OrdererLike | None, settings: dict[str, Any] | None) -> Ord
 
 def _text(document: Document) -> str:
     return document.content or ""
-
-
-def _id(document: Document) -> str:
-    return document.id
-
-
-def _meta(document: Document) -> dict[str, Any]:
-    return document.meta

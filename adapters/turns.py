@@ -105,8 +105,8 @@ class NextTurn(Generic[D]):
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Surround the request. After an error, or a stream that is cut off, it counts as served without numbers if its
-        answer had begun, else as discarded."""
+        """Surround the request. After an error it counts as served without numbers if its answer had begun, else as
+        discarded."""
         try:
             yield
         except BaseException:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
-from operator import index
+from operator import attrgetter
 from typing import Any, Self
 
 from langchain_core.callbacks import (
@@ -23,10 +23,9 @@ from langchain_core.runnables.config import ensure_config, var_child_runnable_co
 from langchain_core.runnables.configurable import RunnableConfigurableFields
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-import ragorder
 from ragorder.adapters.langchain.feedback import abandon, hand_over
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.reorder import degrade, name_of, order_items
+from ragorder.adapters.reorder import Reorder, degrade
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
@@ -67,30 +66,23 @@ class CacheOrderModel(BaseModel):
         super().__setstate__(state | {"__dict__": fields | {"orderer": Orderer(fields["orderer"])}})
 
     def put_in_order(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
-        documents = list(documents)
-        try:
-            scope = self.scope(run_manager.metadata) if callable(self.scope) else self.scope
-        except Exception as error:
-            # An unknown tenant must not be confused with another one, nor with no tenant.
-            ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
-        else:
-            documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
-        marked = self._marked(ordering)
-        hand_over(
-            ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager, self.orderer
+        reorder = Reorder(
+            self.orderer,
+            text=attrgetter("page_content"),
+            own_id=attrgetter("id"),
+            metadata=lambda document: document.metadata or {},
+            key=self.key,
+            tokens=self.tokens,
+            scope=self.scope,
         )
+        documents, ordering = reorder(documents, run_manager.metadata)
+        marked = self._marked(ordering)
+        texts = [str(getattr(document, "page_content", "")) for document in documents]
+        hand_over(ordering, texts, run_manager, self.orderer)
         ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
         if self.mark_key is None:
             return ranked
         return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
-
-    def _read(self, document: Document) -> ragorder.Document:
-        return ragorder.Document(
-            name_of(document, document.id, self.key),
-            document.page_content,
-            None if self.tokens is None else index(self.tokens(document)),
-            metadata=document.metadata or {},
-        )
 
     def _ranked(self, document: Document, rank: int) -> Document:
         with suppress(Exception):

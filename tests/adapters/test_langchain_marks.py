@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -69,21 +68,6 @@ def test_marks_of_an_earlier_request_are_gone(orderer: Orderer) -> None:
     ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(marked)
     assert [each.metadata for each in ordered] == [{}] * 6
     assert all(each.metadata == {"mark": True} for each in marked)
-
-
-def test_without_the_key_nothing_is_added(orderer: Orderer) -> None:
-    documents = found("abc")
-    reorder = CacheOrderTransformer(orderer)
-    for _ in range(2):
-        ordered = reorder.invoke(documents)
-    assert all(one is other for one, other in zip(ordered, documents, strict=True))
-
-
-def test_a_copy_marks_too(orderer: Orderer) -> None:
-    reorder = pickle.loads(pickle.dumps(CacheOrderTransformer(orderer, mark_key="mark")))  # noqa: S301
-    for _ in range(2):
-        ordered = reorder.invoke(found("ab"))
-    assert any("mark" in each.metadata for each in ordered)
 
 
 def test_a_choice_that_fails_sets_none_and_says_so(orderer: Orderer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.openai_like import OpenAILike
 from support.chat_server import BLOCK, ChatServer, chat_server
 from support.conversation_contract import SYSTEM, TURNS, ConversationContract, FrameworkChat, text_of
-from support.framework_contract import RecordingOrderer
+from support.framework_contract import Recorder
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.llama_index import CacheOrderChatEngine
@@ -102,7 +102,7 @@ def server() -> Any:
 
 
 async def test_streams_are_turns_once_they_have_been_read(server: ChatServer) -> None:
-    recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+    recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
     chat = EngineChat(server, recorder, builder=PromptBuilder(SYSTEM))
     for number, names in enumerate(TURNS[:4]):
         chat.finder.names = names
@@ -121,7 +121,7 @@ async def test_streams_are_turns_once_they_have_been_read(server: ChatServer) ->
 
 
 def test_a_stream_that_is_left_is_no_turn(server: ChatServer) -> None:
-    recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+    recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
     chat = EngineChat(server, recorder, builder=PromptBuilder(SYSTEM))
     for tokens, served in ((0, False), (3, True)):
         chat.finder.names = "ab"
