@@ -107,8 +107,7 @@ _TOOLS = {
 
 
 def _document_order(case: Case) -> Finding:
-    """Count requests whose first difference from all earlier ones is a document that others have, with more such
-    documents after it: another order could have reused more."""
+    """Count requests that part from all earlier ones at a repeated document, with more of them after it."""
     check = "order of documents"
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
@@ -145,7 +144,7 @@ def _reusable(case: Case) -> tuple[float, float]:
 def _fields(case: Case) -> Finding:
     """Count requests whose text began an earlier one that has other fields, unless their answers report hits."""
     check = "request fields"
-    sharing = [each for each in separations(case.log.requests) if case.tokens(each.characters) >= _LEAST_STEP]
+    sharing = [each for each in separations(case.log.requests) if case.tokens(each[1]) >= _LEAST_STEP]
     kinds: Counter[str] = Counter()
     separated, is_certain = 0, False
     for request, characters, names in sharing:
