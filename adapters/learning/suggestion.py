@@ -35,8 +35,8 @@ _MOST_TORN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Tokens up to the last document of the requests whose documents are found, and those of them that a cache would
-    hold in ragorder's order and in the order of the log."""
+    """Tokens up to the last document of requests whose documents are found, and those that a cache would hold in
+    ragorder's order and in the log's."""
 
     tokens: int
     ordered_tokens: int
@@ -121,8 +121,8 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
 def predict_saving(
     template: DocumentTemplate, requests: Sequence[Sequence[str]], capacity_tokens: int
 ) -> tuple[int, Saving | None]:
-    """Return in how many of the requests a template finds documents that it may order, and what that would save on the
-    mirror of a cache of this size."""
+    """Return in how many of the requests a template finds documents that it may order, and what that would save with
+    a cache of this size."""
     runs = []
     for texts in requests:
         run = _first(template.find, texts)
@@ -252,8 +252,8 @@ def _doubts(
 
 
 def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
-    """Return in how many requests the template divides what was always together, in different company, or at places
-    that are no boundaries of the learned form."""
+    """Return in how many requests the template divides what was always together, in different company, or elsewhere
+    than at boundaries."""
     torn = 0
     for text in (text for texts in requests for text in texts):
         digits = DigitText(text)
@@ -271,8 +271,7 @@ def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
 
 
 def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> str:
-    """Return a line near the beginning of documents that differs while the rest is mostly the same, or "". Numbers that
-    stay at their places may differ."""
+    """Return a line near the beginning of documents that differs while the rest is mostly the same, or ""."""
     found = [document for run in runs for document in run.documents]
     shown = [template.split(each).rest for each in found] if template.shows_number else found
     documents = [each.strip().splitlines() for each in shown]
