@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from support.rings import length
+from support.rings import grid, length
 
 from ragorder import Document, Orderer
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
@@ -195,7 +195,7 @@ SETUPS = {
 
 
 class TestSaving:
-    @pytest.mark.parametrize("name", SETUPS)
+    @pytest.mark.parametrize("name", grid(list(SETUPS), few=10))
     def test_is_right_or_is_not_said(self, name: str) -> None:
         for seed in range(length(3, 1)):
             World(SETUPS[name], seed).run().check()

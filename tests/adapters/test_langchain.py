@@ -304,6 +304,8 @@ def _find(question: str) -> list[Document]:
 
 
 class TestRetrieverContract(_LangChainContract):
+    test_without_the_framework_the_import_names_the_extra = None  # type: ignore[assignment]
+
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
         retriever: CacheOrderRetriever = CacheOrderRetriever(RunnableLambda(_find), orderer, **options)
         return retriever

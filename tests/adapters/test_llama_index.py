@@ -148,6 +148,8 @@ class Given(BaseRetriever):
 
 
 class TestRetrieverContract(_LlamaIndexContract):
+    test_without_the_framework_the_import_names_the_extra = None  # type: ignore[assignment]
+
     def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
         return CacheOrderRetriever(Given(), orderer, **options)
 

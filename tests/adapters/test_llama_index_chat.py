@@ -54,10 +54,12 @@ class EngineChat(FrameworkChat):
         self.finder = Finder()
         self.engine = CacheOrderChatEngine(self.finder, orderer, llm=options.pop("llm", None) or llm(server), **options)
         self.response: Any = None
+        self.kept: list[ChatMessage] | None = None
 
     def ask(self, question: str, names: str) -> str:
         self.finder.names = names
-        self.response = self.engine.chat(question)
+        self.response = self.engine.chat(question, self.kept)
+        self.kept = None
         return str(self.response)
 
     async def aask(self, question: str, names: str) -> str:
@@ -76,10 +78,7 @@ class EngineChat(FrameworkChat):
         return self.engine.chat_history
 
     def cut(self, messages: int) -> None:
-        kept = self.engine.chat_history[-messages:]
-        self.engine.reset()
-        for message in kept:
-            self.engine._memory.put(message)
+        self.kept = self.engine.chat_history[-messages:]
 
 
 class TestMemory(ConversationContract):
@@ -89,6 +88,7 @@ class TestMemory(ConversationContract):
         return EngineChat(server, orderer, builder=builder, **options)
 
 
+@pytest.mark.slow
 class TestChatMemoryBuffer(ConversationContract):
     def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
         memory = ChatMemoryBuffer.from_defaults(token_limit=32_000, tokenizer_fn=str.split)
