@@ -212,10 +212,9 @@ class CacheOrderChatPromptBuilder:
     ) -> dict[str, Any]:
         """Return `prompt`, the messages to send, which with the answer are the next history; and `documents`: the sent
         ones in prompt order, then the named ones. `scope` overrides the builder's own."""
-        form = self._turns.builder.message_format
         before = list(history or ())
-        if form.system and form.system_role and not (before and before[0].role == "system"):
-            before.insert(0, ChatMessage.from_system(form.system))
+        if self._turns.system and not (before and before[0].role == "system"):
+            before.insert(0, ChatMessage.from_system(self._turns.system))
         turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
         prompt = [*before, ChatMessage.from_user(turn.text)]
         made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))

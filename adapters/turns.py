@@ -163,6 +163,12 @@ class FrameworkTurns(Generic[M, D]):
     def label(self, item: D) -> str:
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
 
+    @property
+    def system(self) -> str:
+        """The text of a system message, "" if none is to come first."""
+        form = self.builder.message_format
+        return form.system if form.system_role else ""
+
     def question_in(self, content: str) -> str:
         opening = self.builder.question_opening
         _, found, question = content.rpartition(opening) if opening else ("", "", content)

@@ -79,23 +79,21 @@ class CacheOrderModel(BaseModel):
         marked = self._marked(ordering)
         texts = [str(getattr(document, "page_content", "")) for document in documents]
         hand_over(ordering, texts, run_manager, self.orderer)
-        ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
-        if self.mark_key is None:
-            return ranked
-        return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
+        ranked = zip(documents, ordering.permutation, strict=True)
+        return [self._annotated(document, rank, place in marked) for place, (document, rank) in enumerate(ranked, 1)]
 
-    def _ranked(self, document: Document, rank: int) -> Document:
+    def _annotated(self, document: Document, rank: int, marked: bool) -> Document:
         with suppress(Exception):
-            if self.rank_key is not None and self.rank_key not in document.metadata:
-                return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
-        return document
-
-    def _with_mark(self, document: Document, marked: bool) -> Document:
-        with suppress(Exception):
-            if marked != (self.mark_key in document.metadata):
+            metadata = dict(document.metadata)
+            if self.rank_key is not None:
+                metadata.setdefault(self.rank_key, {"rank": rank})
+            if self.mark_key is not None and not marked:
                 # A breakpoint of an earlier request does not belong to this one.
-                metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
-                return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
+                metadata.pop(self.mark_key, None)
+            elif self.mark_key is not None:
+                metadata.setdefault(self.mark_key, True)
+            if metadata.keys() != document.metadata.keys():
+                return document.model_copy(update={"metadata": metadata})
         return document
 
     def _marked(self, ordering: Ordering[Any]) -> frozenset[int]:

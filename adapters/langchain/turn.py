@@ -190,10 +190,8 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         return _Asked(request, messages, stored, arguments)
 
     def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        form = self._turns.builder.message_format
-        if not form.system or not form.system_role or (messages and isinstance(messages[0], SystemMessage)):
-            return []
-        return [SystemMessage(form.system)]
+        has_one = bool(messages) and isinstance(messages[0], SystemMessage)
+        return [SystemMessage(self._turns.system)] if self._turns.system and not has_one else []
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:

@@ -211,12 +211,11 @@ class CacheOrderChatEngine(BaseChatEngine):
     def _next(
         self, message: str, query: QueryBundle, nodes: list[NodeWithScore], history: Sequence[ChatMessage]
     ) -> _Asked:
-        form = self._turns.builder.message_format
-        front: list[ChatMessage] = []
-        if form.system and form.system_role:
-            system = ChatMessage(role=self._llm.metadata.system_role, content=form.system)
-            front = [] if history and history[0].role == system.role and history[0].content == form.system else [system]
-        before = [*front, *history]
+        before = list(history)
+        if text := self._turns.system:
+            system = ChatMessage(role=self._llm.metadata.system_role, content=text)
+            if not history or (history[0].role, history[0].content) != (system.role, text):
+                before.insert(0, system)
         turn = self._turns.next(message, nodes, before, query)
         found = ToolOutput(
             tool_name="retriever", content=str(nodes), raw_input={"message": query.query_str}, raw_output=nodes
