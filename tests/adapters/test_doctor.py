@@ -487,7 +487,7 @@ class TestPrefixCaching:
         ("metrics", "caching", "reporting", "verdict", "said"),
         [
             (ON, True, True, "good", "32 of 48 tokens"),
-            (OFF, False, True, "bad", "start vLLM with --enable-prefix-caching"),
+            (OFF, False, True, "bad", "off: every prompt is computed from its first token on start vLLM with --enable"),
             # By experiment.
             (None, True, True, "good", "tokens of a prompt were cached when it was repeated"),
             (None, False, True, "bad", "--disable-radix-cache"),
@@ -896,8 +896,10 @@ class TestTheCommand:
         (tmp_path / "two.json").write_text(json.dumps(chat("2026-11-21\n", SYSTEM)), "utf-8")
         return ["--prompt", tmp_path / "one.txt", "--prompt", tmp_path / "two.json"]
 
-    def test_says_yes_to_a_good_server(self, fake: FakeServer) -> None:
+    def test_says_yes_to_a_good_server_and_paints_none_of_its_markup(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "[red]model[/red]"}]}
         done = doctor(fake.base_url)
+        assert "[red]model[/red]" in done.stdout
         assert done.exit_code == 0
         assert done.stderr == ""
         assert done.stdout.count("✓") == 4

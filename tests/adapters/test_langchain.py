@@ -760,11 +760,6 @@ class TestWhichCallAnOrderingBelongsTo:
         chain.invoke("?", watched(handler))
         assert orderer.outcomes == [usage(7)]
 
-    def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
-        chain.invoke("ab: #7", watched(handler))
-        assert orderer.outcomes == [NO_NUMBERS]
-
     def test_none_if_one_call_might_be_that_of_two(
         self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
     ) -> None:
@@ -1432,14 +1427,6 @@ class TestWithVLLM:
             assert finished.cached_tokens is not None and finished.cached_tokens % vllm_server.block_size == 0
             assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
             assert finished.total_tokens == finished.prompt_tokens + 4
-
-    @pytest.mark.slow
-    def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
-        openai = pytest.importorskip("openai")
-        orderer = Recorder(Orderer(strict=True))
-        with pytest.raises(openai.BadRequestError):
-            self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
-        assert orderer.outcomes == [DISCARDED]
 
     @pytest.mark.slow
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:

@@ -586,7 +586,7 @@ class TestStreamedAnswers:
                 last.raw.usage.prompt_tokens = number
                 yield last
 
-        engine = streaming(recorder, Counting())
+        engine, listeners = streaming(recorder, Counting()), len(get_dispatcher().event_handlers)
         responses: list[Any] = [engine.query(f"n{number}") for number in range(48)]
         assert recorder.finished == []
         streams = [iter(response.response_gen) for response in responses]
@@ -595,6 +595,7 @@ class TestStreamedAnswers:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(list, streams))
         assert prompt_tokens_of(recorder) == {f"n{number}": number for number in range(48)}
+        assert len(get_dispatcher().event_handlers) <= listeners + 1
         assert feedback.open_answers == 0
 
     def test_of_several_prompts_have_no_numbers(self, recorder: Recorder) -> None:

@@ -433,6 +433,13 @@ class TestStatsCommand:
         assert "served; reported by the engine" in done.stdout
         assert "predicted for the same requests, corrected by the reports" in done.stdout
 
+    def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
+        watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
+        for documents in asked(300):
+            ordering = watched.order(documents)
+            ordering.confirm(ordering.cached_tokens)
+        assert "would have saved" in self.run(url).stdout
+
     @pytest.mark.parametrize(("shadow", "said"), [(False, "ragorder needed"), (True, "ragorder would have needed")])
     def test_more_prefill_is_no_negative_saving(self, shadow: bool, said: str, metrics: Metrics, url: str) -> None:
         ordered, retrieval = 100, 500
@@ -539,6 +546,7 @@ class TestOrdering:
         orderer.order(DOCUMENTS[:2], scope="short")
         assert orderer.order(DOCUMENTS[:2], scope="long").cached_tokens == 320 + 192
         assert orderer.order(DOCUMENTS[:2], scope="short").cached_tokens == 256
+        assert make_orderer(strict=False).order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
 
     def test_evictions_of_a_forgotten_scope_still_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 1)

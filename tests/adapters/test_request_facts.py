@@ -179,6 +179,13 @@ class TestTheClients:
         OrderedClient(end, model="m", orderer=orderer, builder=builder).generate(QUERY, DOCUMENTS, scope="red")
         assert end.sent[-1]["extra_body"] == {"cache_salt": "red"}
 
+    def test_keep_what_the_caller_sends_there(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        end = FarEnd()
+        client = OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
+        client.generate(QUERY, DOCUMENTS, extra_body={"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}})
+        assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
+        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25, expected=ONCE)
+
     def test_unknown_document_ends_are_left_out(self, orderer: Orderer) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=PromptBuilder("Be careful."), send_facts=True)
