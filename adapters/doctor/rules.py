@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import gcd
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragorder.adapters.cloud_orderers import find_rules
 from ragorder.adapters.doctor.beginnings import common_length, repeated_parts
@@ -32,6 +32,7 @@ from ragorder.adapters.doctor.prompts import recognise
 from ragorder.adapters.doctor.request_log import LoggedRequest
 from ragorder.adapters.doctor.turns import Turn
 from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.observing.observed import predict_reuse
 from ragorder.clouds import CacheRules
 from ragorder.orderer import Orderer
 
@@ -125,20 +126,16 @@ def _document_order(case: Case) -> Finding:
 
 
 def _reusable(case: Case) -> tuple[float, float]:
-    lengths: dict[str, Any] = {"key": itemgetter(0), "tokens": lambda part: case.tokens(part[1])}
-    block_size = case.block_size or 16
-    orderers = [
-        Orderer(capacity_tokens=None, block_size=block_size, moves="prefix", max_displacement=0, **lengths),
-        Orderer(capacity_tokens=None, block_size=block_size, **lengths),
-    ]
-    reused = [0, 0]
-    for request, parts in zip(case.log.requests, repeated_parts(case.log.requests), strict=True):
-        for place, orderer in enumerate(orderers):
-            ordering = orderer.order([*parts.items()], scope=request.scope)
-            reused[place] += ordering.cached_tokens
-            ordering.confirm()
+    orderer = Orderer(
+        capacity_tokens=None,
+        block_size=case.block_size or 16,
+        key=itemgetter(0),
+        tokens=lambda part: case.tokens(part[1]),
+    )
+    parts = zip(case.log.requests, repeated_parts(case.log.requests), strict=True)
+    _, ordered, plain = predict_reuse(orderer, (([*each.items()], {"scope": request.scope}) for request, each in parts))
     tokens = max(1, sum(map(case.length, case.log.requests)))
-    return min(1.0, reused[0] / tokens), min(1.0, reused[1] / tokens)
+    return min(1.0, plain / tokens), min(1.0, ordered / tokens)
 
 
 def _fields(case: Case) -> Finding:

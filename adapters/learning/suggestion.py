@@ -12,7 +12,7 @@ from operator import contains
 from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
 from ragorder.adapters.learning.learner import TemplateLearner
 from ragorder.adapters.learning.texts import END, NUMBER, START, DigitText
-from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.observing.observed import predict_reuse
 from ragorder.adapters.proxy.bodies.template import (
     DocumentRun,
     DocumentTemplate,
@@ -21,7 +21,6 @@ from ragorder.adapters.proxy.bodies.template import (
 )
 from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
-from ragorder.ordering import RequestOutcome
 
 __all__ = ["Saving", "Suggestion", "predict_saving", "suggest"]
 
@@ -289,20 +288,14 @@ def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> s
 
 def _saving(runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]) -> Saving | None:
     """`name` returns what a document is known by: not its number."""
-    seen: list[Observation] = []
-    orderer = ObservedOrderer(Orderer(capacity_tokens=capacity_tokens), [_Kept(seen)], shadow=True)
-    for run in runs:
-        documents = [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents]
-        lengths = Lengths(_tokens(run.head), _tokens(run.tail))
-        orderer.order(documents, scope=_digest(run.head), lengths=lengths).confirm()
-    compared = [each for each in seen if each.ordered_tokens is not None and each.retrieval_tokens is not None]
-    if not compared:
-        return None
-    return Saving(
-        sum(each.documents_end for each in compared),
-        sum(each.ordered_tokens or 0 for each in compared),
-        sum(each.retrieval_tokens or 0 for each in compared),
+    requests = (
+        (
+            [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents],
+            {"scope": _digest(run.head), "lengths": Lengths(_tokens(run.head), _tokens(run.tail))},
+        )
+        for run in runs
     )
+    return Saving(*predict_reuse(Orderer(capacity_tokens=capacity_tokens), requests)) if runs else None
 
 
 def _digest(text: str) -> str:
@@ -311,17 +304,3 @@ def _digest(text: str) -> str:
 
 def _tokens(text: str) -> int:
     return max(1, len(text) // _CHARACTERS_PER_TOKEN)
-
-
-class _Kept:
-    """Watcher that keeps each observation."""
-
-    def __init__(self, seen: list[Observation]) -> None:
-        self._seen = seen
-
-    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        self._seen.append(observation)
-        return _ignore
-
-
-def _ignore(outcome: RequestOutcome) -> None: ...
