@@ -10,7 +10,7 @@ import operator
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import islice, permutations
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -840,37 +840,49 @@ class Unreadable:
         raise BoomError
 
 
+PLAIN = ("invoke", "ainvoke")
+STREAMED = ("stream", "astream")
+
+
+async def raised(chain: Any, ways: Sequence[str], asked: Any, handler: FeedbackHandler) -> list[type[Exception] | None]:
+    """What each of these methods of a chain raises."""
+
+    async def call(way: str) -> None:
+        result = getattr(chain, way)(asked, watched(handler))
+        if way == "ainvoke":
+            await result
+        elif way == "stream":
+            list(result)
+        elif way == "astream":
+            [piece async for piece in result]
+
+    errors: list[type[Exception] | None] = []
+    for way in ways:
+        try:
+            await call(way)
+            errors.append(None)
+        except Exception as error:
+            errors.append(type(error))
+    return errors
+
+
 class TestErrors:
     """After any error the ordering is finished rightly and the handler holds nothing: its fixture checks that."""
 
     async def test_of_the_retriever_leave_nothing_to_finish(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        chain = rag(orderer, Model())
-        with pytest.raises(KeyError):
-            chain.invoke("x: #7", watched(handler))
-        with pytest.raises(KeyError):
-            await chain.ainvoke("x: #7", watched(handler))
+        assert await raised(rag(orderer, Model()), PLAIN, "x: #7", handler) == [KeyError] * 2
         assert orderer.requests == []
 
     async def test_of_the_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(errors=[BoomError() for _ in range(4)]))
-        with pytest.raises(BoomError):
-            chain.invoke("ab: #7", watched(handler))
-        with pytest.raises(BoomError):
-            await chain.ainvoke("ab: #7", watched(handler))
-        with pytest.raises(BoomError):
-            list(chain.stream("ab: #7", watched(handler)))
-        with pytest.raises(BoomError):
-            [piece async for piece in chain.astream("ab: #7", watched(handler))]
+        assert await raised(chain, PLAIN + STREAMED, "ab: #7", handler) == [BoomError] * 4
         assert orderer.outcomes == [DISCARDED] * 4
 
     async def test_between_retrieval_and_model_discard(
         self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
     ) -> None:
         chain = retriever | fails | Model()
-        with pytest.raises(BoomError):
-            chain.invoke("ab: #7", watched(handler))
-        with pytest.raises(BoomError):
-            await chain.ainvoke("ab: #7", watched(handler))
+        assert await raised(chain, PLAIN, "ab: #7", handler) == [BoomError] * 2
         assert chain.batch(["ab: #7", "x: #7"], watched(handler), return_exceptions=True)
         assert orderer.outcomes == [DISCARDED] * 3
 
@@ -980,27 +992,14 @@ async def finishing(orderer: Recorder) -> None:
 
 
 class TestStreams:
-    async def test_that_break_after_the_first_token_count_without_numbers(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
-        chain = rag(orderer, Model(breaks_after=2))
-        with pytest.raises(ConnectionError):
-            list(chain.stream("ab: #7", watched(handler)))
-        with pytest.raises(ConnectionError):
-            [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.outcomes == [NO_NUMBERS] * 2
-
-    @pytest.mark.parametrize("breaks_after", [0, 1])
-    async def test_that_break_before_the_first_token_discard(
-        self, orderer: Recorder, handler: FeedbackHandler, breaks_after: int
+    @pytest.mark.parametrize(("breaks_after", "outcome"), [(0, DISCARDED), (1, DISCARDED), (2, NO_NUMBERS)])
+    async def test_that_break_count_without_numbers_after_their_first_token(
+        self, orderer: Recorder, handler: FeedbackHandler, breaks_after: int, outcome: RequestOutcome
     ) -> None:
         """That a message begins, in a role, says nothing: some servers tell before they have computed anything."""
         chain = rag(orderer, Model(breaks_after=breaks_after))
-        with pytest.raises(ConnectionError):
-            list(chain.stream("ab: #7", watched(handler)))
-        with pytest.raises(ConnectionError):
-            [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.outcomes == [DISCARDED] * 2
+        assert await raised(chain, STREAMED, "ab: #7", handler) == [ConnectionError] * 2
+        assert orderer.outcomes == [outcome] * 2
 
     async def test_closed_early_count_without_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1304,12 +1303,8 @@ class TestLangGraph:
 
     async def test_discards_what_a_failing_node_retrieved(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         graph = self.graph(orderer, Model(errors=[BoomError(), BoomError(), BoomError()]))
-        with pytest.raises(BoomError):
-            graph.invoke({"question": "ab: #7"}, watched(handler))
-        with pytest.raises(BoomError):
-            await graph.ainvoke({"question": "ab: #7"}, watched(handler))
-        with pytest.raises(BoomError):
-            list(graph.stream({"question": "ab: #7"}, watched(handler)))
+        ways = ("invoke", "ainvoke", "stream")
+        assert await raised(graph, ways, {"question": "ab: #7"}, handler) == [BoomError] * 3
         assert orderer.outcomes == [DISCARDED] * 3
 
     def test_finishes_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
