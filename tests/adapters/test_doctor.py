@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
-from support.rings import examples
+from support.rings import length
 
 from ragorder.adapters.doctor import AddressError, Events, Finding, examine
 from ragorder.adapters.doctor.events import check_events
@@ -418,7 +418,7 @@ class TestAServerThatDoesNotSay:
     def test_is_always_an_error_of_the_server(self, fake: FakeServer) -> None:
         labels = st.dictionaries(st.sampled_from(["block_size", "num_gpu_blocks", "engine"]), st.text())
 
-        @settings(max_examples=examples(50))
+        @settings(max_examples=length(50, 10))
         @given(labels, st.text())
         def read(values: dict[str, str], tail: str) -> None:
             fake.raw["/metrics"] = page(gauge(**values) + tail).encode("utf-8", "replace")
@@ -863,7 +863,7 @@ class TestTwoPrompts:
     def test_are_quoted_without_control_characters(self, fake: FakeServer) -> None:
         fake.tokenizes = False
 
-        @settings(max_examples=examples(30))
+        @settings(max_examples=length(30, 10))
         @given(st.text(), st.text(min_size=1), st.text(min_size=1))
         def quote(head: str, one: str, other: str) -> None:
             found = findings(fake, samples=(head + one, head + other))
