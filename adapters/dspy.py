@@ -46,7 +46,7 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(callbacks)
         self.retriever = retriever
-        self._reorder: Reorder[Any] = Reorder(orderer, text=_text, own_id=_no_id, key=key, tokens=tokens, scope=scope)
+        self._reorder: Reorder[Any] = Reorder(orderer, text=_text, key=key, tokens=tokens, scope=scope)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
@@ -107,7 +107,3 @@ def _text(passage: Any) -> Any:
     if isinstance(passage, str):
         return passage
     return passage["long_text"] if isinstance(passage, Mapping) else passage.long_text
-
-
-def _no_id(passage: Any) -> None:
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 from ragorder.common.extras import needs
@@ -23,6 +24,7 @@ from ragorder.settings import Settings
 
 __all__ = ["CacheOrderChatPromptBuilder", "CacheOrderFeedback", "CacheOrderRanker", "ChatTurn"]
 
+_ID, _META = attrgetter("id"), attrgetter("meta")
 _FUNCTIONS = ("key", "tokens")
 _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
@@ -58,7 +60,7 @@ class CacheOrderRanker:
         orderer = _either(orderer, settings)
         self.top_k = top_k
         self.scope = scope
-        self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
+        self._reorder = Reorder(orderer, text=_text, own_id=_ID, metadata=_META, key=key, tokens=tokens)
 
     @property
     def orderer(self) -> OrdererLike:
@@ -171,7 +173,7 @@ class CacheOrderChatPromptBuilder:
             builder if builder is not None else PromptBuilder(**{"system": ""} | (prompt or {})),
             read=_read,
             text=_text,
-            metadata=_meta,
+            metadata=_META,
             label=label,
             scope=_given,
             **self._naming,
@@ -210,10 +212,9 @@ class CacheOrderChatPromptBuilder:
     ) -> dict[str, Any]:
         """Return `prompt`, the messages to send, which with the answer are the next history; and `documents`: the sent
         ones in prompt order, then the named ones. `scope` overrides the builder's own."""
-        form = self._turns.builder.message_format
         before = list(history or ())
-        if form.system and form.system_role and not (before and before[0].role == "system"):
-            before.insert(0, ChatMessage.from_system(form.system))
+        if self._turns.system and not (before and before[0].role == "system"):
+            before.insert(0, ChatMessage.from_system(self._turns.system))
         turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
         prompt = [*before, ChatMessage.from_user(turn.text)]
         made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))
@@ -284,11 +285,3 @@ def _either(orderer: OrdererLike | None, settings: dict[str, Any] | None) -> Ord
 
 def _text(document: Document) -> str:
     return document.content or ""
-
-
-def _id(document: Document) -> str:
-    return document.id
-
-
-def _meta(document: Document) -> dict[str, Any]:
-    return document.meta

@@ -10,8 +10,8 @@ __all__ = ["marked_documents"]
 
 
 def marked_documents(ordering: Ordering[Any]) -> list[int]:
-    """Return the number of leading documents before each breakpoint: one, after the documents that an earlier request
-    also began with. New documents are not worth the price of writing, 1.25 times the plain one."""
+    """Return the number of leading documents before each breakpoint: one, after the documents that an earlier
+    request also began with. New documents are not worth the price of writing."""
     if ordering.cloud is not None:
         return [mark for mark in ordering.breakpoints if mark]
     return [ordering.prefix_documents] if ordering.prefix_documents else []

@@ -10,33 +10,13 @@ from ragorder.document import Document
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade", "name_of", "order_items"]
+__all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade"]
 
 T = TypeVar("T")
 
 Key = Callable[[Any], Any]
 Tokens = Callable[[Any], int]
 ScopeOf = str | Callable[..., Hashable] | None
-
-
-def order_items(
-    orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
-) -> tuple[list[T], Ordering[Document]]:
-    """Return the items ordered by the documents that `read` returns, and the ordering. Never raises: unreadable items
-    stay in retrieval order."""
-    items = list(items)
-    try:
-        documents = [read(item) for item in items]
-    except Exception as error:
-        return items, orderer.fall_back([Document("")] * len(items), error)
-    ordering = orderer.order(documents, scope=scope)
-    return [items[rank] for rank in ordering.permutation], ordering
-
-
-def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
-    name = key(item) if key is not None else None
-    name = own_id if name is None else name
-    return "" if name is None else str(name)
 
 
 def degrade(orderer: OrdererLike, reason: str) -> None:
@@ -46,7 +26,7 @@ def degrade(orderer: OrdererLike, reason: str) -> None:
 
 
 class Reorder(Generic[T]):
-    """Ordering of requests' documents; errors leave retrieval order. Thread-safe.
+    """Ordering of requests' documents. Never raises: errors leave retrieval order. Thread-safe.
 
     `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
     share the orderer; a pickle loads with a new one.
@@ -57,7 +37,7 @@ class Reorder(Generic[T]):
         orderer: OrdererLike,
         *,
         text: Callable[[T], str],
-        own_id: Callable[[T], Any],
+        own_id: Callable[[T], Any] | None = None,
         metadata: Callable[[T], Mapping[str, Any]] | None = None,
         key: Key | None = None,
         tokens: Tokens | None = None,
@@ -72,19 +52,32 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
+        """Return the items in order, and the ordering. A scope function gets the request."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:
-            return list(items), self.orderer.fall_back([Document("")] * len(items), error)
+            # An unknown tenant must not be confused with another one, nor with no tenant.
+            return self._as_ranked(items, error)
         return self.within(scope, items)
 
     def within(self, scope: Hashable, items: Sequence[T]) -> tuple[list[T], Ordering[Document]]:
-        return order_items(self.orderer, items, self._read, scope=scope)
+        try:
+            documents = [self._read(item) for item in items]
+        except Exception as error:
+            return self._as_ranked(items, error)
+        ordering = self.orderer.order(documents, scope=scope)
+        return [items[rank] for rank in ordering.permutation], ordering
+
+    def _as_ranked(self, items: Sequence[T], error: Exception) -> tuple[list[T], Ordering[Document]]:
+        return list(items), self.orderer.fall_back([Document("")] * len(items), error)
 
     def _read(self, item: T) -> Document:
-        name = name_of(item, self._own_id(item), self.key)
+        name = None if self.key is None else self.key(item)
+        if name is None and self._own_id is not None:
+            name = self._own_id(item)
         tokens = None if self.tokens is None else index(self.tokens(item))
-        return Document(name, self._text(item), tokens, metadata=self._metadata(item) if self._metadata else {})
+        metadata = {} if self._metadata is None else self._metadata(item)
+        return Document("" if name is None else str(name), self._text(item), tokens, metadata=metadata)
 
     def __copy__(self) -> Self:
         return self

@@ -68,8 +68,8 @@ class RequestFacts:
         return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])
 
     def forecast(self, blocks: Iterable[K], ends: Iterable[int]) -> dict[K, float]:
-        """Return the expected uses of blocks that end at these prompt positions: those of the document with the block's
-        last token. Blocks after the documents are left out."""
+        """Return the expected uses of blocks that end at these positions: those of the document with the block's
+        last token."""
         places = ((block, bisect_left(self.documents, end)) for block, end in zip(blocks, ends, strict=True))
         return {block: self.expected[place] for block, place in places if place < len(self.expected)}
 

@@ -105,8 +105,8 @@ class NextTurn(Generic[D]):
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Surround the request. After an error, or a stream that is cut off, it counts as served without numbers if its
-        answer had begun, else as discarded."""
+        """Surround the request. After an error it counts as served without numbers if its answer had begun, else as
+        discarded."""
         try:
             yield
         except BaseException:
@@ -162,6 +162,12 @@ class FrameworkTurns(Generic[M, D]):
 
     def label(self, item: D) -> str:
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
+
+    @property
+    def system(self) -> str:
+        """The text of a system message, "" if none is to come first."""
+        form = self.builder.message_format
+        return form.system if form.system_role else ""
 
     def question_in(self, content: str) -> str:
         opening = self.builder.question_opening

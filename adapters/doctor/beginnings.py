@@ -35,8 +35,8 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """First difference of a request from all earlier ones, before text that others repeat. `at_repeated`: in a repeated
-    line, so that only the order of documents differs."""
+    """First difference of a request from all earlier ones, before text that others repeat; `at_repeated`: in a
+    repeated line."""
 
     request: LoggedRequest
     at: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ragorder.adapters.doctor.beginnings import Parting, SharedBeginning, find_partings, shared_beginnings
 from ragorder.adapters.doctor.front import ListChange, ToolsChange, list_changes, tool_changes
@@ -45,15 +45,9 @@ class RenderError(RagorderError):
     """The chat template fails. The message does not quote the chat."""
 
 
-class ChatTemplate(Protocol):
-    dated: bool
-    """Whether it writes today's date."""
-
-    def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
-        """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
-
-
 class ServerTemplate:
+    """`dated`: whether the chat template writes today's date."""
+
     dated = False
 
     def __init__(self, server: Server, model: str | None) -> None:
@@ -61,6 +55,7 @@ class ServerTemplate:
         self._model = {} if model is None else {"model": model}
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
+        """Return a chat's tokens, with `open_end` up to the start of the answer. Raises RenderError."""
         body = {"messages": list(messages), "add_generation_prompt": open_end, **self._model}
         try:
             answer = self._server.post_json("/tokenize", body)
@@ -87,10 +82,12 @@ class LocalTemplate:
         return tokens
 
 
+ChatTemplate = ServerTemplate | LocalTemplate
+
+
 @dataclass
 class Case:
-    """Input of the rules. `probe` sends one prompt several times with the same topic in `topic_header`, and returns
-    each repetition's cached tokens."""
+    """Input of the rules. `probe` returns the cached tokens of one prompt that is sent again with the same topic."""
 
     log: RequestLog
     block_size: int | None = None

@@ -45,8 +45,8 @@ class _HeardEvents:
 def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
-    """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens; then
-    replay one event. Waits at most `timeout_s` and 10 s at each endpoint. Raises ImportError without ragorder[live]."""
+    """Listen to the events of a server's engines while `serve` computes new prompts and returns their tokens, then
+    replay one. Raises ImportError without ragorder[live]."""
     if events is None:
         found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]

@@ -16,7 +16,6 @@ from ragorder.adapters.doctor.request_log import LoggedRequest
 __all__ = [
     "CERTAIN_FIELDS",
     "ListChange",
-    "Separation",
     "ToolsChange",
     "list_changes",
     "separations",
@@ -48,27 +47,19 @@ def _by_fields(requests: Iterable[LoggedRequest]) -> list[LoggedRequest]:
     return [replace(each, scope=("\n".join(map(str, sorted(each.fields.items()))), "")) for each in requests]
 
 
-class Separation(NamedTuple):
-    """A request, the characters at its beginning that an earlier one has too, and the fields by which it differs from
-    that; none if one with the same fields shares half as much."""
-
-    request: LoggedRequest
-    characters: int
-    fields: Sequence[str]
-
-
-def separations(requests: Sequence[LoggedRequest]) -> Iterator[Separation]:
+def separations(requests: Sequence[LoggedRequest]) -> Iterator[tuple[LoggedRequest, int, Sequence[str]]]:
+    """Yield each request, the characters at its beginning that an earlier one has too, and the fields by which it
+    differs from that; none if one with the same fields shares half as much."""
     shared, own = shared_beginnings(without_fields(requests)), shared_beginnings(_by_fields(requests))
     for request, most, same in zip(requests, shared, own, strict=True):
         if most.earlier is not None:
             fields, theirs = request.fields, most.earlier.fields
             differ = [name for name in sorted(fields.keys() | theirs.keys()) if fields.get(name) != theirs.get(name)]
-            yield Separation(request, most.characters, [] if 2 * same.characters >= most.characters else differ)
+            yield request, most.characters, [] if 2 * same.characters >= most.characters else differ
 
 
 def tool_changes(requests: Iterable[LoggedRequest]) -> dict[int, ToolsChange]:
-    """Return the lines of requests whose tools are in an order that no earlier request of their scope had, or are other
-    ones, or have other texts."""
+    """Return how the tools of requests differ from all earlier ones of their scope, by line."""
     orders: defaultdict[Scope, set[tuple[str, ...]]] = defaultdict(set)
     sets: defaultdict[Scope, set[frozenset[str]]] = defaultdict(set)
     found: dict[int, ToolsChange] = {}
@@ -103,8 +94,8 @@ class _List(NamedTuple):
 
 
 def list_changes(requests: Sequence[LoggedRequest]) -> dict[int, ListChange]:
-    """Return the lines of requests that differ from all earlier ones of their scope first in a list of their system
-    message: in the order of items that an earlier request has too, or in the items, if these are known."""
+    """Return how requests differ from all earlier ones of their scope first in a list of their system message, by
+    line: in the order of items that an earlier one has too, or in known items."""
     orders: defaultdict[Scope, set[tuple[str, ...]]] = defaultdict(set)
     known: defaultdict[Scope, set[str]] = defaultdict(set)
     found: dict[int, ListChange] = {}

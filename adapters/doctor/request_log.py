@@ -34,7 +34,7 @@ class LoggedRequest:
     """A request's prompt and reported counts (None if not reported).
 
     The first `tools_end` characters of `text` are tools, the first `system_end` tools and system message. Requests of
-    the same `scope` (model and salt) share a cache. `fields` are others that the prompt or its cache depends on.
+    the same `scope` (model and salt) share a cache, which may depend on `fields`.
     """
 
     line: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import gcd
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragorder.adapters.cloud_orderers import find_rules
 from ragorder.adapters.doctor.beginnings import common_length, repeated_parts
@@ -32,6 +32,7 @@ from ragorder.adapters.doctor.prompts import recognise
 from ragorder.adapters.doctor.request_log import LoggedRequest
 from ragorder.adapters.doctor.turns import Turn
 from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.observing.observed import predict_reuse
 from ragorder.clouds import CacheRules
 from ragorder.orderer import Orderer
 
@@ -107,8 +108,7 @@ _TOOLS = {
 
 
 def _document_order(case: Case) -> Finding:
-    """Count requests whose first difference from all earlier ones is a document that others have, with more such
-    documents after it: another order could have reused more."""
+    """Count requests that part from all earlier ones at a repeated document, with more of them after it."""
     check = "order of documents"
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
@@ -126,26 +126,22 @@ def _document_order(case: Case) -> Finding:
 
 
 def _reusable(case: Case) -> tuple[float, float]:
-    lengths: dict[str, Any] = {"key": itemgetter(0), "tokens": lambda part: case.tokens(part[1])}
-    block_size = case.block_size or 16
-    orderers = [
-        Orderer(capacity_tokens=None, block_size=block_size, moves="prefix", max_displacement=0, **lengths),
-        Orderer(capacity_tokens=None, block_size=block_size, **lengths),
-    ]
-    reused = [0, 0]
-    for request, parts in zip(case.log.requests, repeated_parts(case.log.requests), strict=True):
-        for place, orderer in enumerate(orderers):
-            ordering = orderer.order([*parts.items()], scope=request.scope)
-            reused[place] += ordering.cached_tokens
-            ordering.confirm()
+    orderer = Orderer(
+        capacity_tokens=None,
+        block_size=case.block_size or 16,
+        key=itemgetter(0),
+        tokens=lambda part: case.tokens(part[1]),
+    )
+    parts = zip(case.log.requests, repeated_parts(case.log.requests), strict=True)
+    _, ordered, plain = predict_reuse(orderer, (([*each.items()], {"scope": request.scope}) for request, each in parts))
     tokens = max(1, sum(map(case.length, case.log.requests)))
-    return min(1.0, reused[0] / tokens), min(1.0, reused[1] / tokens)
+    return min(1.0, plain / tokens), min(1.0, ordered / tokens)
 
 
 def _fields(case: Case) -> Finding:
     """Count requests whose text began an earlier one that has other fields, unless their answers report hits."""
     check = "request fields"
-    sharing = [each for each in separations(case.log.requests) if case.tokens(each.characters) >= _LEAST_STEP]
+    sharing = [each for each in separations(case.log.requests) if case.tokens(each[1]) >= _LEAST_STEP]
     kinds: Counter[str] = Counter()
     separated, is_certain = 0, False
     for request, characters, names in sharing:

@@ -306,8 +306,7 @@ def send(
 
 
 def probe_topic(server: Server, model: str | None, header: str, *, tokens: int = _PROBE_TOKENS) -> list[int | None]:
-    """Return the cached tokens of each repetition of a prompt with the same topic. A random balancer over two replicas
-    passes once in 128 probes."""
+    """Return the cached tokens of each repetition of a prompt with the same topic."""
     topic = {header: secrets.token_hex(16)}
     token_ids = random_tokens(tokens)
     found = []

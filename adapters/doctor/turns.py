@@ -39,9 +39,9 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Return requests whose turn before is in the log: the request with the same messages before the last answer, or
-    else the last one whose question contains, or is part of, the question before that answer. A question of less than
-    16 characters must follow the same answer, or have been asked once in the log."""
+    """Return requests whose turn before is in the log: with the same messages before the last answer, or else the
+    last one whose question contains, or is part of, the question before that answer. A short question must follow
+    the same answer, or be asked once."""
     sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
     asked = _Asked(requests)
     found = []
@@ -115,8 +115,7 @@ def _keys(question: str) -> Iterator[str]:
 
 
 def _pieces(question: str) -> set[str]:
-    """Return the short texts in a message that may be its question: its first and last lines, or their ends after a
-    mark."""
+    """Return the short texts of a message that may be its question: its first and last lines, or their ends."""
     found = {question}
     for part in (question[:_REACH], question[-_REACH:]):
         starts = [match.end() for match in _BEGINS.finditer(part)]

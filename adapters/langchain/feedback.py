@@ -67,35 +67,16 @@ class FeedbackHandler(BaseCallbackHandler):
         return self._runs.waiting
 
     # LangChain gives what starts a run by position, and a tool's `inputs` among the others.
-    def _start(
-        self, serialized: Any, given: Any, /, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        self._handle(self._runs.begin, run_id, parent_run_id)
+    def _start(self, serialized: Any, given: Any, /, **run: Any) -> None:
+        self._handle(self._runs.begin, run["run_id"], run.get("parent_run_id"))
 
     on_chain_start = on_tool_start = on_retriever_start = _start  # type: ignore[assignment]
 
-    def on_chat_model_start(
-        self,
-        serialized: Any,
-        messages: list[list[BaseMessage]],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._handle(lambda: self._runs.call(run_id, parent_run_id, "\n".join(map(prompt_text, messages)), alone=True))
+    def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **run: Any) -> None:
+        self._handle(lambda: self._call(run, "\n".join(map(prompt_text, messages)), alone=True))
 
-    def on_llm_start(
-        self,
-        serialized: Any,
-        prompts: list[str],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        batch_size: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        self._handle(self._runs.call, run_id, parent_run_id, "\n".join(prompts), alone=batch_size == 1)
+    def on_llm_start(self, serialized: Any, prompts: list[str], *, batch_size: int = 1, **run: Any) -> None:
+        self._handle(self._call, run, "\n".join(prompts), alone=batch_size == 1)
 
     def on_llm_new_token(self, token: Any, *, run_id: UUID, chunk: Any = None, **kwargs: Any) -> None:
         if self._handle(is_token, token, chunk):
@@ -133,6 +114,9 @@ class FeedbackHandler(BaseCallbackHandler):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, pickled or deep, follows no runs yet.
         return partial(type(self), max_runs=self._runs.limit), ()
+
+    def _call(self, run: dict[str, Any], prompt: str, alone: bool) -> None:
+        self._runs.call(run["run_id"], run.get("parent_run_id"), prompt, alone)
 
     def _handle(self, event: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         # LangChain would log an error in full, with its quotations of a prompt.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
-from operator import index
+from operator import attrgetter
 from typing import Any, Self
 
 from langchain_core.callbacks import (
@@ -23,10 +23,9 @@ from langchain_core.runnables.config import ensure_config, var_child_runnable_co
 from langchain_core.runnables.configurable import RunnableConfigurableFields
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-import ragorder
 from ragorder.adapters.langchain.feedback import abandon, hand_over
 from ragorder.adapters.marks import marked_documents
-from ragorder.adapters.reorder import degrade, name_of, order_items
+from ragorder.adapters.reorder import Reorder, degrade
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
@@ -67,43 +66,34 @@ class CacheOrderModel(BaseModel):
         super().__setstate__(state | {"__dict__": fields | {"orderer": Orderer(fields["orderer"])}})
 
     def put_in_order(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
-        documents = list(documents)
-        try:
-            scope = self.scope(run_manager.metadata) if callable(self.scope) else self.scope
-        except Exception as error:
-            # An unknown tenant must not be confused with another one, nor with no tenant.
-            ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
-        else:
-            documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
+        reorder = Reorder(
+            self.orderer,
+            text=attrgetter("page_content"),
+            own_id=attrgetter("id"),
+            metadata=lambda document: document.metadata or {},
+            key=self.key,
+            tokens=self.tokens,
+            scope=self.scope,
+        )
+        documents, ordering = reorder(documents, run_manager.metadata)
         marked = self._marked(ordering)
-        hand_over(
-            ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager, self.orderer
-        )
-        ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
-        if self.mark_key is None:
-            return ranked
-        return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
+        texts = [str(getattr(document, "page_content", "")) for document in documents]
+        hand_over(ordering, texts, run_manager, self.orderer)
+        ranked = zip(documents, ordering.permutation, strict=True)
+        return [self._annotated(document, rank, place in marked) for place, (document, rank) in enumerate(ranked, 1)]
 
-    def _read(self, document: Document) -> ragorder.Document:
-        return ragorder.Document(
-            name_of(document, document.id, self.key),
-            document.page_content,
-            None if self.tokens is None else index(self.tokens(document)),
-            metadata=document.metadata or {},
-        )
-
-    def _ranked(self, document: Document, rank: int) -> Document:
+    def _annotated(self, document: Document, rank: int, marked: bool) -> Document:
         with suppress(Exception):
-            if self.rank_key is not None and self.rank_key not in document.metadata:
-                return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
-        return document
-
-    def _with_mark(self, document: Document, marked: bool) -> Document:
-        with suppress(Exception):
-            if marked != (self.mark_key in document.metadata):
+            metadata = dict(document.metadata)
+            if self.rank_key is not None:
+                metadata.setdefault(self.rank_key, {"rank": rank})
+            if self.mark_key is not None and not marked:
                 # A breakpoint of an earlier request does not belong to this one.
-                metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
-                return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
+                metadata.pop(self.mark_key, None)
+            elif self.mark_key is not None:
+                metadata.setdefault(self.mark_key, True)
+            if metadata.keys() != document.metadata.keys():
+                return document.model_copy(update={"metadata": metadata})
         return document
 
     def _marked(self, ordering: Ordering[Any]) -> frozenset[int]:

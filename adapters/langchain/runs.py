@@ -145,8 +145,8 @@ class Runs:
         self._close(run, failed)
 
     def _one_by_one(self, call: Callable[[], object]) -> None:
-        """Run a call after those before it, in the thread of a running one. Raises its own error after the others. A
-        lock would not do: a finaliser may run in the middle of a call, in the thread that holds it."""
+        """Run a call after those before it, in the thread of a running one. A lock would not do: a finaliser may run
+        in the middle of a call, in the thread that holds it."""
         self._calls.append(call)
         failure: Exception | None = None
         # Checked again after the release: calls that arrived meanwhile were left to this thread.

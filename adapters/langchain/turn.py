@@ -76,12 +76,10 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         label: Label | None = None,
         scope: ScopeOf = None,
         marks: Marks = False,
-        documents_key: str = "context",
     ) -> None:
         if not isinstance(model, Runnable):
             raise TypeError(f"model is a {type(model).__name__}: give a chat model, such as ChatOpenAI(…)")
         self._model = model
-        self._documents_key = documents_key
         self._marks = checked_marks(marks)
         self._turns = LangChainTurns(
             orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, parts=bool(marks)
@@ -175,17 +173,14 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     def _ask(self, input: Mapping[str, Any]) -> _Asked:
         history, question = _read(input)
         sent_before = len(history) if question else 0
-        prepared = self._turns.prepare([*history, *question], self._documents(input), input, sent_before=sent_before)
+        prepared = self._turns.prepare([*history, *question], _documents(input), input, sent_before=sent_before)
         return self._asked(history, question, prepared)
 
     async def _aask(self, input: Mapping[str, Any]) -> _Asked:
         history, question = _read(input)
         given, sent_before = [*history, *question], len(history) if question else 0
-        prepared = await self._turns.aprepare(given, self._documents(input), input, sent_before=sent_before)
+        prepared = await self._turns.aprepare(given, _documents(input), input, sent_before=sent_before)
         return self._asked(history, question, prepared)
-
-    def _documents(self, input: Mapping[str, Any]) -> list[Document]:
-        return list(input.get(self._documents_key) or ())
 
     def _asked(self, history: list[BaseMessage], question: list[BaseMessage], request: Prepared) -> _Asked:
         stored = request.messages[len(history) :] if question else request.changed
@@ -195,10 +190,8 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         return _Asked(request, messages, stored, arguments)
 
     def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-        form = self._turns.builder.message_format
-        if not form.system or not form.system_role or (messages and isinstance(messages[0], SystemMessage)):
-            return []
-        return [SystemMessage(form.system)]
+        has_one = bool(messages) and isinstance(messages[0], SystemMessage)
+        return [SystemMessage(self._turns.system)] if self._turns.system and not has_one else []
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
@@ -209,6 +202,10 @@ def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage
         [HumanMessage(question)] if isinstance(question, str) else convert_to_messages([question])
     )
     return convert_to_messages(input.get("chat_history") or []), asked
+
+
+def _documents(input: Mapping[str, Any]) -> list[Document]:
+    return list(input.get("context") or ())
 
 
 def _computed(chunk: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +9,7 @@ from itertools import pairwise
 from ragorder.adapters.learning.evidence import ANCHOR, CONTEXT, KEY, MARKED, Boundary, Evidence
 from ragorder.adapters.learning.texts import (
     CONTROL,
-    END,
     NUMBER,
-    START,
     DigitText,
     distinct_marks,
     places,
@@ -49,8 +46,7 @@ class LearnedTemplate:
     """Documents after `head`, separated by `separator`, before `tail`; digits are marks in all three.
 
     The separator's first `footer` characters belong to the document before it, as the tail begins with them; those from
-    `header` on belong to the one after it, as the head ends with them. `fits` of the `seen` texts with head and tail
-    had documents.
+    `header` on belong to the one after it, as the head ends with them.
     """
 
     def __init__(self, head: str, separator: str, tail: str, evidence: Evidence) -> None:
@@ -68,7 +64,6 @@ class LearnedTemplate:
         """Where in the separator a document begins, and where one ends."""
         self.has_marked_head = distinct_marks(separator[self.header :]) >= MARKED
         self.has_marked_tail = distinct_marks(separator[: self.footer]) >= MARKED
-        self.seen = self.fits = 0
 
     @property
     def proves_by_number(self) -> bool:
@@ -129,17 +124,6 @@ class LearnedTemplate:
         ]
         return all(digits.number(at) == number for at, number in expected)
 
-    def shown(self) -> tuple[str, str, str]:
-        """Return head, separator and tail with {n} for numbers by place, {id} for those that move, {#} for others."""
-        kinds = iter(self.kinds)
-
-        def kind(_: re.Match[str]) -> str:
-            found = next(kinds)
-            return found if found.isdigit() else f"{{{found}}}"
-
-        head, tail = (each.strip(START + END).replace(NUMBER, "{#}") for each in (self.head, self.tail))
-        return head, re.sub(NUMBER, kind, self.separator), tail
-
     def _proven(self, digits: DigitText, boundaries: list[Boundary], start: int) -> list[Boundary] | str:
         if not boundaries:
             return "one document"
@@ -156,8 +140,7 @@ class LearnedTemplate:
         return boundaries or "no proven boundary"
 
     def _is_crossed(self, text: str, start: int, end: int) -> bool:
-        """Return whether a known document ends and another begins inside this one. (A known beginning alone may be the
-        overlap of two chunks.)"""
+        """Return whether a known document ends and another begins inside this one."""
         evidence = self.evidence
         for word in ANCHOR.finditer(text, start + CONTEXT, end):
             for offset, key in evidence.anchors.get(text[word.start() : word.start() + KEY], ()):

@@ -48,8 +48,8 @@ class TemplateLearner:
 
     A repeated document's repeat goes on into what follows every document, and the next one's begins in what precedes
     every document: where both overlap is the separator. A form is refused if the order of the documents never varies in
-    a circle (A before B before C before A), or if it has another meaning: lists that grow are a history, lists that are
-    sorted by a number are a log. Lists whose order means something and varies look like documents: a person decides.
+    a circle (A before B before C before A), for lists that grow (a history), and for lists that are sorted by a number
+    (a log). Other lists whose order means something look like documents: a person decides.
 
     At most `most` texts are kept. Learning takes seconds of processor time with 300 prompts of 17,000 characters.
     """
@@ -260,7 +260,6 @@ class TemplateLearner:
         short = sum(len(each) + len(template.separator) < 30 for each in units)
         if template.separator.strip() and short > 0.05 * len(units):
             return "pieces too short: the separator is a part of a larger one"
-        template.seen, template.fits = len(seen), len(lists)
         return template
 
 

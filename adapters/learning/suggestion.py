@@ -12,7 +12,7 @@ from operator import contains
 from ragorder.adapters.learning.learned import BY_PLACE, Found, LearnedTemplate
 from ragorder.adapters.learning.learner import TemplateLearner
 from ragorder.adapters.learning.texts import END, NUMBER, START, DigitText
-from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.observing.observed import predict_reuse
 from ragorder.adapters.proxy.bodies.template import (
     DocumentRun,
     DocumentTemplate,
@@ -21,7 +21,6 @@ from ragorder.adapters.proxy.bodies.template import (
 )
 from ragorder.document import Document
 from ragorder.orderer import Lengths, Orderer
-from ragorder.ordering import RequestOutcome
 
 __all__ = ["Saving", "Suggestion", "predict_saving", "suggest"]
 
@@ -35,8 +34,8 @@ _MOST_TORN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Tokens up to the last document of the requests whose documents are found, and those of them that a cache would
-    hold in ragorder's order and in the order of the log."""
+    """Tokens up to the last document of requests whose documents are found, and those that a cache would hold in
+    ragorder's order and in the log's."""
 
     tokens: int
     ordered_tokens: int
@@ -121,8 +120,8 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
 def predict_saving(
     template: DocumentTemplate, requests: Sequence[Sequence[str]], capacity_tokens: int
 ) -> tuple[int, Saving | None]:
-    """Return in how many of the requests a template finds documents that it may order, and what that would save on the
-    mirror of a cache of this size."""
+    """Return in how many of the requests a template finds documents that it may order, and what that would save with
+    a cache of this size."""
     runs = []
     for texts in requests:
         run = _first(template.find, texts)
@@ -252,8 +251,8 @@ def _doubts(
 
 
 def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
-    """Return in how many requests the template divides what was always together, in different company, or at places
-    that are no boundaries of the learned form."""
+    """Return in how many requests the template divides what was always together, in different company, or elsewhere
+    than at boundaries."""
     torn = 0
     for text in (text for texts in requests for text in texts):
         digits = DigitText(text)
@@ -271,8 +270,7 @@ def _hold(documents: Sequence[str], texts: Sequence[str]) -> bool:
 
 
 def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> str:
-    """Return a line near the beginning of documents that differs while the rest is mostly the same, or "". Numbers that
-    stay at their places may differ."""
+    """Return a line near the beginning of documents that differs while the rest is mostly the same, or ""."""
     found = [document for run in runs for document in run.documents]
     shown = [template.split(each).rest for each in found] if template.shows_number else found
     documents = [each.strip().splitlines() for each in shown]
@@ -290,20 +288,14 @@ def _changing_line(template: DocumentTemplate, runs: Sequence[DocumentRun]) -> s
 
 def _saving(runs: Sequence[DocumentRun], capacity_tokens: int, name: Callable[[str], str]) -> Saving | None:
     """`name` returns what a document is known by: not its number."""
-    seen: list[Observation] = []
-    orderer = ObservedOrderer(Orderer(capacity_tokens=capacity_tokens), [_Kept(seen)], shadow=True)
-    for run in runs:
-        documents = [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents]
-        lengths = Lengths(_tokens(run.head), _tokens(run.tail))
-        orderer.order(documents, scope=_digest(run.head), lengths=lengths).confirm()
-    compared = [each for each in seen if each.ordered_tokens is not None and each.retrieval_tokens is not None]
-    if not compared:
-        return None
-    return Saving(
-        sum(each.documents_end for each in compared),
-        sum(each.ordered_tokens or 0 for each in compared),
-        sum(each.retrieval_tokens or 0 for each in compared),
+    requests = (
+        (
+            [Document(id=_digest(name(each)), tokens=_tokens(each)) for each in run.documents],
+            {"scope": _digest(run.head), "lengths": Lengths(_tokens(run.head), _tokens(run.tail))},
+        )
+        for run in runs
     )
+    return Saving(*predict_reuse(Orderer(capacity_tokens=capacity_tokens), requests)) if runs else None
 
 
 def _digest(text: str) -> str:
@@ -312,17 +304,3 @@ def _digest(text: str) -> str:
 
 def _tokens(text: str) -> int:
     return max(1, len(text) // _CHARACTERS_PER_TOKEN)
-
-
-class _Kept:
-    """Watcher that keeps each observation."""
-
-    def __init__(self, seen: list[Observation]) -> None:
-        self._seen = seen
-
-    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        self._seen.append(observation)
-        return _ignore
-
-
-def _ignore(outcome: RequestOutcome) -> None: ...

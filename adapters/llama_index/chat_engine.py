@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -21,7 +22,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import ToolOutput
 
-from ragorder.adapters.llama_index.retriever import node_metadata, node_text
+from ragorder.adapters.llama_index.retriever import node_text
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop, plain_message
 from ragorder.adapters.usage import member, read_usage
@@ -105,7 +106,7 @@ class CacheOrderChatEngine(BaseChatEngine):
             builder,
             read=_read,
             text=node_text,
-            metadata=node_metadata,
+            metadata=attrgetter("metadata"),
             label=label,
             scope=scope,
             repeat=repeat,
@@ -121,9 +122,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         asked = self._ask(message, chat_history)
         with asked.turn.asking():
             answer = self._llm.chat(asked.messages)
-        for each in (asked.messages[-1], answer.message):
-            self._memory.put(each)
-        self._confirm(asked, answer)
+        self._store(asked, answer)
         return AgentChatResponse(response=str(answer.message.content or ""), **asked.shown)
 
     @trace_method("chat")
@@ -131,9 +130,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         asked = await self._aask(message, chat_history)
         with asked.turn.asking():
             answer = await self._llm.achat(asked.messages)
-        for each in (asked.messages[-1], answer.message):
-            await self._memory.aput(each)
-        self._confirm(asked, answer)
+        await self._astore(asked, answer)
         return AgentChatResponse(response=str(answer.message.content or ""), **asked.shown)
 
     @trace_method("chat")
@@ -149,9 +146,7 @@ class CacheOrderChatEngine(BaseChatEngine):
                         asked.turn.begin()
                     yield answer
             if answer is not None:
-                for each in (asked.messages[-1], answer.message):
-                    self._memory.put(each)
-                self._confirm(asked, answer)
+                self._store(asked, answer)
 
         return StreamingAgentChatResponse(chat_stream=chunks(), is_writing_to_memory=False, **asked.shown)
 
@@ -169,9 +164,7 @@ class CacheOrderChatEngine(BaseChatEngine):
                         asked.turn.begin()
                     yield answer
             if answer is not None:
-                for each in (asked.messages[-1], answer.message):
-                    await self._memory.aput(each)
-                self._confirm(asked, answer)
+                await self._astore(asked, answer)
 
         return StreamingAgentChatResponse(achat_stream=chunks(), is_writing_to_memory=False, **asked.shown)
 
@@ -218,17 +211,26 @@ class CacheOrderChatEngine(BaseChatEngine):
     def _next(
         self, message: str, query: QueryBundle, nodes: list[NodeWithScore], history: Sequence[ChatMessage]
     ) -> _Asked:
-        form = self._turns.builder.message_format
-        front: list[ChatMessage] = []
-        if form.system and form.system_role:
-            system = ChatMessage(role=self._llm.metadata.system_role, content=form.system)
-            front = [] if history and history[0].role == system.role and history[0].content == form.system else [system]
-        before = [*front, *history]
+        before = list(history)
+        if text := self._turns.system:
+            system = ChatMessage(role=self._llm.metadata.system_role, content=text)
+            if not history or (history[0].role, history[0].content) != (system.role, text):
+                before.insert(0, system)
         turn = self._turns.next(message, nodes, before, query)
         found = ToolOutput(
             tool_name="retriever", content=str(nodes), raw_input={"message": query.query_str}, raw_output=nodes
         )
         return _Asked(turn, [*before, ChatMessage(role=MessageRole.USER, content=turn.text)], [found])
+
+    def _store(self, asked: _Asked, answer: ChatResponse) -> None:
+        for each in (asked.messages[-1], answer.message):
+            self._memory.put(each)
+        self._confirm(asked, answer)
+
+    async def _astore(self, asked: _Asked, answer: ChatResponse) -> None:
+        for each in (asked.messages[-1], answer.message):
+            await self._memory.aput(each)
+        self._confirm(asked, answer)
 
     def _confirm(self, asked: _Asked, answer: ChatResponse) -> None:
         usage = read_usage(member(answer.raw, "usage"))

@@ -85,6 +85,11 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
     def class_name(cls) -> str:
         return "FeedbackHandler"
 
+    @property
+    def open_answers(self) -> int:
+        """Return the number of requests whose span has ended before their answer."""
+        return len({stream.request.id_ for stream in self._streams.values()} | self._pending.keys())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -15,24 +16,16 @@ from ragorder.adapters.llama_index.feedback import hand_over
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike
 
-__all__ = ["CacheOrderPostprocessor", "CacheOrderRetriever", "node_metadata", "node_text"]
+__all__ = ["CacheOrderPostprocessor", "CacheOrderRetriever", "node_text"]
 
 
-# Functions of this module, not lambdas: a Reorder is pickled with them.
+# Not a lambda: a Reorder is pickled with it.
 def node_text(node: NodeWithScore) -> str:
     return node.get_content(metadata_mode=MetadataMode.LLM)
 
 
-def node_metadata(node: NodeWithScore) -> dict[str, Any]:
-    return node.metadata
-
-
-def _node_id(node: NodeWithScore) -> str:
-    return node.node_id
-
-
 def _node_reorder(orderer: OrdererLike, **options: Any) -> Reorder[NodeWithScore]:
-    return Reorder(orderer, text=node_text, own_id=_node_id, metadata=node_metadata, **options)
+    return Reorder(orderer, text=node_text, own_id=attrgetter("node_id"), metadata=attrgetter("metadata"), **options)
 
 
 def _put_in_order(

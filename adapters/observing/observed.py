@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import wraps
@@ -17,7 +17,7 @@ from ragorder.settings import OrdererOptions, Settings
 if TYPE_CHECKING:
     from ragorder.clouds import Cost
 
-__all__ = ["Observation", "ObservedOrderer", "Watcher"]
+__all__ = ["Observation", "ObservedOrderer", "Watcher", "predict_reuse"]
 
 D = TypeVar("D")
 P = ParamSpec("P")
@@ -245,6 +245,23 @@ class ObservedOrderer:
             _logger.warning(
                 "a watcher of the orderer failed with %s: later failures are not logged", type(error).__name__
             )
+
+
+def predict_reuse(
+    orderer: Orderer, requests: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
+) -> tuple[int, int, int]:
+    """Return the tokens up to the last document of all requests (documents, and options of `order`), and those cached
+    in ragorder's order and in retrieval order."""
+    other = orderer.clone(**_PLAIN)
+    tokens = ordered = retrieval = 0
+    for documents, options in requests:
+        ours, theirs = orderer.order(documents, **options), other.order(documents, **options)
+        tokens += ours.documents_end
+        ordered += ours.cached_tokens
+        retrieval += theirs.cached_tokens
+        ours.confirm()
+        theirs.confirm()
+    return tokens, ordered, retrieval
 
 
 def _unwatched(orderer: Orderer, shadow: bool, compare: bool) -> ObservedOrderer:

@@ -6,12 +6,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ragorder.adapters.metrics import PrometheusMetrics
 from ragorder.adapters.observing.costs import CostMetrics
-from ragorder.adapters.observing.observed import Observation
+from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.ordering import RequestOutcome
 
 if TYPE_CHECKING:
@@ -31,16 +31,6 @@ _MODES: Mapping[str, Any] = {
     "process_start_time_seconds": "livemin",
     "process_max_fds": "livemin",
 }
-
-
-class OrdererState(Protocol):
-    shadow: bool
-
-    @property
-    def tree_size(self) -> int: ...
-
-    @property
-    def evicted_blocks(self) -> int: ...
 
 
 class Metrics(PrometheusMetrics):
@@ -86,7 +76,7 @@ class Metrics(PrometheusMetrics):
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
         self._costs = CostMetrics(self.registry)
-        self._watched: WeakValueDictionary[int, OrdererState] = WeakValueDictionary()
+        self._watched: WeakValueDictionary[int, ObservedOrderer] = WeakValueDictionary()
         self.read(_StateCollector(self._watched))
 
     @property
@@ -102,7 +92,7 @@ class Metrics(PrometheusMetrics):
 
         self.read(ProcessCollector(registry=None))
 
-    def watch(self, orderer: OrdererState) -> None:
+    def watch(self, orderer: ObservedOrderer) -> None:
         self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
@@ -161,7 +151,7 @@ class Metrics(PrometheusMetrics):
 
 
 class _StateCollector:
-    def __init__(self, watched: WeakValueDictionary[int, OrdererState]) -> None:
+    def __init__(self, watched: WeakValueDictionary[int, ObservedOrderer]) -> None:
         self._watched = watched
 
     def collect(self) -> Iterable[Metric]:
@@ -202,8 +192,8 @@ def forget_process(pid: int) -> None:
 
 
 class SharedMetrics(Metrics):
-    """`Metrics` of one process of a `shared_metrics` block; `whole` has the metrics of all. Other processes cannot read
-    values that are computed when a page is made: `copy` stores them in the files."""
+    """`Metrics` of one process of a `shared_metrics` block; `whole` has those of all. Values that are computed when
+    a page is made reach other processes by `copy`."""
 
     def __init__(self) -> None:
         self._collectors: list[Collector] = []

@@ -28,11 +28,8 @@ _DERIVED = (
     "saved_tokens",
     "saved_share",
     "cached_share",
-    "other_cached_tokens",
     "other_cached_share",
     "predicted_other_share",
-    "cannot_compare",
-    "error_tokens",
     "reordered_share",
     "saved_tokens_per_reordered",
 )
@@ -105,11 +102,11 @@ class Stats:
         print(fetch_stats("http://proxy:8000").saved_share)
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
-    the other order, which `comparison` corrects. `order_us`: percentiles. Of the `ordered` requests, `reordered` have
-    moved documents, `reordered_cold` although nothing should be cached, and `best_moved` begin with another document
-    than the best. `passed`: unchanged requests by reason, in no other figure. `recognised`: the share of the prefill
-    that a preset of --template would save, by preset, from 20 requests on; that of a form learned in shadow mode is
-    `LEARNED`.
+    the other order; `other_cached_tokens`: the same corrected by the reports, give or take `error_tokens`, or None for
+    the reason `cannot_compare`. `order_us`: percentiles. Of the `ordered` requests, `reordered` have moved documents,
+    `reordered_cold` although nothing should be cached, and `best_moved` begin with another document than the best.
+    `passed`: unchanged requests by reason, in no other figure. `recognised`: the share of the prefill that a preset of
+    --template would save, by preset, from 20 requests on; that of a form learned in shadow mode is `LEARNED`.
     """
 
     shadow: bool
@@ -119,7 +116,9 @@ class Stats:
     prompt_tokens: int
     cached_tokens: int
     predicted_other_tokens: int | None
-    comparison: Comparison
+    other_cached_tokens: int | None
+    error_tokens: int | None
+    cannot_compare: str | None
     reports: int
     prediction_error_tokens: float | None
     prediction_bias_tokens: float | None
@@ -135,19 +134,6 @@ class Stats:
     passed: dict[str, int] = field(default_factory=dict)
     cost: CostStats | None = None
     recognised: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def other_cached_tokens(self) -> int | None:
-        return self.comparison.other_tokens
-
-    @property
-    def cannot_compare(self) -> str | None:
-        return self.comparison.reason
-
-    @property
-    def error_tokens(self) -> int | None:
-        """Uncertainty of `saved_tokens`."""
-        return self.comparison.error_tokens
 
     @property
     def saved_tokens(self) -> int | None:
@@ -187,7 +173,6 @@ class Stats:
 
     def as_json(self) -> dict[str, Any]:
         figures = asdict(self)
-        del figures["comparison"]
         if self.cost is not None:
             figures["cost"] |= {"share": self.cost.share, "saved_money": self.cost.saved_money}
         return figures | {name: getattr(self, name) for name in _DERIVED}
@@ -251,7 +236,9 @@ class Stats:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             predicted_other_tokens=predicted_other,
-            comparison=comparison,
+            other_cached_tokens=comparison.other_tokens,
+            error_tokens=comparison.error_tokens,
+            cannot_compare=comparison.reason,
             reports=reports,
             prediction_error_tokens=round(known.absolute / reports, 2) if reports else None,
             prediction_bias_tokens=round((known.predicted - known.reported) / reports, 2) if reports else None,

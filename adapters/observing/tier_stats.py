@@ -47,7 +47,7 @@ class Hits:
         return sum(self.as_json().values())
 
     def as_json(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in SOURCES}
+        return asdict(self)
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
@@ -106,7 +106,7 @@ class TierStats:
 
     def as_json(self) -> dict[str, Any]:
         tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
-        return asdict(self) | {"tiers": tiers, "hits": self.hits.as_json()}
+        return asdict(self) | {"tiers": tiers}
 
     @property
     def misfits(self) -> str:

@@ -17,7 +17,11 @@ __all__ = ["WorkflowRetriever", "workflow_node"]
 with needs("langchain", "ragorder.adapters.workflows.langchain"):
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from langchain_core.retrievers import BaseRetriever
+    from langchain_core.runnables import RunnableConfig, RunnableLambda
 
 
 class WorkflowRetriever(BaseRetriever):
@@ -60,13 +64,6 @@ class WorkflowRetriever(BaseRetriever):
 
 def _document(document: ragorder.Document) -> Document:
     return Document(document.text, id=document.id, metadata=dict(document.metadata))
-
-
-with needs("langchain", "ragorder.adapters.workflows.langchain"):
-    from langchain_core.language_models import BaseChatModel
-    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
-    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from langchain_core.runnables import RunnableConfig, RunnableLambda
 
 
 class _WorkflowModel(BaseChatModel):

@@ -69,9 +69,10 @@ class TestCosts:
         assert cost is not None and cost.tokens == pytest.approx(paid)
         assert cost.other_tokens is not None and cost.other_tokens < cost.tokens
 
-    def test_of_engines_there_are_none(self) -> None:
+    def test_of_engines_and_of_discarded_requests_there_are_none(self) -> None:
         metrics = Metrics()
         ObservedOrderer(Orderer(), [metrics]).order(DOCUMENTS).confirm(0)
+        observed(metrics).order(DOCUMENTS).discard()
         assert read(metrics).cost is None
         assert read(metrics).as_json()["cost"] is None
 
@@ -89,11 +90,6 @@ class TestCosts:
         cost = read(metrics).cost
         assert cost is not None and cost.share < 1 and cost.money is None
 
-    def test_discarded_requests_cost_nothing(self) -> None:
-        metrics = Metrics()
-        observed(metrics).order(DOCUMENTS).discard()
-        assert read(metrics).cost is None
-
     def test_no_label_has_anything_of_a_document(self) -> None:
         metrics = Metrics()
         serve(observed(metrics))
@@ -101,11 +97,15 @@ class TestCosts:
         assert 'ragorder_cost_tokens_total{order="uncached"}' in page and "secret" not in page
 
     def test_what_others_may_read_is_known_of_either_order(self) -> None:
-        orderer = observed(Metrics())
-        first = orderer.order(DOCUMENTS[:5])
-        first.readable()
-        assert all(twin.cloud is not None and twin.cloud._plan.readable for twin in first.twins)
-        first.confirm()
+        for readable in (False, True):
+            orderer = observed(Metrics())
+            first = orderer.order(DOCUMENTS[:5])
+            if readable:
+                first.readable()
+            second = orderer.order(DOCUMENTS[:5])
+            assert [each.cached_tokens > 0 for each in (second, *second.twins)] == [readable] * 2
+            second.confirm()
+            first.confirm()
 
 
 class TestStats:

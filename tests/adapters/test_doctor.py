@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_command
 from support.http_server import Handler, LocalServer
-from support.rings import examples
+from support.rings import length
 
 from ragorder.adapters.doctor import AddressError, Events, Finding, examine
-from ragorder.adapters.doctor import events as _check_events
+from ragorder.adapters.doctor.events import check_events
 from ragorder.adapters.vllm.cache_config import CacheConfig, ServerError, read_cache_config
 from ragorder.cli import main
 
@@ -202,8 +202,12 @@ class Publisher:
                 self._router.send_multipart([client, b"", b"", END, b""])
 
 
+Publish = Callable[..., Publisher]
+Prompts = list[str | Path]
+
+
 @pytest.fixture
-def publish() -> Iterator[Callable[..., Publisher]]:
+def publish() -> Iterator[Publish]:
     with ExitStack() as stack:
 
         def make(topic: str = "kv-events", **options: bool) -> Publisher:
@@ -253,15 +257,6 @@ def refusal(*arguments: str | Path, status: int) -> str:
 
 
 class TestWhatAServerSaysOfItsCache:
-    @pytest.mark.slow
-    @pytest.mark.vllm
-    def test_is_what_a_real_server_was_started_with(self, vllm_server: Any) -> None:
-        config = read_cache_config(vllm_server.base_url, timeout_s=30)
-        assert config == CacheConfig(
-            vllm_server.block_size, vllm_server.capacity_tokens, prefix_caching=True, engines=1, hybrid=False
-        )
-        assert vllm_server.capacity_tokens == 128 * 32
-
     @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "?key=1"])
     def test_is_found_however_its_address_is_written(self, fake: FakeServer, end: str) -> None:
         assert read_cache_config(fake.base_url + end) == CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)
@@ -271,46 +266,53 @@ class TestWhatAServerSaysOfItsCache:
         fake.raw["/llm/metrics"] = page().encode()
         assert read_cache_config(f"{fake.base_url}/llm/v1").block_size == BLOCK
 
-    def test_leaves_out_the_null_block(self, fake: FakeServer) -> None:
-        fake.metrics = page(gauge(num_gpu_blocks=129, kv_cache_size_tokens=129 * BLOCK))
-        assert read_cache_config(fake.base_url).capacity_tokens == 128 * BLOCK
-
-    def test_is_of_one_engine_where_vllm_gives_the_sum_of_all(self, fake: FakeServer) -> None:
-        # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine.
-        one = {"num_gpu_blocks": 258, "kv_cache_size_tokens": 129 * BLOCK}
-        fake.metrics = page(gauge(engine=0, **one), gauge(engine=1, **one))
-        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 128 * BLOCK, True, engines=2)
-
-    def test_is_of_the_smallest_engine(self, fake: FakeServer) -> None:
-        sizes = {0: 90, 1: 50}
-        fake.metrics = page(
-            *[gauge(engine=n, num_gpu_blocks=140, kv_cache_size_tokens=BLOCK * k) for n, k in sizes.items()]
-        )
-        assert read_cache_config(fake.base_url).capacity_tokens == 50 * BLOCK
-
-    def test_counts_an_engine_once_however_many_processes_speak_of_it(self, fake: FakeServer) -> None:
-        fake.metrics = page(gauge(kv_cache_max_concurrency="2.0"), gauge(kv_cache_max_concurrency="2.1"))
-        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 10_000 * BLOCK, True, engines=1)
-
-    def test_measures_in_blocks_that_span_gpus(self, fake: FakeServer) -> None:
-        fake.metrics = page(
-            gauge(effective_attention_block_size=4 * BLOCK, num_gpu_blocks=101, kv_cache_size_tokens=None)
-        )
-        assert read_cache_config(fake.base_url) == CacheConfig(4 * BLOCK, 100 * 4 * BLOCK, True, 1)
-
-    def test_heeds_that_a_token_may_take_a_block_for_each_kind_of_layer(self, fake: FakeServer) -> None:
-        fake.metrics = page(gauge(kv_cache_size_tokens=5000))
-        assert read_cache_config(fake.base_url).capacity_tokens == 5000
-
-    def test_is_read_from_a_version_without_the_newer_labels(self, fake: FakeServer) -> None:
-        newer = dict.fromkeys(("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size"))
-        fake.metrics = page(gauge(**newer))
-        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)
-
-    @pytest.mark.parametrize(("label", "says"), [("True", True), ("False", False), ("None", None), (None, None)])
-    def test_says_whether_prefixes_are_cached(self, fake: FakeServer, label: str | None, says: bool | None) -> None:
-        fake.metrics = page(gauge(enable_prefix_caching=label))
-        assert read_cache_config(fake.base_url).prefix_caching is says
+    @pytest.mark.parametrize(
+        ("gauges", "config"),
+        [
+            ([{"num_gpu_blocks": 129, "kv_cache_size_tokens": 129 * BLOCK}], CacheConfig(BLOCK, 128 * BLOCK, True, 1)),
+            # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine: the sum of both.
+            (
+                [{"engine": n, "num_gpu_blocks": 258, "kv_cache_size_tokens": 129 * BLOCK} for n in range(2)],
+                CacheConfig(BLOCK, 128 * BLOCK, True, 2),
+            ),
+            (
+                [
+                    {"engine": n, "num_gpu_blocks": 140, "kv_cache_size_tokens": BLOCK * blocks}
+                    for n, blocks in enumerate((90, 50))
+                ],
+                CacheConfig(BLOCK, 50 * BLOCK, True, 2),
+            ),
+            ([{"concurrency": "2.0"}, {"concurrency": "2.1"}], CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)),
+            # Blocks that span GPUs.
+            (
+                [{"effective_attention_block_size": 64, "num_gpu_blocks": 101, "kv_cache_size_tokens": None}],
+                CacheConfig(64, 100 * 64, True, 1),
+            ),
+            # A token may take a block for each kind of layer.
+            ([{"kv_cache_size_tokens": 5000}], CacheConfig(BLOCK, 5000, True, 1)),
+            # An older version.
+            (
+                [
+                    dict.fromkeys(
+                        ("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size")
+                    )
+                ],
+                CacheConfig(BLOCK, 10_000 * BLOCK, True, 1),
+            ),
+            ([{"enable_prefix_caching": "False"}], CacheConfig(BLOCK, 10_000 * BLOCK, False, 1)),
+            ([{"enable_prefix_caching": "None"}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
+            ([{"enable_prefix_caching": None}], CacheConfig(BLOCK, 10_000 * BLOCK, None, 1)),
+        ],
+        ids=[
+            *("without the null block", "one engine of two", "the smallest engine", "two processes of one engine"),
+            *("blocks over GPUs", "kinds of layers", "older", "off", "undecided", "unsaid"),
+        ],
+    )
+    def test_is_read_from_its_metrics(
+        self, fake: FakeServer, gauges: list[dict[str, Any]], config: CacheConfig
+    ) -> None:
+        fake.metrics = page(*(gauge(**each) for each in gauges))
+        assert read_cache_config(fake.base_url) == config
 
     def test_asks_with_the_key(self, fake: FakeServer) -> None:
         fake.key = KEY
@@ -338,6 +340,37 @@ class TestAServerThatDoesNotSay:
         fake.hangs.add("/metrics")
         assert "within 0.2 s" in self.complaint(fake, timeout_s=0.2)
 
+    @pytest.mark.parametrize(("status", "said"), [(401, "RAGORDER_API_KEY"), (403, "RAGORDER_API_KEY"), (503, "503")])
+    def test_because_of_a_status(self, fake: FakeServer, status: int, said: str) -> None:
+        fake.status["/metrics"] = status
+        assert said in self.complaint(fake)
+
+    @pytest.mark.parametrize(
+        ("metrics", "said"),
+        [
+            (None, "capacity_tokens"),
+            (b"python_info 1.0\n", "--disable-log-stats"),
+            (b"sglang:num_running_reqs 0.0\n", "SGLang"),
+            (b"vllm:num_requests_running 0.0\n", "version"),
+            (page(gauge(num_gpu_blocks=1)).encode(), "--kv-cache-memory-bytes"),
+            (b"vllm:cache_config_info{block", "capacity_tokens"),
+            (b"vllm:cache_config_info{} x\n", "capacity_tokens"),
+            (b"\xff\x00", "capacity_tokens"),
+        ],
+        ids=["no page", "no metrics of vLLM", "SGLang", "another version", "no blocks", "cut", "no number", "bytes"],
+    )
+    def test_because_of_its_metrics(self, fake: FakeServer, metrics: bytes | None, said: str) -> None:
+        fake.metrics = None
+        if metrics is not None:
+            fake.raw["/metrics"] = metrics
+        assert said in self.complaint(fake)
+
+    @pytest.mark.parametrize("value", ["None", "", "0", "-1", "1e9", "9" * 5000, None])
+    @pytest.mark.parametrize("label", ["num_gpu_blocks", "block_size"])
+    def test_a_block_size_that_is_not_set_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
+        fake.metrics = page(gauge(**{"effective_attention_block_size": "None", label: value}))
+        assert label in self.complaint(fake)
+
     def test_because_it_never_comes_to_an_end(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -355,46 +388,6 @@ class TestAServerThatDoesNotSay:
             Thread(target=drip, daemon=True).start()
             with pytest.raises(ServerError, match="within"):
                 read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
-
-    @pytest.mark.parametrize("status", [401, 403])
-    def test_a_metrics_page_that_requires_a_key(self, fake: FakeServer, status: int) -> None:
-        fake.status["/metrics"] = status
-        assert "RAGORDER_API_KEY" in self.complaint(fake)
-
-    def test_because_something_is_broken(self, fake: FakeServer) -> None:
-        fake.status["/metrics"] = 503
-        assert "HTTP 503" in self.complaint(fake)
-
-    def test_because_it_has_no_metrics(self, fake: FakeServer) -> None:
-        fake.metrics = None
-        assert "capacity_tokens" in self.complaint(fake)
-
-    def test_a_metrics_page_without_vllms_metrics(self, fake: FakeServer) -> None:
-        fake.metrics = "python_info 1.0\n"
-        assert "--disable-log-stats" in self.complaint(fake)
-
-    def test_because_it_is_sglang(self, fake: FakeServer) -> None:
-        fake.metrics = "sglang:num_running_reqs 0.0\n"
-        assert "SGLang" in self.complaint(fake)
-
-    def test_because_it_is_another_version(self, fake: FakeServer) -> None:
-        fake.metrics = "vllm:num_requests_running 0.0\n"
-        assert "version" in self.complaint(fake)
-
-    @pytest.mark.parametrize("value", ["None", "", "0", "-1", "1e9", "9" * 5000, None])
-    @pytest.mark.parametrize("label", ["num_gpu_blocks", "block_size"])
-    def test_a_block_size_that_is_not_set_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
-        fake.metrics = page(gauge(**{"effective_attention_block_size": "None", label: value}))
-        assert label in self.complaint(fake)
-
-    def test_because_it_holds_nothing(self, fake: FakeServer) -> None:
-        fake.metrics = page(gauge(num_gpu_blocks=1))
-        assert "--kv-cache-memory-bytes" in self.complaint(fake)
-
-    @pytest.mark.parametrize("content", [b"vllm:cache_config_info{block", b"vllm:cache_config_info{} x\n", b"\xff\x00"])
-    def test_because_it_talks_garbage(self, fake: FakeServer, content: bytes) -> None:
-        fake.raw["/metrics"] = content
-        assert "capacity_tokens" in self.complaint(fake)
 
     def test_because_it_does_not_speak_http(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -425,7 +418,7 @@ class TestAServerThatDoesNotSay:
     def test_is_always_an_error_of_the_server(self, fake: FakeServer) -> None:
         labels = st.dictionaries(st.sampled_from(["block_size", "num_gpu_blocks", "engine"]), st.text())
 
-        @settings(max_examples=examples(50))
+        @settings(max_examples=length(50, 10))
         @given(labels, st.text())
         def read(values: dict[str, str], tail: str) -> None:
             fake.raw["/metrics"] = page(gauge(**values) + tail).encode("utf-8", "replace")
@@ -438,29 +431,29 @@ class TestAServerThatDoesNotSay:
 
 
 class TestTheServer:
-    def test_is_asked_for_its_model(self, fake: FakeServer) -> None:
-        served = findings(fake)["server"]
-        assert served.verdict == "good"
-        assert "fake" in served.found
-        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
+    @pytest.mark.parametrize(
+        ("models", "options", "asked", "verdict", "said"),
+        [
+            ([], {}, "fake", "good", "serves fake"),
+            (["first", "second"], {}, "first", "good", "asked for the first, --model"),
+            (["first", "second"], {"model": "second"}, "second", "good", "serves first, second"),
+            ([], {"model": "other"}, "other", "bad", "give one of those with --model"),
+        ],
+    )
+    def test_is_asked_for_its_first_model_or_the_one_that_is_named(
+        self, fake: FakeServer, models: list[str], options: Any, asked: str, verdict: str, said: str
+    ) -> None:
+        if models:
+            fake.models = {"data": [{"id": name} for name in models]}
+        served = findings(fake, **options)["server"]
+        assert served.verdict == verdict and said in f"{served.found} {served.advice}"
+        assert ("asked for" in served.found) == (len(models) > 1 and not options)
+        assert {body["model"] for body in fake.bodies("/v1/completions")} == {asked}
 
-    def test_is_asked_for_the_first_of_several_models_and_that_is_said(self, fake: FakeServer) -> None:
-        fake.models = {"data": [{"id": "first"}, {"id": "second"}]}
-        assert "asked for the first, --model" in findings(fake)["server"].found
-        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"first"}
-
-    def test_is_asked_for_the_model_that_is_named(self, fake: FakeServer) -> None:
-        fake.models = {"data": [{"id": "first"}, {"id": "second"}]}
-        assert "asked for" not in findings(fake, model="second")["server"].found
-        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"second"}
-
-    def test_that_does_not_serve_the_model(self, fake: FakeServer) -> None:
-        served = findings(fake, model="other")["server"]
-        assert served.verdict == "bad"
-        assert "--model" in str(served.advice)
-
-    @pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{"name": 1}, 7]}, None])
+    @pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{"name": 1}, 7]}, None, 404])
     def test_that_lists_no_model(self, fake: FakeServer, models: Any) -> None:
+        if models == 404:
+            fake.status["/v1/models"] = 404
         fake.models = models
         found = findings(fake)
         assert found["server"].verdict == "bad"
@@ -468,11 +461,6 @@ class TestTheServer:
         assert fake.bodies("/v1/completions") == []
         assert verdicts(fake, model="fake")["server"] == "warning"
         assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
-
-    @pytest.mark.parametrize("status", [404, 500])
-    def test_without_a_list_of_models(self, fake: FakeServer, status: int) -> None:
-        fake.status["/v1/models"] = status
-        assert f"HTTP {status}" in findings(fake)["server"].found
 
     def test_that_is_no_server_of_models(self, fake: FakeServer) -> None:
         fake.raw = {"/v1/models": b"<html>", "/metrics": b"<html>", "/v1/completions": b"[" * 100_000}
@@ -487,54 +475,38 @@ class TestTheServer:
         assert {headers["Authorization"] for _, headers, _ in fake.seen} == {f"Bearer {KEY}"}
         assert {"/v1/models", "/metrics", "/v1/completions", "/tokenize"} <= {path for path, _, _ in fake.seen}
 
-    def test_that_refuses_the_key(self, fake: FakeServer) -> None:
-        fake.key = "another"
-        with pytest.raises(ServerError, match="401"):
-            examine(fake.base_url, api_key=KEY)
-
-    def test_that_does_not_answer(self, fake: FakeServer) -> None:
-        fake.hangs.add("/v1/models")
-        with pytest.raises(ServerError, match="within"):
-            examine(fake.base_url, timeout_s=0.2)
-
     def test_whose_names_would_paint_the_terminal(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "\x1b[31mred"}]}
         assert findings(fake)["server"].found.isprintable()
 
 
 class TestPrefixCaching:
-    def test_is_on(self, fake: FakeServer) -> None:
-        found = findings(fake)["prefix caching"]
-        assert found.verdict == "good"
-        assert "32 of 48 tokens" in found.found
+    ON, OFF = page(), page(gauge(enable_prefix_caching="False"))
 
-    def test_is_off(self, fake: FakeServer) -> None:
-        fake.metrics, fake.caching = page(gauge(enable_prefix_caching="False")), False
+    @pytest.mark.parametrize(
+        ("metrics", "caching", "reporting", "verdict", "said"),
+        [
+            (ON, True, True, "good", "32 of 48 tokens"),
+            (OFF, False, True, "bad", "off: every prompt is computed from its first token on start vLLM with --enable"),
+            # By experiment.
+            (None, True, True, "good", "tokens of a prompt were cached when it was repeated"),
+            (None, False, True, "bad", "--disable-radix-cache"),
+            (ON, True, False, "good", "as the server's metrics say"),
+            (None, True, False, "unknown", "--enable-prompt-tokens-details"),
+        ],
+        ids=["on", "off", "found", "missed", "said", "unknown"],
+    )
+    def test_is_what_answers_or_else_metrics_say(
+        self, fake: FakeServer, metrics: str | None, caching: bool, reporting: bool, verdict: str, said: str
+    ) -> None:
+        fake.metrics, fake.caching, fake.reporting = metrics, caching, reporting
         found = findings(fake)
-        assert found["prefix caching"].verdict == "bad"
-        assert "--enable-prefix-caching" in str(found["prefix caching"].advice)
-        assert found["cached tokens"].verdict == "good"
-
-    def test_is_found_by_experiment_where_there_are_no_metrics(self, fake: FakeServer) -> None:
-        fake.metrics = None
-        assert verdicts(fake)["prefix caching"] == "good"
-        first, second = fake.bodies("/v1/completions")
-        assert first["prompt"] == second["prompt"]
-        assert first["max_tokens"] == 1
-
-    def test_is_missed_by_experiment_where_there_are_no_metrics(self, fake: FakeServer) -> None:
-        fake.metrics, fake.caching = None, False
-        found = findings(fake)["prefix caching"]
-        assert found.verdict == "bad"
-        assert "--disable-radix-cache" in str(found.advice)
-
-    def test_is_what_the_metrics_say_where_answers_say_nothing(self, fake: FakeServer) -> None:
-        fake.reporting = False
-        assert verdicts(fake)["prefix caching"] == "good"
-
-    def test_is_unknown_without_evidence(self, fake: FakeServer) -> None:
-        fake.metrics, fake.reporting = None, False
-        assert verdicts(fake)["prefix caching"] == "unknown"
+        assert found["prefix caching"].verdict == verdict
+        assert said in f"{found['prefix caching'].found} {found['prefix caching'].advice}"
+        first, second, *_ = fake.bodies("/v1/completions")
+        assert first["prompt"] == second["prompt"] and first["max_tokens"] == 1
+        if metrics == self.OFF:
+            assert found["cached tokens"].verdict == "good"
 
     def test_is_tried_until_two_requests_meet_in_one_engine(self, fake: FakeServer) -> None:
         three = {"num_gpu_blocks": 3 * 10_001}
@@ -573,9 +545,6 @@ class TestCapacity:
 
 
 class TestCachedTokens:
-    def test_are_reported(self, fake: FakeServer) -> None:
-        assert verdicts(fake)["cached tokens"] == "good"
-
     def test_are_not_reported(self, fake: FakeServer) -> None:
         fake.reporting = False
         found = findings(fake)["cached tokens"]
@@ -605,27 +574,14 @@ class TestCachedTokens:
         assert found.verdict == "unknown"
         assert "HTTP 404" in found.found
 
-    @pytest.mark.parametrize("path", ["/v1/completions"])
-    def test_are_unknown_of_a_server_that_hangs(self, fake: FakeServer, path: str) -> None:
-        fake.hangs.add(path)
+    def test_are_unknown_of_a_server_that_hangs(self, fake: FakeServer) -> None:
+        fake.hangs.add("/v1/completions")
         assert verdicts(fake, timeout_s=1)["cached tokens"] == "unknown"
 
     def test_are_asked_for_with_a_prompt_that_fits(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "fake", "max_model_len": 40}]}
         findings(fake)
         assert len(fake.bodies("/v1/completions")[0]["prompt"]) == 39
-
-
-class TestTheFakeServer:
-    def test_a_client_that_leaves_first_is_no_error_and_a_bug_is_one(
-        self, fake: FakeServer, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        for error, is_shown in ((BrokenPipeError(), False), (ConnectionResetError(), False), (KeyError(), True)):
-            try:
-                raise error
-            except Exception:
-                fake.handle_error(None, ("127.0.0.1", 1))
-            assert ("Traceback" in capfd.readouterr().err) == is_shown
 
 
 class TestKVEvents:
@@ -650,34 +606,29 @@ class TestKVEvents:
         self, host: str, engines: int, published: str, there: str
     ) -> None:
         """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
-        advice = _check_events._how_to_publish(host, engines)
-        config = json.loads(advice.split("--kv-events-config '")[1].split("'")[0])
+        (finding,) = check_events(None, host, engines, list, 1.0)
+        config = json.loads(str(finding.advice).split("--kv-events-config '")[1].split("'")[0])
         assert (config["endpoint"], config.keys() & {"topic"}) == (published, set())
-        assert f"--events-endpoint {there} --replay-endpoint tcp://" in advice
+        assert f"--events-endpoint {there} --replay-endpoint tcp://" in str(finding.advice)
 
-    @pytest.mark.parametrize("replay", [True, False])
-    @pytest.mark.parametrize("silent", [True, False])
-    def test_are_advised_once(
-        self, fake: FakeServer, publish: Callable[..., Publisher], replay: bool, silent: bool
-    ) -> None:
+    @pytest.mark.parametrize(("replay", "silent"), [(True, True), (False, False)])
+    def test_are_advised_once(self, fake: FakeServer, publish: Publish, replay: bool, silent: bool) -> None:
         endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
         events = Events(endpoint, f"tcp://127.0.0.1:{free_port()}" if replay else None)
-        found = findings(fake, events=events, timeout_s=1)
+        found = findings(fake, events=events, timeout_s=1 if silent else 0.3)
         advice = [str(found[check].advice) for check in ("KV events", "event replay")]
         assert [text.count("enable_kv_cache_events") for text in advice] == [1, 0]
         assert "replay_endpoint" in advice[1]
 
     @pytest.mark.parametrize("arrays", [False, True])
-    def test_arrive_and_are_repeated(self, fake: FakeServer, publish: Callable[..., Publisher], arrays: bool) -> None:
+    def test_arrive_and_are_repeated(self, fake: FakeServer, publish: Publish, arrays: bool) -> None:
         publisher = publish(arrays=arrays)
         fake.on_tokens = publisher.tell
         events = Events(publisher.endpoint, publisher.replay_endpoint, "kv-events")
         found = verdicts(fake, events=events)
         assert found["KV events"] == found["event replay"] == "good"
 
-    def test_kv_events_are_distinguished_from_other_messages(
-        self, fake: FakeServer, publish: Callable[..., Publisher]
-    ) -> None:
+    def test_kv_events_are_distinguished_from_other_messages(self, fake: FakeServer, publish: Publish) -> None:
         publisher = publish()
 
         def tell(token_ids: list[int]) -> None:
@@ -688,7 +639,7 @@ class TestKVEvents:
         fake.on_tokens = tell
         assert verdicts(fake, events=Events(publisher.endpoint))["KV events"] == "good"
 
-    def test_of_another_server_are_not_ours(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+    def test_of_another_server_are_not_ours(self, fake: FakeServer, publish: Publish) -> None:
         publisher = publish()
         fake.on_tokens = lambda token_ids: publisher.tell(token_ids[::-1])
         events = Events(publisher.endpoint, publisher.replay_endpoint)
@@ -697,7 +648,7 @@ class TestKVEvents:
         assert "this server's own endpoint" in str(found["KV events"].advice)
         assert found["event replay"].verdict == "unknown"
 
-    def test_of_a_topic_that_was_not_asked_for(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+    def test_of_a_topic_that_was_not_asked_for(self, fake: FakeServer, publish: Publish) -> None:
         publisher = publish("tenant-7")
         fake.on_tokens = publisher.tell
         found = findings(fake, events=Events(publisher.endpoint, topic="kv-events"))["KV events"]
@@ -706,14 +657,10 @@ class TestKVEvents:
 
     def test_are_not_published_by_anybody(self, fake: FakeServer) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        found = findings(fake, events=Events(endpoint, endpoint), timeout_s=1)
+        found = findings(fake, events=Events(endpoint, endpoint), timeout_s=0.3)
         assert found["KV events"].verdict == found["event replay"].verdict == "bad"
         assert "no publisher" in found["KV events"].found
         assert "--kv-events-config" in str(found["KV events"].advice)
-
-    def test_do_not_come_from_a_web_server(self, fake: FakeServer) -> None:
-        endpoint = fake.base_url.replace("http", "tcp")
-        assert "no publisher" in findings(fake, events=Events(endpoint), timeout_s=1)["KV events"].found
 
     @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "127.0.0.1:5557", "", "tcp://host:port"])
     def test_cannot_be_listened_to_at_what_is_no_endpoint(self, fake: FakeServer, endpoint: str) -> None:
@@ -721,7 +668,7 @@ class TestKVEvents:
         assert found["KV events"].verdict == "bad"
         assert "tcp://HOST:PORT" in str(found["KV events"].advice)
 
-    def test_are_not_repeated(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+    def test_are_not_repeated(self, fake: FakeServer, publish: Publish) -> None:
         publisher = publish(replays=False)
         fake.on_tokens = publisher.tell
         found = findings(fake, events=Events(publisher.endpoint, publisher.replay_endpoint))
@@ -729,7 +676,7 @@ class TestKVEvents:
         assert found["event replay"].verdict == "bad"
         assert "buffer_steps" in str(found["event replay"].advice)
 
-    def test_are_listened_to_at_every_engine(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+    def test_are_listened_to_at_every_engine(self, fake: FakeServer, publish: Publish) -> None:
         two = {"num_gpu_blocks": 2 * 10_001}
         fake.metrics = page(gauge(engine=0, **two), gauge(engine=1, **two))
         publisher = publish()
@@ -737,9 +684,7 @@ class TestKVEvents:
         address, _, port = publisher.endpoint.rpartition(":")
         assert verdicts(fake, events=Events(f"{address}:{int(port) - 1}"))["KV events"] == "good"
 
-    def test_are_unknown_of_a_server_that_takes_no_token_ids(
-        self, fake: FakeServer, publish: Callable[..., Publisher]
-    ) -> None:
+    def test_are_unknown_of_a_server_that_takes_no_token_ids(self, fake: FakeServer, publish: Publish) -> None:
         fake.completions = "text"
         assert verdicts(fake, events=Events(publish().endpoint))["KV events"] == "unknown"
 
@@ -808,56 +753,75 @@ class TestWhatAnswers:
         assert said.count("--kv-events-config '") == 1
 
 
+ALICE_AND_BOB = chat(f"{SYSTEM}You help Alice.", "[d1]\ntext"), chat(f"{SYSTEM}You help Bob.", "[d1]\ntext")
+FOR_ALICE_AND_BOB = f"{SYSTEM}For Alice.\n[d1]\n…", f"{SYSTEM}For Bob.\n[d1]\n…"
+DAYS = f"{SYSTEM}[d1]\n2026-11-20 saw rain", f"{SYSTEM}[d1]\n2026-11-21 saw snow"
+PROMPTS: dict[str, Any] = {
+    # Samples, the document marker, verdicts, and words of findings or advice.
+    "a date at the beginning": (
+        tuple(f"2026-11-{day}\n{SYSTEM}\nDocuments:\n[d1]\ntext" for day in (20, 21)),
+        None,
+        {"shared prefix": "bad", "volatile text": "bad"},
+        ["share 9 tokens, 0 whole blocks of 16", "into the question"],
+    ),
+    "less than a block": (
+        ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…"),
+        None,
+        {"shared prefix": "warning"},
+        ["--document-marker"],
+    ),
+    "less than a block before documents": (
+        ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…"),
+        "[",
+        {"shared prefix": "good"},
+        [],
+    ),
+    "inside the system prompt": (ALICE_AND_BOB, None, {"shared prefix": "warning"}, ["inside the system prompt"]),
+    "inside documents in the system prompt": (ALICE_AND_BOB, "You help", {"shared prefix": "good"}, []),
+    "one system prompt is longer": (
+        (chat(SYSTEM, "[d1]"), chat(f"{SYSTEM}More.", "[d1]")),
+        None,
+        {},
+        ["inside the system prompt"],
+    ),
+    "after the system prompt": (
+        (chat(SYSTEM, "[paris]\n…"), chat(SYSTEM, "[rome]\n…")),
+        None,
+        {"shared prefix": "good", "volatile text": "good"},
+        [],
+    ),
+    "before the documents": (FOR_ALICE_AND_BOB, None, {"shared prefix": "good"}, []),
+    "before the documents, as is said": (FOR_ALICE_AND_BOB, "[d", {"shared prefix": "bad"}, []),
+    "dates somewhere": (DAYS, None, {"volatile text": "warning"}, []),
+    "dates of documents": (DAYS, "[d", {"volatile text": "good"}, []),
+    "documents with their rank": (
+        (f"{SYSTEM}\n[3] text", f"{SYSTEM}\n[1] text"),
+        "[",
+        {"volatile text": "warning"},
+        ["document_template"],
+    ),
+    "no document marker": ((f"{SYSTEM}[d1]", f"{SYSTEM}[d2]"), "<doc", {"document marker": "unknown"}, []),
+    "the same": ((SYSTEM, SYSTEM), None, {"shared prefix": "unknown"}, []),
+}
+
+
 class TestTwoPrompts:
+    @pytest.mark.parametrize("name", PROMPTS)
+    def test_are_judged_by_where_they_part(self, fake: FakeServer, name: str) -> None:
+        samples, marker, verdicts, said = PROMPTS[name]
+        found = findings(fake, samples=samples, document_marker=marker)
+        assert {check: found[check].verdict for check in verdicts} == verdicts
+        words = " ".join(f"{each.found} {each.advice}" for each in found.values())
+        assert [text for text in said if text not in words] == []
+        sent = [body.get("prompt", body.get("messages")) for body in fake.bodies("/tokenize")]
+        assert sent == list(samples) or name == "the same"
+
     @pytest.mark.parametrize("kind", VOLATILE)
     def test_that_part_over_what_changes_with_every_request(self, fake: FakeServer, kind: str) -> None:
         first, second = VOLATILE[kind]
         found = findings(fake, samples=(f"{first} Be brief.", f"{second} Be brief."))
         assert kind.strip() in found["volatile text"].found
         assert found["volatile text"].verdict in ("bad", "warning")
-
-    def test_that_share_less_than_a_block_because_of_a_date(self, fake: FakeServer) -> None:
-        prompts = [f"2026-11-{day}\n{SYSTEM}\nDocuments:\n[d1]\ntext" for day in (20, 21)]
-        found = findings(fake, samples=(prompts[0], prompts[1]))
-        assert "share 9 tokens, 0 whole blocks of 16" in found["shared prefix"].found
-        assert found["shared prefix"].verdict == found["volatile text"].verdict == "bad"
-        assert "into the question" in str(found["volatile text"].advice)
-
-    def test_that_share_less_than_a_block_may_be_good_ones_with_other_documents(self, fake: FakeServer) -> None:
-        samples = ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…")
-        found = findings(fake, samples=samples)
-        assert found["shared prefix"].verdict == "warning"
-        assert "--document-marker" in str(found["shared prefix"].advice)
-        assert verdicts(fake, samples=samples, document_marker="[")["shared prefix"] == "good"
-
-    def test_that_part_where_the_documents_begin(self, fake: FakeServer) -> None:
-        samples = (f"{SYSTEM}\n[paris]\nParis is…", f"{SYSTEM}\n[rome]\nRome was…")
-        found = findings(fake, samples=samples)
-        assert found["shared prefix"].verdict == found["volatile text"].verdict == "good"
-        shared = len(SYSTEM) + 2
-        assert f"share {shared} tokens, {shared // BLOCK} whole blocks" in found["shared prefix"].found
-
-    def test_that_part_in_the_system_prompt(self, fake: FakeServer) -> None:
-        samples = (chat(f"{SYSTEM}You help Alice.", "[d1]\ntext"), chat(f"{SYSTEM}You help Bob.", "[d1]\ntext"))
-        found = findings(fake, samples=samples)["shared prefix"]
-        assert found.verdict == "warning"
-        assert "inside the system prompt" in found.found
-        assert verdicts(fake, samples=samples, document_marker="You help")["shared prefix"] == "good"
-
-    def test_that_part_over_a_date_in_the_system_prompt(self, fake: FakeServer) -> None:
-        samples = (chat(f"{SYSTEM}It is 2026-11-20.", "[d1]"), chat(f"{SYSTEM}It is 2026-11-21.", "[d1]"))
-        found = verdicts(fake, samples=samples)
-        assert found["shared prefix"] == found["volatile text"] == "bad"
-
-    def test_of_which_one_has_the_longer_system_prompt(self, fake: FakeServer) -> None:
-        samples = (chat(SYSTEM, "[d1]"), chat(f"{SYSTEM}More.", "[d1]"))
-        assert "inside the system prompt" in findings(fake, samples=samples)["shared prefix"].found
-
-    def test_that_part_behind_the_system_prompt(self, fake: FakeServer) -> None:
-        samples = (chat(SYSTEM, "[paris]\n…"), chat(SYSTEM, "[rome]\n…"))
-        found = verdicts(fake, samples=samples)
-        assert found["shared prefix"] == found["volatile text"] == "good"
-        assert fake.bodies("/tokenize") == [{"model": "fake", "messages": sample} for sample in samples]
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -873,29 +837,6 @@ class TestTwoPrompts:
     )
     def test_that_part_over_ordinary_text(self, fake: FakeServer, one: str, other: str) -> None:
         assert verdicts(fake, samples=(f"{SYSTEM}\n{one}", f"{SYSTEM}\n{other}"))["volatile text"] == "good"
-
-    def test_that_part_in_front_of_the_documents(self, fake: FakeServer) -> None:
-        samples = (f"{SYSTEM}For Alice.\n[d1]\n…", f"{SYSTEM}For Bob.\n[d1]\n…")
-        assert verdicts(fake, samples=samples)["shared prefix"] == "good"
-        assert verdicts(fake, samples=samples, document_marker="[d")["shared prefix"] == "bad"
-
-    def test_whose_documents_hold_dates(self, fake: FakeServer) -> None:
-        samples = (f"{SYSTEM}[d1]\n2026-11-20 saw rain", f"{SYSTEM}[d1]\n2026-11-21 saw snow")
-        assert verdicts(fake, samples=samples)["volatile text"] == "warning"
-        assert verdicts(fake, samples=samples, document_marker="[d")["volatile text"] == "good"
-
-    def test_whose_documents_bear_their_rank(self, fake: FakeServer) -> None:
-        samples = (f"{SYSTEM}\n[3] text", f"{SYSTEM}\n[1] text")
-        found = findings(fake, samples=samples, document_marker="[")["volatile text"]
-        assert found.verdict == "warning"
-        assert "document_template" in str(found.advice)
-
-    def test_without_the_document_marker(self, fake: FakeServer) -> None:
-        found = findings(fake, samples=(f"{SYSTEM}[d1]", f"{SYSTEM}[d2]"), document_marker="<doc")
-        assert found["document marker"].verdict == "unknown"
-
-    def test_that_are_the_same(self, fake: FakeServer) -> None:
-        assert findings(fake, samples=(SYSTEM, SYSTEM))["shared prefix"].verdict == "unknown"
 
     @pytest.mark.parametrize("tokens", [None, [1, 2], {"tokens": 7}])
     def test_that_the_server_does_not_tokenise(self, fake: FakeServer, tokens: Any) -> None:
@@ -922,7 +863,7 @@ class TestTwoPrompts:
     def test_are_quoted_without_control_characters(self, fake: FakeServer) -> None:
         fake.tokenizes = False
 
-        @settings(max_examples=examples(30))
+        @settings(max_examples=length(30, 10))
         @given(st.text(), st.text(min_size=1), st.text(min_size=1))
         def quote(head: str, one: str, other: str) -> None:
             found = findings(fake, samples=(head + one, head + other))
@@ -947,26 +888,18 @@ class TestARealServer:
         assert f"{vllm_server.capacity_tokens:,} tokens in blocks of 32" in found["capacity"].found
         assert "64 of 96 tokens" in found["prefix caching"].found
 
-    @pytest.mark.slow
-    def test_is_examined_from_the_command_line(self, vllm_server: Any) -> None:
-        options = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
-        options += ["--events-topic", vllm_server.events_topic, "--model", vllm_server.model_name]
-        done = doctor(f"{vllm_server.base_url}/v1", *options)
-        assert done.exit_code == 0
-        assert "✗" not in done.stdout
-        assert "?" not in done.stdout
-        assert done.stdout.count("✓") == 5
-
 
 class TestTheCommand:
     @pytest.fixture
-    def prompts(self, tmp_path: Path) -> list[str | Path]:
+    def prompts(self, tmp_path: Path) -> Prompts:
         (tmp_path / "one.txt").write_text(f"2026-11-20\n{SYSTEM}", "utf-8")
         (tmp_path / "two.json").write_text(json.dumps(chat("2026-11-21\n", SYSTEM)), "utf-8")
         return ["--prompt", tmp_path / "one.txt", "--prompt", tmp_path / "two.json"]
 
-    def test_says_yes_to_a_good_server(self, fake: FakeServer) -> None:
+    def test_says_yes_to_a_good_server_and_paints_none_of_its_markup(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "[red]model[/red]"}]}
         done = doctor(fake.base_url)
+        assert "[red]model[/red]" in done.stdout
         assert done.exit_code == 0
         assert done.stderr == ""
         assert done.stdout.count("✓") == 4
@@ -985,22 +918,14 @@ class TestTheCommand:
         line = next(line for line in doctor(fake.base_url).stdout.splitlines() if "--kv-events-config" in line)
         json.loads(line.split("--kv-events-config '")[1].split("'")[0])
 
-    def test_paints_no_markup_of_the_server(self, fake: FakeServer) -> None:
-        fake.models = {"data": [{"id": "[red]model[/red]"}]}
-        assert "[red]model[/red]" in doctor(fake.base_url).stdout
-
-    def test_writes_json(self, fake: FakeServer, prompts: list[str | Path]) -> None:
+    def test_writes_json(self, fake: FakeServer, prompts: Prompts) -> None:
         done = doctor(fake.base_url, "--json", *prompts)
         assert done.exit_code == 1
+        text, messages = fake.bodies("/tokenize")
+        assert text["prompt"].startswith("2026-11-20") and messages["messages"] == chat("2026-11-21\n", SYSTEM)
         found = json.loads(done.stdout)["findings"]
         assert {"server", "capacity", "shared prefix"} <= {finding["check"] for finding in found}
         assert all(finding.keys() == {"check", "verdict", "found", "advice"} for finding in found)
-
-    def test_reads_prompts_as_text_and_as_messages(self, fake: FakeServer, prompts: list[str | Path]) -> None:
-        assert "2026-11-2" in doctor(fake.base_url, *prompts).stdout
-        text, messages = fake.bodies("/tokenize")
-        assert text["prompt"].startswith("2026-11-20")
-        assert messages["messages"] == chat("2026-11-21\n", SYSTEM)
 
     @pytest.mark.parametrize("text", ["[d1] a document", "[1, 2]", "{}", "[]", "[" * 100_000])
     def test_takes_for_text_what_is_not_messages(self, fake: FakeServer, tmp_path: Path, text: str) -> None:
@@ -1017,7 +942,7 @@ class TestTheCommand:
         assert doctor(fake.base_url, *options, "--document-marker", "<doc>").exit_code == 1
 
     def test_takes_key_and_events_from_the_environment(
-        self, fake: FakeServer, publish: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+        self, fake: FakeServer, publish: Publish, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         publisher = publish("ours")
         fake.key, fake.on_tokens = KEY, publisher.tell
@@ -1030,19 +955,8 @@ class TestTheCommand:
         assert done.stdout.count("✓") == 6
         assert KEY not in done.output
 
-    def test_takes_the_key_as_an_option(self, fake: FakeServer) -> None:
-        fake.key = KEY
-        done = doctor(fake.base_url, "--api-key", KEY)
-        assert done.exit_code == 0
-        assert KEY not in done.output
-        assert KEY not in refusal(fake.base_url, "--api-key", KEY + "2", status=1)
-
-    def test_waits_no_longer_than_it_may(self, fake: FakeServer) -> None:
-        fake.hangs.add("/v1/models")
-        assert "within 0.2 s" in refusal(fake.base_url, "--timeout", "0.2", status=1)
-
     def test_logs_neither_prompt_nor_key(
-        self, fake: FakeServer, prompts: list[str | Path], caplog: pytest.LogCaptureFixture
+        self, fake: FakeServer, prompts: Prompts, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.DEBUG):
             doctor(fake.base_url.replace("//", "//me:secret@"), *prompts)
@@ -1051,30 +965,39 @@ class TestTheCommand:
         for hidden in (KEY, "secret", "bWU6c2VjcmV0", "2026-11-2", SYSTEM[:20]):
             assert hidden not in caplog.text
 
-    @pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://"])
-    def test_refuses_what_is_no_address(self, address: str) -> None:
-        assert "write http://" in refusal(address, status=2)
+    @pytest.mark.parametrize(
+        ("arguments", "said", "status"),
+        [
+            (["localhost:8000"], "write http://", 2),
+            (["http://127.0.0.1:9"], "http://127.0.0.1:9", 1),
+            (["URL", "--prompt", "ONE"], "twice", 2),
+            (["URL", *["--prompt", "ONE"] * 3], "twice", 2),
+            (["URL", "--prompt", "nothing.txt"], "nothing.txt", 2),
+            (["URL", "--replay-endpoint", "tcp://h:1"], "--events-endpoint", 2),
+            (["URL", "--document-marker", "["], "--prompt", 2),
+        ],
+    )
+    def test_refuses_what_it_cannot_do(
+        self, fake: FakeServer, prompts: Prompts, arguments: list[str], said: str, status: int
+    ) -> None:
+        known = {"URL": fake.base_url, "ONE": str(prompts[1])}
+        assert said in refusal(*(known.get(each, each) for each in arguments), status=status)
+        assert fake.seen == []
 
-    def test_refuses_a_server_that_is_down(self) -> None:
-        url = f"http://127.0.0.1:{free_port()}"
-        assert url in refusal(url, status=1)
-
-    def test_refuses_one_prompt(self, fake: FakeServer, prompts: list[str | Path]) -> None:
-        assert "twice" in refusal(fake.base_url, *prompts[:2], status=2)
-        assert "twice" in refusal(fake.base_url, *prompts, *prompts[:2], status=2)
-
-    def test_refuses_a_missing_prompt(self, fake: FakeServer, tmp_path: Path) -> None:
-        assert "nothing.txt" in refusal(fake.base_url, "--prompt", tmp_path / "nothing.txt", status=2)
+    def test_takes_a_key_and_a_time(self, fake: FakeServer) -> None:
+        fake.key = KEY
+        done = doctor(fake.base_url, "--api-key", KEY)
+        assert done.exit_code == 0 and KEY not in done.output
+        said = refusal(fake.base_url, "--api-key", KEY + "2", status=1)
+        assert "401" in said and KEY not in said
+        fake.hangs.add("/v1/models")
+        assert "within 0.2 s" in refusal(fake.base_url, "--timeout", "0.2", status=1)
 
     @pytest.mark.parametrize("content", [b"\xff\xfe", b'[{"content": "no role"}]', b'[{"role": "user"}, 7]'])
     def test_refuses_a_prompt_that_it_cannot_read(self, fake: FakeServer, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "odd").write_bytes(content)
         assert "odd" in refusal(fake.base_url, "--prompt", tmp_path / "odd", "--prompt", tmp_path / "odd", status=2)
         assert fake.seen == []
-
-    def test_refuses_options_that_lack_another(self, fake: FakeServer) -> None:
-        assert "--events-endpoint" in refusal(fake.base_url, "--replay-endpoint", "tcp://h:1", status=2)
-        assert "--prompt" in refusal(fake.base_url, "--document-marker", "[", status=2)
 
     def test_says_which_extra_is_missing(self, python: Callable[..., Any]) -> None:
         command = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')", "doctor")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.commands import run_command
 from support.placed_memory import make_model
+from support.rings import grid
 
 from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs
 from ragorder.cli import main
@@ -121,7 +122,7 @@ class TestServing:
 
     @pytest.mark.parametrize(
         ("device", "host"),
-        [("40MiB", "8MiB"), ("6MiB", "700KiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("4MiB", "12MiB")],
+        grid([("40MiB", "8MiB"), ("6MiB", "700KiB"), ("5MiB", "0"), ("3MiB", "700KiB"), ("4MiB", "12MiB")], few=2),
     )
     def test_by_the_printed_command_is_placed_as_planned(self, device: str, host: str, folder: Path) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
@@ -231,21 +232,6 @@ class TestProfile:
         assert found["placement"]["weights"] == {"device": 8, "host": 0, "disk": 0}
         assert found["placement"]["generation_s"] == pytest.approx(8**0.5)
 
-    def test_goes_without_a_model(self, profile: Path, config: Path) -> None:
-        done = doctor("--profile", profile, "--model", config, *BUDGETS)
-        assert done.exit_code == 2
-        assert "or else a --profile" in done.stderr
-
-    def test_has_been_measured_with_tokens_of_its_own(self, profile: Path) -> None:
-        done = doctor("--profile", profile, *BUDGETS, "--prompt-tokens", "9")
-        assert done.exit_code == 2
-        assert "leave out --prompt-tokens" in done.stderr
-
-    def test_that_is_none_is_refused(self, config: Path) -> None:
-        done = doctor("--profile", config, *BUDGETS)
-        assert done.exit_code == 1
-        assert "no profile of placements" in done.stderr
-
 
 class TestBudgets:
     def test_that_are_too_small_say_what_is_missing(self, config: Path) -> None:
@@ -258,13 +244,6 @@ class TestBudgets:
         assert again.exit_code == 0
         found = reported("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
         assert str(missing) in found["problem"]
-
-    @pytest.mark.parametrize("size", ["-1", "many", "6 apples"])
-    @pytest.mark.parametrize("flag", ["--device-bytes", "--host-bytes", "--disk-bytes"])
-    def test_that_are_no_sizes_are_refused(self, flag: str, size: str, config: Path) -> None:
-        done = doctor("--model", config, f"{flag}={size}")
-        assert done.exit_code == 2
-        assert "is not a size" in done.stderr
 
     def test_that_are_not_given_are_this_machines(self) -> None:
         pytest.importorskip("psutil")
@@ -281,50 +260,31 @@ class TestBudgets:
 
 
 class TestUsage:
-    def test_a_model_is_needed(self) -> None:
-        done = doctor(*BUDGETS)
-        assert done.exit_code == 2
-        assert "takes a --model" in done.stderr
-
-    def test_a_folder_without_weights_is_refused(self, config: Path) -> None:
-        done = doctor("--model", config.parent, *BUDGETS)
-        assert done.exit_code == 1
-        assert "has no weights" in done.stderr
-
-    def test_a_server_is_another_matter(self, config: Path) -> None:
-        done = doctor("http://127.0.0.1:1", "--model", config)
-        assert done.exit_code == 2
-        assert "leave out the URL" in done.stderr
-
     @pytest.mark.parametrize(
-        ("flag", "value"), [("--document-marker", "Documents:"), ("--timeout", "3s"), ("--api-key", "key")]
-    )
-    def test_a_servers_options_are_of_no_use(self, flag: str, value: str, config: Path) -> None:
-        done = doctor("--model", config, *BUDGETS, flag, value)
-        assert done.exit_code == 2
-        assert f"leave out {flag}" in done.stderr
-
-    def test_partitions_are_of_an_index(self, config: Path) -> None:
-        done = doctor("--model", config, *BUDGETS, "--partitions", 8)
-        assert done.exit_code == 2
-        assert "give --index" in done.stderr
-
-    @pytest.mark.parametrize(
-        ("flag", "value"),
+        ("arguments", "status", "said"),
         [
-            ("--backlog", "3"),
-            ("--partitions", "3"),
-            ("--dtype", "float16"),
-            ("--answer-tokens", "3"),
-            ("--host-bytes", "3"),
+            (["--memory", *BUDGETS], 2, "takes a --model"),
+            (["--memory", *BUDGETS, "--model", "FOLDER"], 1, "has no weights"),
+            (["--memory", "http://127.0.0.1:1", "--model", "CONFIG"], 2, "leave out the URL"),
+            (["--memory", "--model", "CONFIG", *BUDGETS, "--document-marker", "D"], 2, "leave out --document-marker"),
+            (["--memory", "--model", "CONFIG", *BUDGETS, "--timeout", "3s"], 2, "leave out --timeout"),
+            (["--memory", "--model", "CONFIG", *BUDGETS, "--api-key", "key"], 2, "leave out --api-key"),
+            (["--memory", "--model", "CONFIG", *BUDGETS, "--partitions", "8"], 2, "give --index"),
+            (["--memory", "--model", "CONFIG", "--device-bytes=-1"], 2, "is not a size"),
+            (["--memory", "--model", "CONFIG", "--host-bytes=many"], 2, "is not a size"),
+            (["--memory", "--model", "CONFIG", "--disk-bytes=6 apples"], 2, "is not a size"),
+            (["--memory", "--profile", "CONFIG", *BUDGETS], 1, "no profile of placements"),
+            (["--memory", "--profile", "CONFIG", "--model", "CONFIG", *BUDGETS], 2, "or else a --profile"),
+            (["--memory", "--profile", "CONFIG", *BUDGETS, "--prompt-tokens", "9"], 2, "leave out --prompt-tokens"),
+            (["http://127.0.0.1:1", "--backlog", "3"], 2, "--backlog requires --memory"),
+            (["http://127.0.0.1:1", "--partitions", "3"], 2, "--partitions requires --memory"),
+            (["http://127.0.0.1:1", "--dtype", "float16"], 2, "--dtype requires --memory"),
+            (["http://127.0.0.1:1", "--answer-tokens", "3"], 2, "--answer-tokens requires --memory"),
+            (["http://127.0.0.1:1", "--host-bytes", "3"], 2, "--host-bytes requires --memory"),
+            ([], 2, "Missing argument 'URL'"),
         ],
     )
-    def test_its_options_go_with_it(self, flag: str, value: str) -> None:
-        done = run_command(main, "doctor", "http://127.0.0.1:1", flag, value)
-        assert done.exit_code == 2
-        assert f"{flag} requires --memory" in done.stderr
-
-    def test_without_it_a_server_is_needed(self) -> None:
-        done = run_command(main, "doctor")
-        assert done.exit_code == 2
-        assert "Missing argument 'URL'" in done.stderr
+    def test_wrong_options_are_refused(self, arguments: list[str], status: int, said: str, config: Path) -> None:
+        known = {"CONFIG": config, "FOLDER": config.parent}
+        done = run_command(main, "doctor", *(known.get(each, each) for each in arguments))
+        assert done.exit_code == status and said in done.stderr, done.output

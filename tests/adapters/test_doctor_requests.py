@@ -1,4 +1,4 @@
-"""`ragorder doctor --requests`: the command, the log, and one where all is well."""
+"""`ragorder doctor --requests`: the command, the log, one where all is well, and rules that ask a server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from support.commands import run_command
 from support.request_logs import (
     NAMES,
     SYSTEM,
+    Examine,
+    Lines,
     asked,
     assert_quotes_nothing,
     chat,
+    conversations,
     counted,
     examined,
     healthy,
@@ -36,14 +39,16 @@ from ragorder.common.jsonl import JSONLinesError
 
 doctor = partial(run_command, main, "doctor")
 
+Balance = Callable[..., Balancer]
+
 
 @pytest.fixture
-def examine(tmp_path: Path) -> Callable[..., dict[str, Finding]]:
+def examine(tmp_path: Path) -> Examine:
     return partial(examined, tmp_path)
 
 
 @pytest.fixture
-def balance() -> Iterator[Callable[..., Balancer]]:
+def balance() -> Iterator[Balance]:
     started: list[Balancer] = []
 
     def balance(choose: Callable[[int, str | None], int] = lambda *_: 0, **options: Any) -> Balancer:
@@ -58,9 +63,7 @@ def balance() -> Iterator[Callable[..., Balancer]]:
 
 
 class TestAllIsWell:
-    def test_nothing_is_bad_and_the_command_succeeds(
-        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path
-    ) -> None:
+    def test_nothing_is_bad_and_the_command_succeeds(self, examine: Examine, tmp_path: Path) -> None:
         found = examine(healthy(), block_size=16)
         checked = {check: each.verdict for check, each in found.items()}
         # Those two ask a server.
@@ -70,24 +73,24 @@ class TestAllIsWell:
         assert done.exit_code == 0
         assert_quotes_nothing(done.output)
 
-    def test_is_told_in_shares(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_is_told_in_shares(self, examine: Examine) -> None:
         found = examine(healthy(), block_size=16)["requests"].found
         assert found.startswith("30 requests: ")
         shares = [float(part.split()[-1]) for part in found.split(" %")[:2]]
         assert 70 < shares[0] <= shares[1] < 100
 
-    def test_steps_are_read_from_the_hits(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_steps_are_read_from_the_hits(self, examine: Examine) -> None:
         assert examine(healthy())["cache granularity"].verdict == "good"
 
 
 class TestRequests:
-    def test_without_reports_that_is_what_is_missing(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_without_reports_that_is_what_is_missing(self, examine: Examine) -> None:
         lines = [{**line, "usage": {"prompt_tokens": 100}} for line in healthy()]
         found = examine(lines)["requests"]
         assert found.verdict == "warning"
         assert "--enable-prompt-tokens-details" in str(found.advice)
 
-    def test_a_cache_that_loses_all_is_bad(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_cache_that_loses_all_is_bad(self, examine: Examine) -> None:
         lines = healthy()
         for line in lines:
             line["usage"]["prompt_tokens_details"] = {"cached_tokens": 0}
@@ -95,7 +98,7 @@ class TestRequests:
         assert found["requests"].verdict == "bad"
         assert "too small" in str(found["requests"].advice)
 
-    def test_nothing_in_common_is_no_fault_of_the_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_nothing_in_common_is_no_fault_of_the_cache(self, examine: Examine) -> None:
         lines = served(chat([name], "?", system=f"{number} {SYSTEM}") for number, name in enumerate(NAMES))
         assert examine(lines, block_size=16)["requests"].verdict == "warning"
 
@@ -133,7 +136,7 @@ class TestRequestFields:
     )
     def test_that_differ_are_named(
         self,
-        examine: Callable[..., dict[str, Finding]],
+        examine: Examine,
         tmp_path: Path,
         fields: Callable[[int], dict[str, Any]],
         named: list[str],
@@ -148,17 +151,15 @@ class TestRequestFields:
         assert found["requests"].advice == "see the findings below"
         assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
 
-    def test_that_cost_no_hit_are_no_reason(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_that_cost_no_hit_are_no_reason(self, examine: Examine) -> None:
         lines = [counted(asked(each, chat_template_kwargs={"thinking": str(each)}), 300, 256) for each in range(20)]
         assert examine(lines)["request fields"].verdict == "good"
 
-    def test_of_which_only_answers_would_tell_are_a_warning(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_of_which_only_answers_would_tell_are_a_warning(self, examine: Examine) -> None:
         lines = [asked(number, chat_template_kwargs={"thinking": str(number)}) for number in range(20)]
         assert examine(lines)["request fields"].verdict == "warning"
 
-    def test_of_a_few_tenants_and_models_cost_each_its_first_request(
-        self, examine: Callable[..., dict[str, Finding]]
-    ) -> None:
+    def test_of_a_few_tenants_and_models_cost_each_its_first_request(self, examine: Examine) -> None:
         lines = [counted(asked(each, cache_salt=f"{each % 3}", model=f"{each % 2}"), 300, 0) for each in range(100)]
         assert examine(lines)["request fields"].verdict == "good"
 
@@ -173,7 +174,7 @@ class TestCommand:
         assert found["cache granularity"]["verdict"] == "bad"
         assert_quotes_nothing(done.output)
 
-    def test_a_server_is_examined_as_well(self, tmp_path: Path, balance: Callable[..., Balancer]) -> None:
+    def test_a_server_is_examined_as_well(self, tmp_path: Path, balance: Balance) -> None:
         pytest.importorskip("zmq")
         path = write_log(tmp_path / "requests.jsonl", healthy(5))
         balancer = balance(render=plain)
@@ -217,6 +218,130 @@ class TestCommand:
         assert "requests.jsonl:3: " in done.stderr
         assert '"messages"' in done.stderr
         assert "alice" not in done.output
+
+
+class TestTopic:
+    def probe(self, examine: Examine, balancer: Balancer) -> Finding:
+        return examine(healthy(5), base_url=balancer.base_url, topic_header="x-session-id")["topic's replica"]
+
+    def test_a_balancer_that_heeds_it_is_good(self, examine: Examine, balance: Balance) -> None:
+        balancer = balance(lambda _, topic: int(topic or "0", 16) % 8)
+        assert self.probe(examine, balancer).verdict == "good"
+        assert len(balancer.topics) == 8
+        assert len(set(balancer.topics)) == 1
+
+    @pytest.mark.parametrize("replicas", [2, 3, 64])
+    def test_one_that_goes_round_is_found(self, examine: Examine, balance: Balance, replicas: int) -> None:
+        found = self.probe(examine, balance(lambda number, _: number % replicas))
+        assert found.verdict == "bad"
+        assert found.found.startswith(f"{max(0, 8 - replicas)} of 7 requests")
+        assert "deploy/README.md" in str(found.advice)
+
+    def test_without_reports_it_is_unknown(self, examine: Examine, balance: Balance) -> None:
+        balancer = balance()
+        balancer.reports = False
+        assert self.probe(examine, balancer).verdict == "unknown"
+
+    def test_nothing_is_sent_without_a_header(self, examine: Examine, balance: Balance) -> None:
+        balancer = balance()
+        found = examine(healthy(5), base_url=balancer.base_url)
+        assert found["topic's replica"].verdict == "unknown"
+        assert found["cache granularity"].found.startswith("steps of 16 tokens (the server's blocks)")
+        assert balancer.topics == []
+
+
+def counting(messages: list[dict[str, Any]], open_end: bool) -> str:
+    return f"{len(messages)} messages: " + plain(messages, open_end)
+
+
+def forgetful(messages: list[dict[str, Any]], open_end: bool) -> str:
+    """Thoughts stay in the last message alone."""
+    last = len(messages) - 1
+    kept = [
+        {**each, "content": each["content"] if place == last else each["content"].rpartition("</think>")[2]}
+        for place, each in enumerate(messages)
+    ]
+    return plain(kept, open_end)
+
+
+def thinking(messages: list[dict[str, Any]], open_end: bool) -> str:
+    """Asks for an answer without thoughts, which it does not write into earlier ones."""
+    return plain(messages, open_end) + "<think></think>" * open_end
+
+
+class TestTemplate:
+    def check(self, examine: Examine, balancer: Balancer, lines: Lines) -> Finding:
+        return examine(lines, base_url=balancer.base_url)["chat template"]
+
+    @pytest.mark.parametrize(
+        ("render", "verdict"),
+        [(plain, "good"), (counting, "bad"), (thinking, "warning")],
+        ids=["plain", "counts", "thinks"],
+    )
+    def test_renders_a_turn_twice(
+        self,
+        examine: Examine,
+        balance: Balance,
+        render: Callable[..., str],
+        verdict: str,
+    ) -> None:
+        balancer = balance(render=render)
+        assert self.check(examine, balancer, healthy(5)).verdict == verdict
+        assert self.check(examine, balancer, conversations(list)).verdict == verdict
+
+    def test_the_logs_own_turns_show_what_made_up_ones_do_not(self, examine: Examine, balance: Balance) -> None:
+        balancer = balance(render=forgetful)
+        assert self.check(examine, balancer, healthy(5)).verdict == "good"
+        first = [
+            {"role": "user", "content": "which of them?"},
+            {"role": "assistant", "content": "<think>a</think>this"},
+        ]
+        tool = [*first, {"role": "tool", "content": "<think>what the tool has said of it</think>that"}]
+        last = [*tool, {"role": "assistant", "content": "that one"}, {"role": "user", "content": "and then?"}]
+        lines = served({"model": "qwen", "messages": messages} for messages in (tool, last))
+        found = self.check(examine, balancer, lines)
+        assert found.verdict == "bad"
+        assert "--chat-template" in str(found.advice)
+
+    def test_a_server_that_cannot_render_leaves_it_open(self, examine: Examine, balance: Balance) -> None:
+        found = self.check(examine, balance(), healthy(5))
+        assert found.verdict == "unknown"
+        assert "HTTP 404" in found.found
+
+    def test_by_a_tokenizer_of_ones_own(self, examine: Examine, tokenizers: dict[str, Any]) -> None:
+        assert examine(healthy(5), tokenizer=tokenizers["chatml"])["chat template"].verdict == "good"
+        assert examine(healthy(5), tokenizer=tokenizers["plain"])["chat template"].verdict == "unknown"
+
+    def test_a_date_in_it_is_seen(self, examine: Examine) -> None:
+        class Dated:
+            chat_template = "{{ strftime_now('%d %b %Y') }}"
+
+            def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+                return plain(messages, add_generation_prompt)
+
+            def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+                return [ord(each) for each in text]
+
+        found = examine(healthy(5), tokenizer=Dated())["chat template"]
+        assert found.verdict == "warning"
+        assert "date" in str(found.advice)
+
+
+@pytest.mark.vllm
+class TestARealServer:
+    def test_renders_chats_says_its_steps_and_keeps_what_it_computed(self, examine: Examine, vllm_server: Any) -> None:
+        lines = served(chat(NAMES[:1], f"what about {number}?") for number in range(4))
+        found = examine(lines, base_url=vllm_server.base_url, topic_header="x-session-id", timeout_s=60)
+        assert found["chat template"].verdict == "good", found["chat template"]
+        assert found["topic's replica"].verdict == "good", found["topic's replica"]
+        assert found["cache granularity"].found.startswith(f"steps of {vllm_server.block_size} tokens (the server's")
+
+    def test_has_metrics_at_the_path_that_the_proxy_forwards(self, vllm_server: Any) -> None:
+        """As deploy/routers/llm-d asks for them."""
+        httpx2 = pytest.importorskip("httpx2")
+        page = httpx2.get(f"{vllm_server.base_url}/metrics/")
+        assert page.status_code == 200
+        assert "vllm:num_requests_waiting" in page.text
 
 
 class TestLog:

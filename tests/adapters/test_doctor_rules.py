@@ -15,6 +15,7 @@ from support.commands import run_command
 from support.request_logs import (
     NAMES,
     SYSTEM,
+    Examine,
     Lines,
     asked,
     chat,
@@ -29,14 +30,13 @@ from support.request_logs import (
     texts_of,
 )
 
-from ragorder.adapters.doctor import Finding
 from ragorder.cli import main
 
 doctor = partial(run_command, main, "doctor")
 
 
 @pytest.fixture
-def examine(tmp_path: Path) -> Callable[..., dict[str, Finding]]:
+def examine(tmp_path: Path) -> Examine:
     return partial(examined, tmp_path)
 
 
@@ -46,31 +46,29 @@ class TestGranularity:
         """Requests that share a system prompt alone, on a model that resumes every 784 tokens."""
         return served((chat([name], "?") for name in NAMES[:20]), step=784)
 
-    def test_large_steps_of_a_hybrid_model(self, examine: Callable[..., dict[str, Finding]], short: Lines) -> None:
-        found = examine(short, block_size=784)["cache granularity"]
-        assert found.verdict == "bad"
-        assert found.found.startswith("steps of 784 tokens")
-        assert "19 of 19 requests" in found.found
-        assert "--prefix-match-unit" in str(found.advice)
-
-    def test_a_block_that_is_a_bit_too_large(self, examine: Callable[..., dict[str, Finding]]) -> None:
-        lines = served((chat([name], "?") for name in NAMES[:20]), step=64)
-        found = examine(lines, block_size=64)["cache granularity"]
-        assert found.verdict == "bad"
-        assert "--block-size" in str(found.advice)
-
-    def test_steps_that_fit(self, examine: Callable[..., dict[str, Finding]]) -> None:
-        lines = served((chat([name], "?") for name in NAMES[:20]), step=16)
-        assert examine(lines, block_size=16)["cache granularity"].verdict == "good"
-
-    def test_are_unknown_where_nothing_was_ever_found(
-        self, examine: Callable[..., dict[str, Finding]], short: Lines
+    @pytest.mark.parametrize(
+        ("step", "verdict", "said"),
+        [
+            # A hybrid model, a block that is a bit too large, and one that fits.
+            (784, "bad", ["steps of 784 tokens", "19 of 19 requests", "--prefix-match-unit"]),
+            (64, "bad", ["--block-size"]),
+            (16, "good", []),
+        ],
+    )
+    def test_steps_are_compared_with_what_requests_share(
+        self, examine: Examine, step: int, verdict: str, said: list[str]
     ) -> None:
+        lines = served((chat([name], "?") for name in NAMES[:20]), step=step)
+        found = examine(lines, block_size=step)["cache granularity"]
+        assert found.verdict == verdict
+        assert [words for words in said if words not in f"{found.found} {found.advice}"] == []
+
+    def test_are_unknown_where_nothing_was_ever_found(self, examine: Examine, short: Lines) -> None:
         found = examine(short)["cache granularity"]
         assert found.verdict == "unknown"
         assert "--block-size" in str(found.advice)
 
-    def test_are_unknown_by_hits_of_one_length(self, examine: Callable[..., dict[str, Finding]], short: Lines) -> None:
+    def test_are_unknown_by_hits_of_one_length(self, examine: Examine, short: Lines) -> None:
         again = chat(NAMES[:30], "?")
         bodies = [again, again, *({name: line[name] for name in line if name != "usage"} for line in short)]
         lines = served(bodies, step=784)
@@ -79,7 +77,7 @@ class TestGranularity:
         assert found.verdict == "unknown"
         assert found.found.startswith("hits of one length alone are reported")
 
-    def test_are_read_from_hits_that_are_all_multiples(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_are_read_from_hits_that_are_all_multiples(self, examine: Examine) -> None:
         long = [chat(NAMES[: 10 * many], "?") for many in (1, 1, 2, 2, 4, 4)]
         lines = served([*long, *(chat([name], "?") for name in NAMES[10:30])], step=300)
         found = examine(lines)["cache granularity"]
@@ -92,12 +90,12 @@ class TestMinimum:
         bodies = [chat(NAMES[:documents], f"number {number}?", model=model) for number in range(10)]
         return [of_cloud(body, read=0, written=0) for body in bodies]
 
-    def test_prompts_below_it_are_never_kept(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_prompts_below_it_are_never_kept(self, examine: Examine) -> None:
         found = examine(self.asked("claude-haiku-4-5", 4))["provider's minimum"]
         assert found.verdict == "bad"
         assert found.found.startswith("4,096 tokens: 10 of 10 prompts are shorter")
 
-    def test_so_are_beginnings_below_it(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_so_are_beginnings_below_it(self, examine: Examine) -> None:
         bodies = [
             chat([NAMES[0], *(f"own {number} {place}" for place in range(30))], "?", model="claude-haiku-4-5")
             for number in range(10)
@@ -106,19 +104,19 @@ class TestMinimum:
         assert "0 of 10 prompts are shorter, 9 more share less" in found.found
         assert found.verdict == "bad"
 
-    def test_a_model_with_a_smaller_one_keeps_them(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_model_with_a_smaller_one_keeps_them(self, examine: Examine) -> None:
         assert examine(self.asked("claude-opus-5-5", 8))["provider's minimum"].verdict == "good"
 
-    def test_what_was_read_was_long_enough(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_what_was_read_was_long_enough(self, examine: Examine) -> None:
         bodies = [chat(NAMES[:4], f"number {number}?", model="claude-haiku-4-5") for number in range(10)]
         lines = [of_cloud(body, read=300, written=0) for body in bodies]
         assert examine(lines)["provider's minimum"].verdict == "good"
 
-    def test_an_engine_of_ones_own_has_none(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_an_engine_of_ones_own_has_none(self, examine: Examine) -> None:
         assert examine(healthy())["provider's minimum"].found == "no model of the log is known to have one"
 
     @pytest.mark.parametrize("model", ["cerebras/Cerebras-GPT-6.7B", "deepseek-ai/DeepSeek-V3"])
-    def test_whatever_its_model_is_called(self, examine: Callable[..., dict[str, Finding]], model: str) -> None:
+    def test_whatever_its_model_is_called(self, examine: Examine, model: str) -> None:
         found = examine(self.asked(model, 2))["provider's minimum"].found
         assert found == "no model of the log is known to have one"
 
@@ -136,9 +134,7 @@ class TestTextBeforeTheDocuments:
             (lambda number: f"Trace {number:08x}-0000-4000-8000-00000000000{number % 10}", "a UUID"),
         ],
     )
-    def test_what_varies_is_named(
-        self, examine: Callable[..., dict[str, Finding]], head: Callable[[int], str], kind: str
-    ) -> None:
+    def test_what_varies_is_named(self, examine: Examine, head: Callable[[int], str], kind: str) -> None:
         found = examine(self.with_head(head), block_size=16)["text before the documents"]
         assert found.verdict == "bad"
         assert "19 of them" in found.found or "19 requests" in found.found
@@ -146,11 +142,11 @@ class TestTextBeforeTheDocuments:
         assert "in the system message" in found.found
         assert "after the documents" in str(found.advice)
 
-    def test_so_is_what_no_pattern_knows(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_so_is_what_no_pattern_knows(self, examine: Examine) -> None:
         found = examine(self.with_head(lambda number: f"Dear {'abcdefghijklmnopqrst'[number]}nna,"), block_size=16)
         assert "text that no other request has (19)" in found["text before the documents"].found
 
-    def test_another_order_is_another_matter(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_another_order_is_another_matter(self, examine: Examine) -> None:
         lines = served(
             chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)
         )
@@ -161,7 +157,7 @@ class TestTextBeforeTheDocuments:
         assert "of 19 requests have documents of earlier ones in another order" in order.found
         assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
 
-    def test_so_is_another_order_of_the_field_for_documents(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_so_is_another_order_of_the_field_for_documents(self, examine: Examine) -> None:
         draw = random.Random(4)
         texts = [{"text": document(name).replace("\n", " ")} for name in NAMES[:8]]
         lines = [counted(asked(number, documents=draw.sample(texts, 5)), 800, 100) for number in range(20)]
@@ -170,7 +166,7 @@ class TestTextBeforeTheDocuments:
         assert found["order of documents"].verdict == "warning"
         assert "too small" not in str(found["requests"].advice)
 
-    def test_advice_says_what_an_order_would_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_advice_says_what_an_order_would_save(self, examine: Examine) -> None:
         """The same five documents in any order: all of them could be reused."""
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
         advice = str(examine(served(rotated), block_size=16)["order of documents"].advice)
@@ -178,7 +174,7 @@ class TestTextBeforeTheDocuments:
         assert 50 < ordered <= 100
         assert plain < ordered - 10
 
-    def test_another_order_is_no_fault_of_the_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_another_order_is_no_fault_of_the_cache(self, examine: Examine) -> None:
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], "the same?") for number in range(20)]
         lines = served(rotated)
         for line in lines:
@@ -188,9 +184,7 @@ class TestTextBeforeTheDocuments:
         assert found["requests"].verdict == "bad"
         assert found["requests"].advice == "see the findings below"
 
-    def test_a_document_that_one_request_alone_has_is_no_volatile_text(
-        self, examine: Callable[..., dict[str, Finding]]
-    ) -> None:
+    def test_a_document_that_one_request_alone_has_is_no_volatile_text(self, examine: Examine) -> None:
         lines = served(
             chat([f"own-{number}" if number % 3 == 0 else NAMES[number % 4], *NAMES[4:8]], "?") for number in range(30)
         )
@@ -217,9 +211,7 @@ class TestListsInFront:
         return [draw.sample(items, count) for _ in range(lists)]
 
     @pytest.mark.parametrize("mark", ["- ", "* ", ""])
-    def test_in_another_order_are_named(
-        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path, mark: str
-    ) -> None:
+    def test_in_another_order_are_named(self, examine: Examine, tmp_path: Path, mark: str) -> None:
         bodies = [remembering(number, facts, mark) for number, facts in enumerate(self.drawn(FACTS))]
         found = examine([counted(body, 700, 32) for body in bodies])
         each = found["list in the system message"]
@@ -231,15 +223,13 @@ class TestListsInFront:
         assert (found["requests"].verdict, found["requests"].advice) == ("warning", "see the findings below")
         assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
 
-    def test_of_items_with_several_lines_are_named(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_of_items_with_several_lines_are_named(self, examine: Examine) -> None:
         skills = [f"name: skill {place}\n  about: {fact}" for place, fact in enumerate(FACTS)]
         bodies = [remembering(number, drawn) for number, drawn in enumerate(self.drawn(skills))]
         found = examine([counted(body, 900, 32) for body in bodies])["list in the system message"]
         assert found.verdict == "bad" and "the same lines in another order (19)" in found.found
 
-    def test_are_ordered_by_the_template_that_is_advised(
-        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path
-    ) -> None:
+    def test_are_ordered_by_the_template_that_is_advised(self, examine: Examine, tmp_path: Path) -> None:
         pytest.importorskip("msgspec")
         from ragorder.adapters.proxy.bodies.presets import find_templates
 
@@ -252,27 +242,23 @@ class TestListsInFront:
         run = template.find(bodies[0]["messages"][0]["content"])
         assert run is not None and run.documents == [f"- {fact}" for fact in self.drawn(FACTS)[0]]
 
-    def test_of_other_lines_are_a_warning(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_of_other_lines_are_a_warning(self, examine: Examine) -> None:
         bodies = [remembering(number, facts) for number, facts in enumerate(self.drawn(FACTS, 6))]
         each = examine([counted(body, 500, 32) for body in bodies])["list in the system message"]
         assert each.verdict == "warning" and "other lines (" in each.found
 
-    def test_in_one_order_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_in_one_order_are_good(self, examine: Examine) -> None:
         found = examine([counted(remembering(number, FACTS), 700, 640) for number in range(20)])
         assert {each.verdict for each in found.values()} == {"good", "unknown"}
 
-    def test_in_which_a_date_changes_are_not_lists_in_another_order(
-        self, examine: Callable[..., dict[str, Finding]]
-    ) -> None:
+    def test_in_which_a_date_changes_are_not_lists_in_another_order(self, examine: Examine) -> None:
         dated = [remembering(day, [*FACTS[:3], f"Today is 2026-11-{day + 1:02}.", *FACTS[3:]]) for day in range(20)]
         found = examine([counted(body, 700, 32) for body in dated])
         assert found["list in the system message"].verdict == "good"
         assert "a date (19)" in found["text before the documents"].found
 
     @pytest.mark.parametrize("field", ["tools", "functions"])
-    def test_tools_in_another_order_are_named(
-        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path, field: str
-    ) -> None:
+    def test_tools_in_another_order_are_named(self, examine: Examine, tmp_path: Path, field: str) -> None:
         bodies = [asked(number, **{field: tools}) for number, tools in enumerate(self.drawn(TOOLS))]
         found = examine([counted(body, 1200, 64) for body in bodies])
         each = found["tools"]
@@ -284,19 +270,19 @@ class TestListsInFront:
         assert found["requests"].verdict == "warning"
         assert doctor("--requests", tmp_path / "requests.jsonl").exit_code == 1
 
-    def test_another_set_of_tools_is_told_apart(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_another_set_of_tools_is_told_apart(self, examine: Examine) -> None:
         bodies = [asked(number, tools=tools) for number, tools in enumerate(self.drawn(TOOLS, 6))]
         each = examine([counted(body, 700, 64) for body in bodies])["tools"]
         assert each.verdict == "bad" and "another set of tools (19)" in each.found
         assert "tool_choice" in str(each.advice) and "--stable-tools" not in str(each.advice)
 
-    def test_a_tool_that_tells_the_date_is_text_that_changes(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_tool_that_tells_the_date_is_text_that_changes(self, examine: Examine) -> None:
         dated = [{"name": "now", "description": f"Today is 2026-11-{day + 1:02}. {FACTS[0]}"} for day in range(20)]
         found = examine([counted(asked(day, tools=[tool]), 300, 16) for day, tool in enumerate(dated)])
         assert "the same tools with other texts (19)" in found["tools"].found
         assert "19 in the tools: a date (19)" in found["text before the documents"].found
 
-    def test_the_same_tools_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_the_same_tools_are_good(self, examine: Examine) -> None:
         lines = [counted(asked(number, tools=TOOLS[: 6 + number % 2]), 700, 640) for number in range(40)]
         assert examine(lines)["tools"].verdict == "good"
 
@@ -339,7 +325,7 @@ class TestForm:
         ],
     )
     def test_that_a_template_fits_is_said_with_its_saving(
-        self, examine: Callable[..., dict[str, Finding]], form: str, application: str, says: str
+        self, examine: Examine, form: str, application: str, says: str
     ) -> None:
         found = examine(self.written(getattr(self, form)))["documents' form"]
         assert found.verdict == "warning"
@@ -347,7 +333,7 @@ class TestForm:
         assert says in str(found.advice)
         assert 10 < int(re.findall(r"about (\d+) % of the prefill", str(found.advice))[0]) <= 100
 
-    def test_a_score_before_each_text_leaves_nothing_to_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_score_before_each_text_leaves_nothing_to_save(self, examine: Examine) -> None:
         draw = random.Random(6)
 
         def librechat(texts: Sequence[str]) -> str:
@@ -358,44 +344,41 @@ class TestForm:
         found = examine(self.written(librechat))["documents' form"]
         assert found.verdict == "good" and "score" in found.found
 
-    def test_a_plain_separator_has_no_template(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_plain_separator_has_no_template(self, examine: Examine) -> None:
         found = examine(self.written("\n".join))["documents' form"]
         assert found.verdict == "good" and "template" not in str(found.advice)
 
 
+def with_the_bare_question(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*history[:-1], {"role": "user", "content": history[-1]["content"].rpartition("Question: ")[2]}]
+
+
+def with_another_system_message(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": f"{SYSTEM}\n{document(f'turn {len(history)}')}"}, *history[1:]]
+
+
 class TestEarlierTurns:
-    def test_that_are_sent_again_are_good(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_that_are_sent_again_are_good(self, examine: Examine) -> None:
         found = examine(conversations(list), block_size=16)["earlier turns"]
         assert found.verdict == "good"
         assert found.found.startswith("0 of 16 later turns")
 
-    def test_that_lose_their_documents(self, examine: Callable[..., dict[str, Finding]]) -> None:
-        def bare(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            question = history[-1]["content"].rpartition("Question: ")[2]
-            return [*history[:-1], {"role": "user", "content": question}]
-
-        found = examine(conversations(bare), block_size=16)["earlier turns"]
-        assert found.verdict == "bad"
-        assert found.found.startswith("16 of 16 later turns")
-        assert "an earlier user message lost its documents or other text (16)" in found.found
+    @pytest.mark.parametrize(
+        ("replays", "said"),
+        [
+            (with_the_bare_question, "an earlier user message lost its documents or other text (16)"),
+            (with_another_system_message, "the system message changed (16)"),
+            (lambda history: [history[0], *history[-1:]], "messages were dropped"),
+        ],
+        ids=["bare", "system", "dropped"],
+    )
+    def test_that_change_are_named(self, examine: Examine, replays: Any, said: str) -> None:
+        found = examine(conversations(replays), block_size=16)["earlier turns"]
+        assert found.verdict == "bad" and said in found.found
+        assert found.found.startswith("8 of" if said == "messages were dropped" else "16 of 16 later turns")
         assert "send earlier turns again" in str(found.advice)
 
-    def test_behind_a_system_message_that_changes(self, examine: Callable[..., dict[str, Finding]]) -> None:
-        def replaced(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return [{"role": "system", "content": f"{SYSTEM}\n{document(f'turn {len(history)}')}"}, *history[1:]]
-
-        found = examine(conversations(replaced), block_size=16)["earlier turns"]
-        assert found.verdict == "bad"
-        assert "the system message changed (16)" in found.found
-
-    def test_that_are_dropped(self, examine: Callable[..., dict[str, Finding]]) -> None:
-        def truncated(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return [history[0], *history[-1:]]
-
-        found = examine(conversations(truncated), block_size=16)["earlier turns"]
-        assert "messages were dropped" in found.found
-
-    def test_the_loss_is_told_in_tokens(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_the_loss_is_told_in_tokens(self, examine: Examine) -> None:
         def broken(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [{"role": "system", "content": f"{len(history)} {SYSTEM}"}, *history[1:]]
 
@@ -406,9 +389,7 @@ class TestEarlierTurns:
 
     @pytest.mark.parametrize("is_replaced", [True, False], ids=["in the system message", "with the bare question"])
     @pytest.mark.parametrize("form", ["{0}{1}", "{0}问题：{1}", "{1}\n{0}", "{0}\n{1}\n回答："])
-    def test_of_short_questions_are_found(
-        self, examine: Callable[..., dict[str, Finding]], is_replaced: bool, form: str
-    ) -> None:
+    def test_of_short_questions_are_found(self, examine: Examine, is_replaced: bool, form: str) -> None:
         """Chinese questions of eight characters, each of another conversation and turn."""
         lines = []
         for topic, conversation in zip("订退发电充票", range(6), strict=True):
@@ -430,9 +411,7 @@ class TestEarlierTurns:
         assert shares(found.found)[0] == 6.4 and shares(found.found)[1] > 30
 
     @pytest.mark.parametrize("question", ["hi", "继续", "why is that?"])
-    def test_of_others_who_ask_the_same_are_not_mistaken_for_them(
-        self, examine: Callable[..., dict[str, Finding]], question: str
-    ) -> None:
+    def test_of_others_who_ask_the_same_are_not_mistaken_for_them(self, examine: Examine, question: str) -> None:
         """Each user has a system message, and the log has no first turns of those who come back."""
         asks = {"role": "user", "content": question}
         lines = []
@@ -444,12 +423,12 @@ class TestEarlierTurns:
             lines.append({"messages": messages})
         assert examine(lines)["earlier turns"].found == "no request continues another one of this log"
 
-    def test_a_log_without_conversations_has_none(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_a_log_without_conversations_has_none(self, examine: Examine) -> None:
         assert examine(healthy())["earlier turns"].verdict == "good"
 
 
 class TestWrites:
-    def test_that_are_never_read_cost_more_than_no_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_that_are_never_read_cost_more_than_no_cache(self, examine: Examine) -> None:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=0, written=100) for name in NAMES]
         found = examine(lines)["writes and reads"]
         assert found.verdict == "bad"
@@ -460,19 +439,15 @@ class TestWrites:
 
     # A write costs a quarter on top, a read saves 95 % with this model.
     @pytest.mark.parametrize(("read", "verdict"), [(26, "bad"), (27, "good")])
-    def test_the_break_even_is_the_models(
-        self, examine: Callable[..., dict[str, Finding]], read: int, verdict: str
-    ) -> None:
+    def test_the_break_even_is_the_models(self, examine: Examine, read: int, verdict: str) -> None:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=read, written=100) for name in NAMES]
         assert examine(lines)["writes and reads"].verdict == verdict
 
-    def test_of_answers_that_do_not_say_what_they_read_count_nothing(
-        self, examine: Callable[..., dict[str, Finding]]
-    ) -> None:
+    def test_of_answers_that_do_not_say_what_they_read_count_nothing(self, examine: Examine) -> None:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=27, written=100) for name in NAMES]
         silent = of_cloud(chat(["a"], "?", model="claude-opus-5-5"), read=0, written=100_000)
         del silent["response"]["usage"]["cache_read_input_tokens"]
         assert examine([*lines, silent])["writes and reads"].verdict == "good"
 
-    def test_cost_nothing_where_none_are_reported(self, examine: Callable[..., dict[str, Finding]]) -> None:
+    def test_cost_nothing_where_none_are_reported(self, examine: Examine) -> None:
         assert examine(healthy())["writes and reads"].verdict == "good"

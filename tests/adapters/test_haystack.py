@@ -6,10 +6,7 @@ import os
 
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
-import asyncio
 import copy
-import pickle
-import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +16,7 @@ import pytest
 
 pytest.importorskip("haystack")
 
-from haystack import DeserializationError, Document, Pipeline, component
+from haystack import Document, Pipeline, component
 from haystack.components.builders import PromptBuilder
 from haystack.components.rankers import LLMRanker
 from haystack.components.retrievers.in_memory import InMemoryBM25Retriever
@@ -28,16 +25,12 @@ from haystack.core.serialization import component_from_dict, component_to_dict
 from haystack.dataclasses import ByteStream, ChatMessage, SparseEmbedding
 from haystack.document_stores.in_memory import InMemoryDocumentStore
 from haystack.document_stores.types import DuplicatePolicy
-from hypothesis import strategies as st
-from pydantic import ValidationError
 from support.framework_contract import FrameworkContract
 from support.network import local_connections_only  # noqa: F401
 
 from ragorder import Orderer
 from ragorder.adapters.haystack import CacheOrderRanker
 
-SMALL: Any = {"block_size": 1, "capacity_tokens": 60, "suffix_tokens": 8}
-REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
 TEMPLATE = "{% for document in documents %}{{ document.content }}\n{% endfor %}Question: {{ question }}"
 
 
@@ -59,6 +52,10 @@ def names(documents: Sequence[Document]) -> list[str]:
 
 def by_title(document: Document) -> Any:
     return document.meta["title"]
+
+
+def id_of(document: Document) -> Any:
+    return document.id
 
 
 def one_token(document: Document) -> int:
@@ -135,14 +132,11 @@ class TestADocumentIsKnownByItsIdAndItsContent:
 
 
 class TestTopK:
-    def test_the_best_ranked_are_kept_and_put_in_order(self, orderer: Orderer) -> None:
+    def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
         ranker = CacheOrderRanker(orderer, top_k=2)
         assert names(ranker.run(found("a", "b", "c"))["documents"]) == ["a", "b"]
         assert names(ranker.run(found("b", "a", "c"))["documents"]) == ["a", "b"]
-
-    def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
-        ranker = CacheOrderRanker(orderer, top_k=2)
-        assert names(ranker.run(found("a", "b", "c"), top_k=3)["documents"]) == ["a", "b", "c"]
+        assert names(ranker.run(found("b", "a", "c"), top_k=3)["documents"]) == ["a", "b", "c"]
         assert names(ranker.run(found("c"), top_k=3)["documents"]) == ["c"]
 
     @pytest.mark.parametrize("top_k", [0, -1])
@@ -178,10 +172,6 @@ class TestTheOrderer:
         with pytest.raises(ValueError, match="either an orderer or settings"):
             CacheOrderRanker(orderer, settings={})
 
-    def test_settings_are_those_of_the_orderer(self) -> None:
-        with pytest.raises(ValidationError, match="blocksize"):
-            CacheOrderRanker(settings={"blocksize": 8})
-
 
 class TestSerialisation:
     def test_what_is_read_again_has_the_same_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,23 +205,6 @@ class TestSerialisation:
         data = CacheOrderRanker(orderer, tokens=len).to_dict()
         assert data["init_parameters"]["tokens"] == "builtins.len"
         assert CacheOrderRanker.from_dict(data).to_dict() == data
-
-    def test_what_was_pickled_has_an_orderer_of_its_own_with_the_same_settings(self) -> None:
-        ranker = CacheOrderRanker(Orderer(block_size=1, keep_first=1), top_k=2, key=by_title)
-        again = pickle.loads(pickle.dumps(ranker))  # noqa: S301
-        assert again.orderer is not ranker.orderer
-        assert again.to_dict() == ranker.to_dict()
-        documents = found("a", "b", "c", meta={"title": 1})
-        assert names(again.run(documents)["documents"]) == ["a", "b"]
-
-
-@component
-class Prompts:
-    """Stands for the model: gives the prompt back."""
-
-    @component.output_types(text=str)
-    def run(self, prompt: str) -> dict[str, str]:
-        return {"text": prompt}
 
 
 @component
@@ -297,17 +270,10 @@ class TestInAPipeline:
         best_two = self.lines(self.pipeline(None).run(self.data("lamp")))[:2]
         assert self.lines(pipeline.run(data)) == self.lines(await pipeline.run_async(data)) == best_two
 
-    def test_a_pipeline_comes_back_from_yaml_and_works(self) -> None:
-        ranker = CacheOrderRanker(Orderer(block_size=1), top_k=4, scope="a tenant", key=by_title)
-        pipeline = self.pipeline(ranker)
-        written = pipeline.dumps()
-        again = Pipeline.loads(written, allowed_modules=["ragorder", __name__])
-        assert again.to_dict()["components"] == pipeline.to_dict()["components"]
-        assert again.get_component("ranker").orderer.settings == ranker.orderer.settings
-
     async def test_a_pipeline_from_yaml_orders_as_the_one_that_was_written(self) -> None:
-        pipeline = self.pipeline(CacheOrderRanker(settings={"block_size": 1}))
-        again = Pipeline.loads(pipeline.dumps(), allowed_modules=["ragorder"])
+        pipeline = self.pipeline(CacheOrderRanker(Orderer(block_size=1), top_k=4, scope="a tenant", key=id_of))
+        again = Pipeline.loads(pipeline.dumps(), allowed_modules=["ragorder", __name__])
+        assert again.to_dict()["components"] == pipeline.to_dict()["components"]
         store = pipeline.get_component("retriever").document_store
         again.get_component("retriever").document_store.write_documents(
             store.filter_documents(), policy=DuplicatePolicy.OVERWRITE
@@ -316,32 +282,9 @@ class TestInAPipeline:
             data = self.data(question)
             assert self.lines(await again.run_async(data)) == self.lines(pipeline.run(data))
 
-    def test_haystack_reads_it_only_if_it_is_allowed(self, orderer: Orderer) -> None:
-        with pytest.raises(DeserializationError, match="allowlist"):
-            Pipeline.loads(self.pipeline(CacheOrderRanker(orderer)).dumps())
-
     def test_a_copied_pipeline_shares_the_orderer(self, orderer: Orderer) -> None:
         pipeline = Pipeline()
         pipeline.add_component("ranker", CacheOrderRanker(orderer))
         pipeline.run({"ranker": {"documents": found("a", "b")}})
         copied = copy.deepcopy(pipeline)
         assert names(copied.run({"ranker": {"documents": found("b", "a")}})["ranker"]["documents"]) == ["a", "b"]
-
-
-class TestConcurrency:
-    """64 at a time over one ranker: each call gets its own documents, each once."""
-
-    REQUESTS = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
-
-    async def test_tasks_in_one_pipeline(self, orderer: Orderer) -> None:
-        pipeline = Pipeline()
-        pipeline.add_component("ranker", CacheOrderRanker(orderer))
-        pipeline.add_component("prompts", PromptBuilder(TEMPLATE, required_variables=["documents"]))
-        pipeline.add_component("model", Prompts())
-        pipeline.connect("ranker.documents", "prompts.documents")
-        pipeline.connect("prompts.prompt", "model.prompt")
-        asked = [pipeline.run_async({"ranker": {"documents": found(*request)}}) for request in self.REQUESTS]
-        results = [result["model"]["text"] for result in await asyncio.gather(*asked)]
-        shown = [sorted(re.findall(r"the text of (\w+)\.", text)) for text in results]
-        assert shown == list(map(sorted, self.REQUESTS))
-        assert orderer.fallbacks == 0

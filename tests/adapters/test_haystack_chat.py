@@ -76,24 +76,16 @@ class PipelineChat(FrameworkChat):
 
 
 class TestFeedback(ConversationContract):
+    # A component's scope is a string.
+    functions = ("label",)
+
     def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
-        # A component's scope is a string.
-        scope = options.pop("scope", None)
-        made = CacheOrderChatPromptBuilder(orderer, builder=builder, feedback=True, **options)
-        made.scope = scope if isinstance(scope, str) else None
-        made._turns._scope = scope if callable(scope) else made._turns._scope
+        made = CacheOrderChatPromptBuilder(orderer, builder=builder, feedback=self.reports, **options)
         return PipelineChat(server, made)
 
 
-class TestWithoutFeedback(ConversationContract):
+class TestWithoutFeedback(TestFeedback):
     reports = False
-
-    def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
-        scope = options.pop("scope", None)
-        made = CacheOrderChatPromptBuilder(orderer, builder=builder, **options)
-        made.scope = scope if isinstance(scope, str) else None
-        made._turns._scope = scope if callable(scope) else made._turns._scope
-        return PipelineChat(server, made)
 
 
 def test_a_pipeline_is_loaded_with_the_same_options() -> None:

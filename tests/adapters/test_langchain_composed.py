@@ -1,4 +1,4 @@
-"""The LangChain adapter in LangChain's own compositions: compressors, retrievers of retrievers, ready-made chains."""
+"""The LangChain adapter in LangChain's own compositions: compressors, retrievers, ready-made chains, content parts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import pytest
 pytest.importorskip("langchain_core")
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
-from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
+from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableBranch, RunnableLambda, RunnablePassthrough
 from pydantic import Field
+from support.framework_contract import Recorder
 
 from ragorder import Orderer
-from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler, content_parts
 
 DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdef"]
 
@@ -34,32 +36,13 @@ def names(documents: Sequence[Any]) -> str:
     return "".join(document.id for document in documents)
 
 
-class Recorder:
-    """A real orderer, what adapters ask of it, and what they say of it."""
-
-    def __init__(self) -> None:
-        self.orderer = Orderer(block_size=4, strict=True)
-        self.settings = self.orderer.settings
-        self.requests: list[str] = []
-        self.finished: list[Any] = []
-        self.degraded: list[str] = []
-
-    def order(self, documents: Sequence[Any], **options: Any) -> Any:
-        self.requests.append(names(documents))
-        ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.finished.append)
-        return ordering
-
-    def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
-        raise error
-
-    def degrade(self, reason: str) -> None:
-        self.degraded.append(reason)
-
-
 @pytest.fixture
 def orderer() -> Recorder:
-    return Recorder()
+    return Recorder(Orderer(block_size=4, strict=True))
+
+
+def asked(orderer: Recorder) -> list[str]:
+    return [names(request.documents) for request in orderer.requests]
 
 
 class Finder(BaseRetriever):
@@ -99,12 +82,6 @@ def classic(module: str) -> Any:
 
 
 class TestACompressor:
-    def test_is_what_pipelines_take(self, orderer: Recorder) -> None:
-        reorder = CacheOrderTransformer(orderer)
-        assert isinstance(reorder, BaseDocumentTransformer)
-        assert isinstance(reorder, BaseDocumentCompressor)
-        assert isinstance(reorder, Runnable)
-
     async def test_puts_documents_in_order_whatever_it_is_called(self, orderer: Recorder) -> None:
         reorder = CacheOrderTransformer(orderer)
         assert names(reorder.transform_documents(DOCUMENTS[:3])) == "abc"
@@ -114,10 +91,6 @@ class TestACompressor:
         assert names(reorder.compress_documents(shuffled, "?")) == "abc"
         assert names(await reorder.acompress_documents(shuffled, "?")) == "abc"
         assert names(reorder.invoke(shuffled)) == "abc"
-
-    def test_keeps_the_best_of_more_than_it_may(self, orderer: Recorder) -> None:
-        reorder = CacheOrderTransformer(orderer, k=2)
-        assert names(reorder.invoke(DOCUMENTS)) == names(reorder.compress_documents(DOCUMENTS, "?")) == "ab"
 
     async def test_belongs_to_the_run_that_calls_it(self, orderer: Recorder) -> None:
         """So that feedback finds the orderings of compressors."""
@@ -229,7 +202,7 @@ class TestInsideAnotherRetriever:
         inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
         retriever = CacheOrderRetriever(retriever=each_letter(inner), orderer=orderer)
         assert sorted(names(retriever.invoke("ab cd"))) == list("abcd")
-        assert orderer.requests == ["abcd"]
+        assert asked(orderer) == ["abcd"]
 
     def test_the_number_of_documents_is_kept(self, orderer: Recorder) -> None:
         inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer, k=1)
@@ -238,7 +211,7 @@ class TestInsideAnotherRetriever:
     def test_a_chain_or_tool_around_it_is_no_retriever(self, orderer: Recorder) -> None:
         retriever = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
         answering(RunnableLambda(retriever.invoke)).invoke("ab", config={"callbacks": [FeedbackHandler()]})
-        assert orderer.requests == ["ab"]
+        assert asked(orderer) == ["ab"]
         assert orderer.degraded == []
 
 
@@ -247,8 +220,7 @@ def history_aware(retriever: Any) -> Runnable[Any, Any]:
     prompt = ChatPromptTemplate.from_messages([("placeholder", "{chat_history}"), ("human", "{input}")])
     rewritten = prompt | FakeListChatModel(responses=["cb"]) | StrOutputParser() | retriever
     return RunnableBranch(
-        (lambda inputs: not inputs.get("chat_history", False), (lambda inputs: inputs["input"]) | retriever),
-        rewritten,
+        (lambda inputs: not inputs.get("chat_history", False), (lambda inputs: inputs["input"]) | retriever), rewritten
     ).with_config(run_name="chat_retriever_chain")
 
 
@@ -289,9 +261,9 @@ class TestAHistoryAwareRetriever:
         chain = langchain.retrieval_chain(ordered, combine)
         assert chain.invoke({"input": "bc"})["answer"] == "bc"
         assert chain.invoke({"input": "cb"})["answer"] == "bc"
-        asked = {"input": "and those?", "chat_history": [("human", "abc?"), ("ai", "yes")]}
-        assert (await chain.ainvoke(asked))["answer"] == "bc"
-        assert orderer.requests == ["bc", "cb", "cb"]
+        again = {"input": "and those?", "chat_history": [("human", "abc?"), ("ai", "yes")]}
+        assert (await chain.ainvoke(again))["answer"] == "bc"
+        assert asked(orderer) == ["bc", "cb", "cb"]
 
     def test_options_of_a_retriever_are_kept(self, orderer: Recorder) -> None:
         ordered: Any = CacheOrderRetriever(
@@ -299,13 +271,6 @@ class TestAHistoryAwareRetriever:
         )
         assert [document.metadata for document in ordered.invoke({"input": "cb"})] == [{"rank": {"rank": 0}}]
         assert ordered.config["tags"] == ["mine"]
-
-    def test_other_runnables_stay_retrievers(self, orderer: Recorder) -> None:
-        def search(question: str) -> list[Document]:
-            return Finder().invoke(question)
-
-        for retriever in (Finder(), RunnableLambda(search), RunnableLambda(lambda question: search(question))):
-            assert isinstance(CacheOrderRetriever(retriever=retriever, orderer=orderer), BaseRetriever)
 
 
 def by_name(document: Document) -> str:
@@ -321,15 +286,15 @@ class TestCopies:
             CacheOrderRetriever(retriever=Finder(), orderer=Orderer(block_size=4), key=by_name, k=3),
             CacheOrderTransformer(Orderer(block_size=4), key=by_name, k=3),
         ):
-            asked = (lambda name: name) if isinstance(adapter, BaseRetriever) else (lambda name: Finder().invoke(name))
-            assert names(adapter.invoke(asked("abc"))) == "abc"
+            given = (lambda name: name) if isinstance(adapter, BaseRetriever) else (lambda name: Finder().invoke(name))
+            assert names(adapter.invoke(given("abc"))) == "abc"
             other = copied(adapter)
             assert type(other) is type(adapter)
             assert other.orderer is not adapter.orderer
             assert other.orderer.settings == adapter.orderer.settings
-            assert names(other.invoke(asked("cbad"))) == "cba"
-            assert names(other.invoke(asked("abc"))) == "cba"
-            assert names(adapter.invoke(asked("cba"))) == "abc"
+            assert names(other.invoke(given("cbad"))) == "cba"
+            assert names(other.invoke(given("abc"))) == "cba"
+            assert names(adapter.invoke(given("cba"))) == "abc"
             assert adapter.orderer.fallbacks == other.orderer.fallbacks == 0
 
     @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
@@ -338,6 +303,63 @@ class TestCopies:
         handler.on_chain_start({}, {}, run_id=uuid4())
         other = copied(handler)
         assert (handler.open_runs, other.open_runs) == (1, 0)
-        assert other._runs.limit == 50
         answering(CacheOrderRetriever(retriever=Finder(), orderer=orderer)).invoke("ab", config={"callbacks": [other]})
         assert orderer.finished == [(True, 7, 12, 10)]
+
+
+def found(names: str) -> list[Document]:
+    return [Document(f"{name} is a document. " * 40, id=name, metadata={"source": name}) for name in names]
+
+
+class TestMarks:
+    """Messages with a content part for each document, and marks after those that a cache should keep."""
+
+    @pytest.fixture
+    def orderer(self) -> Orderer:
+        return Orderer(block_size=16, strict=True, feedback=False)
+
+    def beginnings(self, parts: list[dict[str, Any]]) -> str:
+        return "".join(part["text"][0] for part in parts)
+
+    def marked(self, parts: list[dict[str, Any]]) -> list[int]:
+        return [place for place, part in enumerate(parts) if part.get("cache_control") == {"type": "ephemeral"}]
+
+    def test_a_part_for_each_document_and_the_question(self) -> None:
+        parts = content_parts(found("ab"), "Which?")
+        assert [part["text"] for part in parts] == [*(f"{each.page_content}\n\n" for each in found("ab")), "Which?"]
+        assert {part["type"] for part in parts} == {"text"}
+        assert self.marked(parts) == []
+        assert HumanMessage(parts).content == parts
+
+    def test_marks_stand_behind_what_earlier_requests_began_with(self, orderer: Orderer) -> None:
+        asked = {"one": found("abc"), "two": found("dba")}
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(asked.__getitem__), orderer=orderer, mark_key="mark")
+        first, second = (content_parts(retriever.invoke(name), "Which?", mark_key="mark") for name in asked)
+        assert (self.beginnings(first), self.beginnings(second)) == ("abcW", "abdW")
+        assert self.marked(first) == []
+        assert self.marked(second) == [1]
+
+    def test_documents_themselves_stay_as_they_are(self, orderer: Orderer) -> None:
+        documents = found("abc")
+        reorder = CacheOrderTransformer(orderer, mark_key="mark", rank_key="rank")
+        for _ in range(2):
+            ordered = reorder.invoke(documents)
+        assert [each.metadata for each in documents] == [{"source": name} for name in "abc"]
+        assert [each.metadata["rank"] for each in ordered] == [{"rank": rank} for rank in range(3)]
+        assert any(each.metadata.get("mark") for each in ordered)
+
+    def test_marks_of_an_earlier_request_are_gone(self, orderer: Orderer) -> None:
+        marked = [Document(each.page_content, id=each.id, metadata={"mark": True}) for each in found("abcdef")]
+        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(marked)
+        assert [each.metadata for each in ordered] == [{}] * 6
+        assert all(each.metadata == {"mark": True} for each in marked)
+
+    def test_a_choice_that_fails_sets_none_and_says_so(self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.adapters.langchain.retriever.marked_documents", lambda ordering: 1 / 0)
+        ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(found("ab"))
+        assert [each.id for each in ordered] == ["a", "b"]
+        assert "ZeroDivisionError" in orderer.degraded[0]
+
+    def test_the_form_of_a_document_can_be_given(self) -> None:
+        parts = content_parts(found("a"), "Which?", show=lambda document: f"<{document.id}>")
+        assert [part["text"] for part in parts] == ["<a>", "Which?"]

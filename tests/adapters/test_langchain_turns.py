@@ -21,7 +21,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
 from support.chat_server import BLOCK, ChatServer
 from support.conversation_contract import SYSTEM, TURNS, ConversationContract, FrameworkChat, text_of
-from support.framework_contract import RecordingOrderer
+from support.framework_contract import Recorder
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.langchain import CacheOrderTurn
@@ -179,7 +179,7 @@ class TestHistoryAwareRetrieval:
 
 class TestStreams:
     async def test_a_stream_ends_with_what_is_to_be_stored(self, server: ChatServer) -> None:
-        recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+        recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
         turn = CacheOrderTurn(model(server, stream_usage=True), recorder, builder=PromptBuilder(SYSTEM))
         history: list[Any] = []
         for number, names in enumerate(TURNS[:4]):
@@ -193,7 +193,7 @@ class TestStreams:
         assert [outcome.cached_tokens for outcome in recorder.finished] == server.cached
 
     def test_a_stream_that_is_left_counts_as_served_once_it_has_begun(self, server: ChatServer) -> None:
-        recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+        recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
         turn = CacheOrderTurn(model(server), recorder, builder=PromptBuilder(SYSTEM))
         for chunks, served in ((0, False), (4, True)):
             stream = turn.stream({"input": "One?", "context": documents("ab")})
@@ -254,7 +254,7 @@ class TestHistories:
             CacheOrderTurn("gpt-5", Orderer())  # type: ignore[arg-type]
 
     def test_an_answer_of_langchains_own_cache_was_not_served(self) -> None:
-        recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+        recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
         cached = AIMessage("Yes.", usage_metadata={"input_tokens": 1, "output_tokens": 1, "total_tokens": 2})
         cached.usage_metadata["total_cost"] = 0  # type: ignore[index, typeddict-unknown-key]
         CacheOrderTurn(RunnableLambda(lambda _: cached), recorder).invoke({"input": "?", "context": documents("a")})

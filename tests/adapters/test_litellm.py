@@ -119,13 +119,26 @@ class TestHook:
             del ordered["metadata"]
             assert ordered == request("abc")
 
-    @pytest.mark.parametrize("contents", [None, "text", ["text"], [{"role": "user"}], {"parts": []}])
-    async def test_contents_that_gemini_would_refuse_go_on_as_they_came(
-        self, contents: Any, callback: OrderDocuments, orderer: RecordingOrderer
+    @pytest.mark.parametrize(
+        ("data", "call_type"),
+        [
+            # What Gemini would refuse, other calls, and no documents.
+            *(
+                ({"contents": contents}, "agenerate_content")
+                for contents in (None, "text", ["text"], [{"role": "user"}], {"parts": []})
+            ),
+            *(
+                ({"messages": [user(asked("ab"))]}, call_type)
+                for call_type in ("embeddings", "aembedding", "moderation", "mcp_call", "new")
+            ),
+            ({"messages": [user("Hello")]}, "acompletion"),
+        ],
+    )
+    async def test_other_requests_go_on_as_they_came(
+        self, data: dict[str, Any], call_type: str, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
-        data = {"contents": contents}
-        assert await hook(callback, data, "agenerate_content") is data
-        assert not orderer.degraded
+        assert await hook(callback, data, call_type) is data
+        assert not orderer.degraded and not orderer.finished
 
     async def test_tagged_documents_of_gemini_become_its_last_content(self, orderer: RecordingOrderer) -> None:
         tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}
@@ -133,18 +146,6 @@ class TestHook:
         ordered = await hook(OrderDocuments(orderer), {"contents": [hello], "ragorder": tag}, "agenerate_content")
         assert ordered["contents"][0] == hello and ordered["contents"][1]["role"] == "user"
         assert ordered["contents"][1]["parts"][0]["text"].startswith("[a]\na") and "messages" not in ordered
-
-    @pytest.mark.parametrize("call_type", ["embeddings", "aembedding", "moderation", "mcp_call", "new"])
-    async def test_other_calls_go_on_as_they_came(self, call_type: str, callback: OrderDocuments) -> None:
-        data = {"messages": [user(asked("ab"))]}
-        assert await hook(callback, data, call_type) is data
-
-    async def test_requests_without_documents_go_on_as_they_came(
-        self, callback: OrderDocuments, orderer: RecordingOrderer
-    ) -> None:
-        data = {"messages": [user("Hello")]}
-        assert await hook(callback, data) is data
-        assert orderer.finished == []
 
     async def test_documents_may_be_tagged(self, orderer: RecordingOrderer) -> None:
         tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}

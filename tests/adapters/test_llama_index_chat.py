@@ -17,7 +17,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.openai_like import OpenAILike
 from support.chat_server import BLOCK, ChatServer, chat_server
 from support.conversation_contract import SYSTEM, TURNS, ConversationContract, FrameworkChat, text_of
-from support.framework_contract import RecordingOrderer
+from support.framework_contract import Recorder
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.llama_index import CacheOrderChatEngine
@@ -54,10 +54,12 @@ class EngineChat(FrameworkChat):
         self.finder = Finder()
         self.engine = CacheOrderChatEngine(self.finder, orderer, llm=options.pop("llm", None) or llm(server), **options)
         self.response: Any = None
+        self.kept: list[ChatMessage] | None = None
 
     def ask(self, question: str, names: str) -> str:
         self.finder.names = names
-        self.response = self.engine.chat(question)
+        self.response = self.engine.chat(question, self.kept)
+        self.kept = None
         return str(self.response)
 
     async def aask(self, question: str, names: str) -> str:
@@ -76,10 +78,7 @@ class EngineChat(FrameworkChat):
         return self.engine.chat_history
 
     def cut(self, messages: int) -> None:
-        kept = self.engine.chat_history[-messages:]
-        self.engine.reset()
-        for message in kept:
-            self.engine._memory.put(message)
+        self.kept = self.engine.chat_history[-messages:]
 
 
 class TestMemory(ConversationContract):
@@ -89,6 +88,7 @@ class TestMemory(ConversationContract):
         return EngineChat(server, orderer, builder=builder, **options)
 
 
+@pytest.mark.slow
 class TestChatMemoryBuffer(ConversationContract):
     def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
         memory = ChatMemoryBuffer.from_defaults(token_limit=32_000, tokenizer_fn=str.split)
@@ -102,7 +102,7 @@ def server() -> Any:
 
 
 async def test_streams_are_turns_once_they_have_been_read(server: ChatServer) -> None:
-    recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+    recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
     chat = EngineChat(server, recorder, builder=PromptBuilder(SYSTEM))
     for number, names in enumerate(TURNS[:4]):
         chat.finder.names = names
@@ -121,7 +121,7 @@ async def test_streams_are_turns_once_they_have_been_read(server: ChatServer) ->
 
 
 def test_a_stream_that_is_left_is_no_turn(server: ChatServer) -> None:
-    recorder = RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+    recorder = Recorder(Orderer(block_size=BLOCK, strict=True))
     chat = EngineChat(server, recorder, builder=PromptBuilder(SYSTEM))
     for tokens, served in ((0, False), (3, True)):
         chat.finder.names = "ab"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.http_server import PageServer
 
-from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
@@ -36,6 +36,12 @@ def make_orderer(**options: Any) -> Orderer:
 def asked(count: int, seed: int = 0) -> list[list[Document]]:
     rng = random.Random(seed)
     return [rng.sample(DOCUMENTS, 5) for _ in range(count)]
+
+
+def serve(metrics: Metrics, requests: int, *report: int, compare: bool = True, **counts: int) -> None:
+    watched = ObservedOrderer(make_orderer(), [metrics], compare=compare)
+    for documents in asked(requests):
+        watched.order(documents).confirm(*report, **counts)
 
 
 def read(metrics: Metrics) -> Stats:
@@ -77,16 +83,12 @@ class TestObservedOrderer:
         plain, watched = make_orderer(), ObservedOrderer(make_orderer(), [Recorder()])
         for documents, waiting in zip(asked(60), asked(60, seed=1), strict=True):
             for scope in ("a", "b"):
-                options: dict[str, Any] = {"scope": scope, "waiting": [waiting], "lengths": Lengths(8, 40)}
-                expected, ordering = plain.order(documents, **options), watched.order(documents, **options)
+                options: dict[str, Any] = {"scope": scope, "lengths": Lengths(8, 40)}
+                expected = plain.order(documents, waiting=[waiting], **options)
+                ordering = watched.order(iter(documents), waiting=[iter(waiting)], **options)
                 assert ordering.permutation == expected.permutation
                 assert ordering.cached_tokens == expected.cached_tokens
                 assert ordering.documents_end == 8 + 500
-
-    def test_takes_generators(self) -> None:
-        watched = ObservedOrderer(make_orderer(), [Recorder()])
-        ordering = watched.order((d for d in DOCUMENTS[:5]), waiting=[(d for d in DOCUMENTS[3:8])])
-        assert sorted(document.id for document in ordering.documents) == [f"d{n}" for n in range(5)]
 
     def test_tells_what_the_other_order_would_have_had(self) -> None:
         recorder = Recorder()
@@ -105,11 +107,6 @@ class TestObservedOrderer:
         assert sum(o.ordered_tokens or 0 for o in recorder.observations) > sum(
             o.retrieval_tokens or 0 for o in recorder.observations
         )
-
-    def test_comparison_can_be_turned_off(self) -> None:
-        recorder = Recorder()
-        ObservedOrderer(make_orderer(), [recorder], compare=False).order(DOCUMENTS[:5])
-        assert recorder.observations[0].retrieval_tokens is None
 
     def test_a_failed_request_leaves_nothing_in_either_cache(self) -> None:
         recorder = Recorder()
@@ -219,13 +216,7 @@ class TestShadowMode:
         watched = ObservedOrderer(make_orderer(best=best), shadow=True)
         batches = [watched.order(documents) for documents in asked(20)], watched.order_batch(asked(20))
         assert all(list(ordering.permutation) == list(range(5)) for batch in batches for ordering in batch)
-
-    def test_batches_stay_as_they_are(self) -> None:
-        requests = asked(20)
-        watched = ObservedOrderer(make_orderer(), [Metrics()], shadow=True)
-        batch = watched.order_batch(requests)
-        assert [ordering.documents for ordering in batch] == requests
-        assert [ordering.index for ordering in batch] == list(range(20))
+        assert [ordering.index for ordering in batches[1]] == list(range(20))
 
     def test_follows_what_the_engine_reports_of_the_order_that_it_got(self) -> None:
         recorder = Recorder()
@@ -281,15 +272,9 @@ class TestMetrics:
         page = prometheus_client.generate_latest(metrics.registry).decode()
         for secret in ("tenant", "secret", "d0", DOCUMENTS[0].key):
             assert secret not in page
+        assert all(family.name.startswith("ragorder_") for family in metrics.registry.collect())
         labels = {label for family in metrics.registry.collect() for s in family.samples for label in s.labels}
         assert labels <= {"le", "order", "outcome", "reason"}
-
-    def test_every_name_is_ours(self) -> None:
-        names = {family.name for family in Metrics().registry.collect()}
-        assert {name for name in names if not name.startswith("ragorder_")} == set()
-        wanted = "order_seconds documents reported_cached_tokens predicted_cached_tokens prompt_tokens fallbacks"
-        wanted += " tree_nodes evicted_blocks displacement_positions"
-        assert {f"ragorder_{name}" for name in wanted.split()} <= names
 
     def test_times_between_tokens_are_counted(self) -> None:
         metrics = Metrics()
@@ -327,12 +312,6 @@ class TestMetrics:
         assert read(metrics).tree_nodes == 0
         assert read(metrics).served == 2
 
-    def test_without_a_comparison_nothing_is_said_of_savings(self) -> None:
-        metrics = Metrics()
-        ObservedOrderer(make_orderer(), [metrics], compare=False).order(DOCUMENTS[:5]).confirm()
-        stats = read(metrics)
-        assert stats.other_cached_tokens is stats.saved_tokens is stats.saved_share is None
-
     def test_moves_are_counted(self) -> None:
         """Nothing moves; the last two do; all do although nothing is cached; and of these the best one is not first."""
         metrics = Metrics()
@@ -350,10 +329,6 @@ class TestMetrics:
         assert 25 <= order_us["p50"] <= 50
         assert 2_000 <= order_us["p99"] <= 5_000
 
-    def test_of_nothing_the_figures_are_zero(self) -> None:
-        stats = read(Metrics())
-        assert (stats.served, stats.cached_share, stats.order_us) == (0, 0.0, {"p50": 0.0, "p99": 0.0})
-
     def test_counts_requests_that_passed_by_reason(self) -> None:
         metrics = Metrics()
         for reason in ["no_documents", "one_document", "no_documents"]:
@@ -361,14 +336,6 @@ class TestMetrics:
         stats = read(metrics)
         assert (stats.served, stats.passed) == (0, {"no_documents": 2, "one_document": 1})
         assert stats.as_json()["passed"] == stats.passed
-
-    def test_needs_the_extra(self, python: Any) -> None:
-        done = python(
-            "-c",
-            "from ragorder.adapters.observing.prometheus import Metrics; Metrics()",
-            blocked=("prometheus_client",),
-        )
-        assert "pip install '.[proxy]'" in done.stderr
 
 
 class TestTracing:
@@ -407,12 +374,7 @@ class TestTracing:
         }
         assert "secret" not in f"{order.to_json()}{settle.to_json()}"
         assert "tenant" not in f"{order.to_json()}{settle.to_json()}"
-
-    def test_a_failed_request_says_so(self, spans: tuple[Any, Any]) -> None:
-        from ragorder.adapters.observing.opentelemetry import Tracing
-
-        exporter, tracer = spans
-        ObservedOrderer(make_orderer(), [Tracing(tracer)]).order(DOCUMENTS[:5]).discard()
+        watched.order(DOCUMENTS[:5]).discard()
         assert dict(exporter.get_finished_spans()[-1].attributes) == {"ragorder.served": False}
 
     def test_without_a_provider_it_costs_nothing_and_breaks_nothing(self) -> None:
@@ -421,11 +383,17 @@ class TestTracing:
 
         assert len(ObservedOrderer(make_orderer(), [Tracing()]).order(DOCUMENTS[:5]).documents) == 5
 
-    def test_needs_the_extra(self, python: Any) -> None:
-        done = python(
-            "-c", "from ragorder.adapters.observing.opentelemetry import Tracing; Tracing()", blocked=("opentelemetry",)
-        )
-        assert "pip install '.[live]'" in done.stderr
+
+@pytest.mark.parametrize(
+    ("made", "package", "extra"),
+    [
+        ("prometheus import Metrics", "prometheus_client", "proxy"),
+        ("opentelemetry import Tracing", "opentelemetry", "live"),
+    ],
+)
+def test_needs_its_extra(python: Any, made: str, package: str, extra: str) -> None:
+    code = f"from ragorder.adapters.observing.{made}; {made.split()[-1]}()"
+    assert f"pip install '.[{extra}]'" in python("-c", code, blocked=(package,)).stderr
 
 
 class TestStatsCommand:
@@ -465,6 +433,13 @@ class TestStatsCommand:
         assert "served; reported by the engine" in done.stdout
         assert "predicted for the same requests, corrected by the reports" in done.stdout
 
+    def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
+        watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
+        for documents in asked(300):
+            ordering = watched.order(documents)
+            ordering.confirm(ordering.cached_tokens)
+        assert "would have saved" in self.run(url).stdout
+
     @pytest.mark.parametrize(("shadow", "said"), [(False, "ragorder needed"), (True, "ragorder would have needed")])
     def test_more_prefill_is_no_negative_saving(self, shadow: bool, said: str, metrics: Metrics, url: str) -> None:
         ordered, retrieval = 100, 500
@@ -475,32 +450,40 @@ class TestStatsCommand:
         assert watched.shadow == shadow
         assert f"{said} 8,000 tokens of prefill more" in self.run(url).stdout
 
-    def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
-        watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
-        for documents in asked(300):
-            ordering = watched.order(documents)
-            ordering.confirm(ordering.cached_tokens)
-        assert "would have saved" in self.run(url).stdout
-
-    def test_says_that_predictions_are_no_saving(self, metrics: Metrics, url: str) -> None:
-        watched = ObservedOrderer(make_orderer(), [metrics])
-        for documents in asked(300):
-            watched.order(documents).confirm()
-        said = self.run(url).stdout
-        assert "ragorder saved" not in said
-        assert "Predicted only: no request reported its cached tokens (vLLM: --enable-prompt-tokens-details)." in said
-        assert "predicted: the engine reports nothing" in said
-        assert "without reports" in said
-
-    def test_says_that_it_cannot_compare(self, metrics: Metrics, url: str) -> None:
-        """An agent: both orders had 704 tokens cached, and retrieval order was said to have 4,960."""
-        watched = ObservedOrderer(make_orderer(), [metrics])
-        for documents in asked(60):
-            watched.order(documents).confirm(16, prompt_tokens=1_150)
-        said = self.run(url).stdout
-        assert "Cannot compare: predictions are off by" in said and "--tokenizer MODEL" in " ".join(said.split())
-        assert "unknown" in said
-        assert "saved" not in said
+    @pytest.mark.parametrize(
+        ("make", "says", "says_not"),
+        [
+            (lambda metrics: None, ["No request has ended yet"], []),
+            (
+                lambda metrics: [metrics.passed(reason) for reason in ("no_documents", "no_documents", "other_route")],
+                ["Nothing was ordered: 3 requests were forwarded unchanged", "does --template match the prompts?"],
+                ["No request has ended yet", "reported by the engine"],
+            ),
+            (lambda metrics: serve(metrics, 1, compare=False), ["Not compared"], []),
+            (
+                lambda metrics: serve(metrics, 300),
+                [
+                    "Predicted only: no request reported its cached tokens (vLLM: --enable-prompt-tokens-details).",
+                    *("predicted: the engine reports nothing", "without reports"),
+                ],
+                ["ragorder saved"],
+            ),
+            # An agent: both orders had 704 tokens cached, and retrieval order was said to have 4,960.
+            (
+                lambda metrics: serve(metrics, 60, 16, prompt_tokens=1_150),
+                ["Cannot compare: predictions are off by", "--tokenizer MODEL", "unknown"],
+                ["saved"],
+            ),
+        ],
+        ids=["nothing", "passed", "not compared", "predicted", "an agent"],
+    )
+    def test_says_why_no_saving_is_known(
+        self, metrics: Metrics, url: str, make: Any, says: list[str], says_not: list[str]
+    ) -> None:
+        make(metrics)
+        said = " ".join(self.run(url).stdout.split())
+        assert [words for words in says if words not in said] == []
+        assert [words for words in says_not if words in said] == []
 
     def test_names_the_key_of_the_proxy(self, metrics: Metrics, url: str) -> None:
         done = self.run(url, "--api-key", "wrong")
@@ -530,22 +513,6 @@ class TestStatsCommand:
         assert done.exit_code == 0
         assert [json.loads(line)["served"] for line in done.stdout.splitlines()] == [0, 1, 2]
 
-    def test_nothing_yet(self, metrics: Metrics, url: str) -> None:
-        assert "No request has ended yet" in self.run(url).stdout
-
-    def test_nothing_but_requests_that_passed(self, metrics: Metrics, url: str) -> None:
-        for reason in ["no_documents", "no_documents", "other_route"]:
-            metrics.passed(reason)
-        said = self.run(url).stdout
-        assert "No request has ended yet" not in said
-        assert "Nothing was ordered: 3 requests were forwarded unchanged" in said
-        assert "does --template match the prompts?" in said
-        assert "reported by the engine" not in said
-
-    def test_no_comparison(self, metrics: Metrics, url: str) -> None:
-        ObservedOrderer(make_orderer(), [metrics], compare=False).order(DOCUMENTS[:5]).confirm()
-        assert "Not compared" in self.run(url).stdout
-
     def test_a_server_without_our_metrics(self, metrics: Metrics, url: str) -> None:
         metrics.registry = prometheus_client.CollectorRegistry()
         done = self.run(url)
@@ -563,30 +530,6 @@ class TestStatsCommand:
 class TestOrdering:
     """What the core reports to watchers."""
 
-    def test_every_observer_is_called_once(self) -> None:
-        first: list[RequestOutcome] = []
-        second: list[RequestOutcome] = []
-        ordering = make_orderer().order(DOCUMENTS[:5])
-        ordering.add_done_callback(first.append)
-        ordering.add_done_callback(second.append)
-        ordering.discard()
-        ordering.confirm(5)
-        assert first == second == [RequestOutcome(served=False)]
-
-    def test_who_observes_a_watched_ordering_takes_nothing_from_its_watchers(self) -> None:
-        recorder, told = Recorder(), []
-        ordering = ObservedOrderer(make_orderer(), [recorder]).order(DOCUMENTS[:5])
-        ordering.add_done_callback(told.append)
-        ordering.confirm()
-        assert recorder.outcomes == told == [RequestOutcome(served=True)]
-
-    def test_an_ordering_without_an_orderer_is_observed_too(self) -> None:
-        told: list[RequestOutcome] = []
-        ordering = Ordering(DOCUMENTS[:2], [0, 1])
-        ordering.add_done_callback(told.append)
-        ordering.confirm(prompt_tokens=7)
-        assert told == [RequestOutcome(True, prompt_tokens=7)]
-
     def test_a_twin_has_the_same_documents_and_nothing_else(self) -> None:
         orderer = Orderer(key=str, tokens=lambda _: 48, block_size=BLOCK, strict=True)
         orderer.order("abc")
@@ -603,10 +546,7 @@ class TestOrdering:
         orderer.order(DOCUMENTS[:2], scope="short")
         assert orderer.order(DOCUMENTS[:2], scope="long").cached_tokens == 320 + 192
         assert orderer.order(DOCUMENTS[:2], scope="short").cached_tokens == 256
-
-    def test_a_wrong_prefix_is_a_fallback(self) -> None:
-        orderer = make_orderer(strict=False)
-        assert orderer.order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
+        assert make_orderer(strict=False).order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
 
     def test_evictions_of_a_forgotten_scope_still_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 1)
@@ -638,10 +578,8 @@ class TestOrdering:
         serve(newer)
         serve(newer, found=0.5)
         assert serve(older) < whole
-
-    def test_reports_correct_lengths_that_were_counted_at_once(self) -> None:
-        orderer = make_orderer()
+        counted = make_orderer()
         for documents in (DOCUMENTS[:5], DOCUMENTS[5:10]):
-            orderer.order(documents).confirm()
-        orderer.order(DOCUMENTS[5:10]).confirm(0.85 * 560)
-        assert orderer.order(DOCUMENTS[:5]).cached_tokens < 560
+            counted.order(documents).confirm()
+        counted.order(DOCUMENTS[5:10]).confirm(0.85 * 560)
+        assert counted.order(DOCUMENTS[:5]).cached_tokens < 560, "counted lengths are corrected at once"

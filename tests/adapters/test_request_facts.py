@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -27,40 +28,43 @@ def ends_of(builder: PromptBuilder, documents: Sequence[Document]) -> list[int]:
     return [span.end for span in builder.build(QUERY, documents).spans]
 
 
+RED = tenant_digest("red")
+OWN = {"cost": 0.5, "documents": [3]}
+
+
 class TestTheFacts:
-    def test_are_read_as_they_were_written(self) -> None:
-        sent = with_facts({}, [7, 19], "red")
-        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19), tenant_digest("red"))
-
-    def test_have_the_forecast_of_each_document(self) -> None:
-        sent = with_facts({}, [7, 19], None, [12.34567, 0.5])
-        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19), expected=(12.346, 0.5))
-
-    @pytest.mark.parametrize("expected", [(), [1.0], [1.0, 2.0, 3.0]])
-    def test_have_no_forecast_but_one_of_all_documents(self, expected: Sequence[float]) -> None:
-        assert with_facts({}, [7, 19], None, expected)["kv_transfer_params"]["ragorder"] == {"documents": [7, 19]}
-
-    def test_have_no_forecast_of_ours_for_documents_of_the_callers(self) -> None:
-        sent = with_facts({"kv_transfer_params": {"ragorder": {"documents": [3]}}}, [7, 19], None, [2.0, 1.0])
-        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((3,))
-
-    def test_expect_no_more_than_a_server_believes(self) -> None:
-        facts = read_facts(with_facts({}, [7], None, [1e9])["kv_transfer_params"])
-        assert facts is not None and facts.expected == (1000.0,)
-
-    def test_say_which_documents_are_to_be_exact(self) -> None:
-        sent = with_facts({}, [7, 19], None, exact_documents=1)
-        assert sent["kv_transfer_params"]["ragorder"] == {"documents": [7, 19], "exact": 1}
-        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19))
-        sent = with_facts({"kv_transfer_params": {"ragorder": {"documents": [3]}}}, [7, 19], None, exact_documents=1)
-        assert sent["kv_transfer_params"]["ragorder"] == {"documents": [3]}
-        assert with_facts({}, (), None, exact_documents=1) == {}
+    @pytest.mark.parametrize(
+        ("own", "known", "exact", "sent", "read"),
+        [
+            (None, ([7, 19], "red"), 0, {"documents": [7, 19], "tenant": RED}, RequestFacts((7, 19), RED)),
+            (None, ([7, 19], None), 0, {"documents": [7, 19]}, RequestFacts((7, 19))),
+            (
+                None,
+                ([7, 19], None, [12.34567, 0.5]),
+                0,
+                {"documents": [7, 19], "expected": [12.346, 0.5]},
+                RequestFacts((7, 19), expected=(12.346, 0.5)),
+            ),
+            # A forecast is one of all documents, and at most what a server believes.
+            (None, ([7, 19], None, [1.0]), 0, {"documents": [7, 19]}, RequestFacts((7, 19))),
+            (None, ([7], None, [1e9]), 0, {"documents": [7], "expected": [1000]}, RequestFacts((7,), expected=(1000,))),
+            (None, ([7, 19], None), 1, {"documents": [7, 19], "exact": 1}, RequestFacts((7, 19))),
+            # The caller's own documents have no forecast of ours, and ours are not sent.
+            (OWN, ([7, 19], None, [2.0, 1.0]), 1, OWN, RequestFacts((3,), cost=0.5)),
+            (OWN, ([7], "red"), 0, OWN | {"tenant": RED}, RequestFacts((3,), RED, 0.5)),
+        ],
+    )
+    def test_are_read_as_they_were_written(self, own: Any, known: Any, exact: int, sent: Any, read: Any) -> None:
+        params = {"other": 1} if own is None else {"other": 1, "ragorder": own}
+        given = {"kv_transfer_params": params, "top_k": 5}
+        before = copy.deepcopy(given)
+        found = with_facts(given, *known, exact_documents=exact)
+        assert found == {"kv_transfer_params": {"other": 1, "ragorder": sent}, "top_k": 5}
+        assert read_facts(found["kv_transfer_params"]) == read
+        assert given == before
 
     def test_are_none_where_nothing_is_known(self) -> None:
-        assert with_facts({"n": 1}, (), None) == {"n": 1}
-
-    def test_have_no_tenant_for_no_tenant(self) -> None:
-        assert read_facts(with_facts({}, [7], None)["kv_transfer_params"]) == RequestFacts((7,))
+        assert with_facts({"n": 1}, (), None) == with_facts({"n": 1}, (), None, exact_documents=1) == {"n": 1}
 
     @pytest.mark.parametrize("scope", ["Acme GmbH", b"\xff\x00", ("eu", 7), "\udcff"], ids=ascii)
     def test_have_a_digest_for_a_tenant_and_not_its_name(self, scope: Any) -> None:
@@ -72,20 +76,6 @@ class TestTheFacts:
     def test_have_another_digest_in_another_process(self, python: Any) -> None:
         show = "from ragorder.adapters.request_facts import tenant_digest as f; print(f('red'))"
         assert python("-c", show).stdout.strip() not in ("", tenant_digest("red"))
-
-    def test_come_beside_what_the_caller_has_put_there(self) -> None:
-        given = {"kv_transfer_params": {"do_remote_decode": False}, "top_k": 5}
-        sent = with_facts(given, [7], None)
-        assert sent == {
-            "kv_transfer_params": {"do_remote_decode": False, "ragorder": {"documents": [7]}},
-            "top_k": 5,
-        }
-        assert given == {"kv_transfer_params": {"do_remote_decode": False}, "top_k": 5}
-
-    def test_come_behind_facts_of_the_callers_own(self) -> None:
-        sent = with_facts({"kv_transfer_params": {"ragorder": {"cost": 0.5, "documents": [3]}}}, [7], "red")
-        facts = sent["kv_transfer_params"]["ragorder"]
-        assert facts == {"cost": 0.5, "documents": [3], "tenant": tenant_digest("red")}
 
     @pytest.mark.parametrize("params", ["text", [1], {"ragorder": 7}, {"ragorder": None}], ids=ascii)
     def test_leave_alone_what_they_cannot_be_added_to(self, params: Any) -> None:
@@ -192,11 +182,9 @@ class TestTheClients:
     def test_keep_what_the_caller_sends_there(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
-        body = {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
-        client.generate(QUERY, DOCUMENTS, extra_body=body)
+        client.generate(QUERY, DOCUMENTS, extra_body={"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}})
         assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
         assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25, expected=ONCE)
-        assert body == {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
 
     def test_unknown_document_ends_are_left_out(self, orderer: Orderer) -> None:
         end = FarEnd()

@@ -27,6 +27,7 @@ from ragorder.cli import main
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
+Serve = Callable[..., Any]
 KEY = "0123456789abcdef01234567"
 PROFILE = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
 METRIC = 'vllm:ragorder_profile{{engine="0",key="{key}",model_name="far"}} 0.0\n'
@@ -55,13 +56,16 @@ def far() -> Iterator[FarServer]:
 
 
 class TestProfileServer:
-    def test_measures_what_the_engine_awaits_once(self, far: FarServer, cache: ProfileCache) -> None:
+    def test_measures_what_the_engine_awaits_once(
+        self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture
+    ) -> None:
         profile = profile_server(far.base_url, budget_s=60)
         assert profile is not None
         assert profile == cache.find(KEY)
         assert profile.new_tokens == (16, 64, 256)
         assert profile.cached_tokens == (0, 64, 256)
         assert (profile.facts["model"], profile.facts["block_size"]) == ("far", BLOCK)
+        assert dict(profile.loads) == {} and "cached prefixes are compared in tokens" in caplog.text
         lengths = {len(body["prompt"]) for body in far.bodies}
         # The last one of 400 shows that this server has no tiers to load from.
         assert lengths <= {cached + new for cached in (0, 64, 256) for new in (0, 16, 64, 256)} | {400}
@@ -161,14 +165,6 @@ class TestLoads:
         assert profile is not None
         assert (dict(profile.loads), profile.facts["load_missing"]) == ({}, ["host", "disk"])
 
-    def test_are_not_needed_for_a_profile(
-        self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        profile = profile_server(far.base_url, budget_s=2)
-        assert profile is not None
-        assert dict(profile.loads) == {}
-        assert "cached prefixes are compared in tokens" in caplog.text
-
 
 class TestCopies:
     def test_loads_count_before_stores(self) -> None:
@@ -180,11 +176,8 @@ class TestCopies:
         twice = COPIES + COPIES.replace('engine="0"', 'engine="1"')
         assert copy_times(twice, 10.0) == pytest.approx(copy_times(COPIES, 10.0))
 
-    @pytest.mark.parametrize(
-        "page", ["", "vllm:kv_offload_store_bytes_total 0.0\nvllm:kv_offload_store_time_total 0.0\n"]
-    )
-    def test_none_so_far(self, page: str) -> None:
-        assert copy_times(page, 10.0) == {}
+        nothing = "vllm:kv_offload_store_bytes_total 0.0\nvllm:kv_offload_store_time_total 0.0\n"
+        assert copy_times("", 10.0) == copy_times(nothing, 10.0) == {}
 
 
 def test_requests_on_a_server() -> None:
@@ -300,9 +293,7 @@ class TestServe:
 
         return serve
 
-    def test_measures_at_the_first_start_with_tiers(
-        self, far: FarServer, cache: ProfileCache, serve: Callable[..., Any]
-    ) -> None:
+    def test_measures_at_the_first_start_with_tiers(self, far: FarServer, cache: ProfileCache, serve: Serve) -> None:
         assert serve().exit_code == serve("--tiers", "--profile", "none").exit_code == 0
         assert far.bodies == []
         first, second = (serve("--tiers") for _ in range(2))
@@ -328,30 +319,30 @@ class TestServe:
         assert (orderer.settings.profile, orderer.settings.host_tokens) == (cache.path(KEY), 400 * BLOCK)
         assert orderer.degraded == ()
 
-    def test_starts_without(self, far: FarServer, cache: ProfileCache, serve: Callable[..., Any]) -> None:
+    def test_starts_without(self, far: FarServer, cache: ProfileCache, serve: Serve) -> None:
         far.reports = False
         done = serve("--tiers", "--profile", "auto")
         assert done.exit_code == 0
         assert "prefill times are not measured, so every token counts the same there" in done.stderr
 
-    def test_has_no_use_for_a_file_without_load_times(self, serve: Callable[..., Any], tmp_path: Path) -> None:
+    def test_has_no_use_for_a_file_without_load_times_or_that_is_no_profile(self, serve: Serve, tmp_path: Path) -> None:
         PROFILE.to_file(tmp_path / "p.json")
-        done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
-        assert (done.exit_code, "an option of `ragorder tiers config`" in " ".join(done.stderr.split())) == (2, True)
-        assert "ragorder profile --loads" in " ".join(done.stderr.split())
+        (tmp_path / "q.json").write_text("{}")
+        for name, said in (
+            ("p.json", "an option of `ragorder tiers config`"),
+            ("p.json", "ragorder profile --loads"),
+            ("q.json", "q.json: this is not a prefill profile"),
+        ):
+            done = serve("--tiers", "--profile", str(tmp_path / name))
+            assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True)
 
     def test_orders_by_a_file_with_load_times_and_measures_nothing(
-        self, far: FarServer, serve: Callable[..., Any], tmp_path: Path
+        self, far: FarServer, serve: Serve, tmp_path: Path
     ) -> None:
         replace(PROFILE, loads={"host": 1e-6}).to_file(tmp_path / "p.json")
         done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
         assert done.exit_code == 0, done.output
         assert far.bodies == []
-
-    def test_names_a_file_that_is_no_profile(self, serve: Callable[..., Any], tmp_path: Path) -> None:
-        (tmp_path / "p.json").write_text("{}")
-        done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
-        assert (done.exit_code, "p.json: this is not a prefill profile" in " ".join(done.stderr.split())) == (2, True)
 
 
 def test_a_log_shows_no_content(far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture) -> None:

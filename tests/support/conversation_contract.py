@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from ragorder import Orderer, PromptBuilder
 from ragorder.citations import cited, number_label
 from support.chat_server import BLOCK, ChatServer, chat_server
-from support.framework_contract import RecordingOrderer, broken
+from support.framework_contract import Recorder, broken
 
 SYSTEM = "Answer from the documents."
 TURNS = ["ab", "bc", "cab", "d", "", "abcd"]
@@ -56,6 +56,8 @@ class FrameworkChat(ABC):
 class ConversationContract(ABC):
     reports: ClassVar[bool] = True
     """Whether cached tokens are reported to the orderer."""
+    functions: ClassVar[tuple[str, ...]] = ("label", "scope")
+    """Options that may be a function."""
 
     @abstractmethod
     def chat(self, server: ChatServer, orderer: Any, builder: PromptBuilder, **options: Any) -> FrameworkChat:
@@ -71,11 +73,11 @@ class ConversationContract(ABC):
         return PromptBuilder(SYSTEM)
 
     @pytest.fixture
-    def recorder(self) -> RecordingOrderer:
-        return RecordingOrderer(Orderer(block_size=BLOCK, strict=True))
+    def recorder(self) -> Recorder:
+        return Recorder(Orderer(block_size=BLOCK, strict=True))
 
     def test_six_turns_each_find_the_whole_history(
-        self, server: ChatServer, recorder: RecordingOrderer, builder: PromptBuilder
+        self, server: ChatServer, recorder: Recorder, builder: PromptBuilder
     ) -> None:
         chat = self.chat(server, recorder, builder)
         for number, names in enumerate(TURNS):
@@ -87,7 +89,7 @@ class ConversationContract(ABC):
         self.check_reports(server, recorder)
 
     async def test_the_asynchronous_path_sends_the_same(
-        self, server: ChatServer, recorder: RecordingOrderer, builder: PromptBuilder
+        self, server: ChatServer, recorder: Recorder, builder: PromptBuilder
     ) -> None:
         chat, other = self.chat(server, recorder, builder), self.chat(server, Orderer(block_size=BLOCK), builder)
         for number, names in enumerate(TURNS[:3]):
@@ -144,7 +146,7 @@ class ConversationContract(ABC):
             assert places == sorted(places) and len(places) == 3
 
     def test_a_failed_turn_leaves_the_history_as_it_was(
-        self, server: ChatServer, recorder: RecordingOrderer, builder: PromptBuilder
+        self, server: ChatServer, recorder: Recorder, builder: PromptBuilder
     ) -> None:
         chat = self.chat(server, recorder, builder)
         chat.ask("One?", "ab")
@@ -163,8 +165,8 @@ class ConversationContract(ABC):
 
     def test_a_broken_function_sends_all_documents_as_ranked(self, server: ChatServer, builder: PromptBuilder) -> None:
         orderer = Orderer(block_size=BLOCK)
-        for count, options in enumerate([{"label": broken}, {"scope": broken}], 1):
-            chat = self.chat(server, orderer, builder, **options)
+        for count, option in enumerate(self.functions, 1):
+            chat = self.chat(server, orderer, builder, **{option: broken})
             chat.ask("One?", "ba")
             content = server.sent[-1][-1]["content"]
             assert 0 <= content.index(text_of("b")) < content.index(text_of("a"))
@@ -183,7 +185,7 @@ class ConversationContract(ABC):
         with pytest.raises(ValueError, match="reference"):
             self.chat(server, Orderer(), builder, reference="above")
 
-    def check_reports(self, server: ChatServer, recorder: RecordingOrderer) -> None:
+    def check_reports(self, server: ChatServer, recorder: Recorder) -> None:
         if self.reports:
             reported = [
                 (usage["prompt_tokens"], cached) for usage, cached in zip(server.usages, server.cached, strict=True)
@@ -191,7 +193,3 @@ class ConversationContract(ABC):
             assert [(each.prompt_tokens, each.cached_tokens) for each in recorder.finished] == reported
         else:
             assert all(outcome.served for outcome in recorder.finished)
-
-
-def names_to_texts(names: Sequence[str]) -> list[str]:
-    return [text_of(name) for name in names]

@@ -9,8 +9,9 @@ import asyncio
 import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer
+from ragorder.common.lock import run_deferred
+from ragorder.ordering import RequestOutcome
 
 SMALL: Any = {"block_size": 1, "capacity_tokens": 60, "suffix_tokens": 8}
 REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
@@ -26,24 +29,52 @@ CONCURRENT = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)),
 inherited = settings(suppress_health_check=[HealthCheck.differing_executors])
 
 
-class RecordingOrderer:
-    """An orderer that records its documents, and the outcome of each ordering."""
+@dataclass
+class Asked:
+    """A request, as the orderer saw it, and what became of it."""
+
+    documents: list[Any]
+    scope: Any
+    ordering: Any
+    outcome: RequestOutcome | None = None
+
+
+class Recorder:
+    """A real orderer that records its requests, and the outcomes in the order of their coming."""
 
     def __init__(self, orderer: Orderer) -> None:
         self.orderer, self.settings = orderer, orderer.settings
         self.fall_back, self.order_batch = orderer.fall_back, orderer.order_batch
-        self.documents: list[Any] = []
+        self.requests: list[Asked] = []
         self.finished: list[Any] = []
         self.degraded: list[str] = []
 
     def degrade(self, reason: str) -> None:
         self.degraded.append(reason)
 
-    def order(self, documents: Sequence[Any], **options: Any) -> Any:
-        self.documents += documents
-        ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.finished.append)
+    def order(self, documents: Iterable[Any], *, scope: Any = None, **options: Any) -> Any:
+        documents = list(documents)
+        ordering = self.orderer.order(documents, scope=scope, **options)
+        request = Asked(documents, scope, ordering)
+        self.requests.append(request)
+
+        def finish(outcome: RequestOutcome) -> None:
+            request.outcome = outcome
+            self.finished.append(outcome)
+
+        ordering.add_done_callback(finish)
         return ordering
+
+    @property
+    def documents(self) -> list[Any]:
+        return [document for request in self.requests for document in request.documents]
+
+    @property
+    def outcomes(self) -> list[RequestOutcome | None]:
+        """The outcome of each request, in their order (None: none yet)."""
+        # One that came during a garbage collection of another thread waits for the next call.
+        run_deferred()
+        return [request.outcome for request in self.requests]
 
 
 def broken(*_: object, **__: object) -> Any:
@@ -133,14 +164,14 @@ class FrameworkContract(ABC):
         assert self.texts(self.order(adapter, changed)) == self.texts(changed)
 
     def test_key_gives_an_identity_and_none_means_the_own_id(self, orderer: Orderer) -> None:
-        recorder = RecordingOrderer(orderer)
+        recorder = Recorder(orderer)
         document = self.found("a")
         self.order(self.adapter(recorder, key=lambda document: 8), document)
         self.order(self.adapter(recorder, key=lambda document: None), document)
         assert [read.id for read in recorder.documents] == ["8", self.read(document[0])[0]]
 
     def test_tokens_gives_the_length(self, orderer: Orderer) -> None:
-        recorder = RecordingOrderer(orderer)
+        recorder = Recorder(orderer)
         self.order(self.adapter(recorder, tokens=lambda document: 7), self.found("a"))
         self.order(self.adapter(recorder), self.found("a"))
         assert [read.tokens for read in recorder.documents] == [7, None]
@@ -171,7 +202,7 @@ class FrameworkContract(ABC):
             self.order(self.adapter(Orderer(strict=True), key=broken), self.found("a"))
 
     def test_an_ordering_counts_as_served_at_once(self, orderer: Orderer) -> None:
-        recorder = RecordingOrderer(orderer)
+        recorder = Recorder(orderer)
         self.order(self.adapter(recorder), self.found("a"))
         assert recorder.finished == [(True, None, None, None)]
 

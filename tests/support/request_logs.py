@@ -15,6 +15,7 @@ from ragorder.adapters.doctor.rules import RULES
 __all__ = [
     "NAMES",
     "SYSTEM",
+    "Examine",
     "Lines",
     "asked",
     "assert_quotes_nothing",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 Lines = list[dict[str, Any]]
+Examine = Callable[..., dict[str, Finding]]
+"""`examined` in a test's own folder."""
 
 MODEL = "qwen"
 NAMES = [f"doc-{number}" for number in range(40)]
