@@ -352,52 +352,6 @@ class TestWarmUp:
         assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
 
-    @pytest.mark.slow
-    async def test_knows_from_the_events_that_the_engine_was_emptied(
-        self, client: Client, vllm_server: Any, builder: PromptBuilder
-    ) -> None:
-        vllm_server.reset()
-        with Orderer.for_vllm(
-            vllm_server.base_url,
-            builder=builder,
-            strict=True,
-            events_endpoint=vllm_server.events_endpoint,
-            replay_endpoint=vllm_server.replay_endpoint,
-            events_topic=vllm_server.events_topic,
-        ) as orderer:
-            one = client(played([0], pause_s=0.1), orderer=orderer, warm_up=True)
-
-            async def becomes(held: bool) -> None:
-                if not held:
-                    # vLLM tells what has changed with its next request.
-                    await one._client.completions.create(model="served", prompt=[300], max_tokens=1)
-                async with asyncio.timeout(60):
-                    while orderer.holds_prefix() != held:
-                        await asyncio.sleep(0.01)
-
-            await becomes(False)
-            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-            await becomes(True)
-            assert not (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-            vllm_server.reset()
-            await becomes(False)
-            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-
-    @pytest.mark.slow
-    async def test_one_warm_up_at_a_time_for_each_tenant(
-        self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
-    ) -> None:
-        one = client(played(lambda: ledger.has_finished(2), [0]), warm_up=True)
-        before = answered(Load(vllm_server).read())
-        scopes = ["red", "blue", "red", "blue", "red"]
-        answers = await asyncio.gather(*(one.answer("What?", scope=scope, max_tokens=2) for scope in scopes))
-        await Load(vllm_server).is_gone()
-        assert one._pipeline.warm_up is not None and one._pipeline.warm_up.started == 2
-        assert answered(Load(vllm_server).read()) - before == 2 + len(scopes)
-        for answer in answers:
-            assert answer.usage is not None
-            assert (answer.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK
-
 
 class FarEnd:
     """A server, played: `play` says of each request what becomes of it. It answers; it hangs up instead, or after the
