@@ -58,7 +58,7 @@ def make_engine_app(
     metrics = metrics or EngineMetrics(worker)
     registry = CollectorRegistry()
     registry.register(metrics)
-    handlers = _Handlers(worker, metrics, body_limit)
+    handlers = _Handlers(worker, metrics)
     name = worker.engine.model_name
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
     model |= {"root": name, "parent": None, "max_model_len": handlers.longest}
@@ -73,9 +73,9 @@ def make_engine_app(
         raise HTTPError(404, "The embedded engine has no such route.", code="not_found")
 
     routes = [
-        Route("/v1/completions", _Endpoint(handlers, handlers.complete), methods=["POST"]),
-        Route("/v1/chat/completions", _Endpoint(handlers, handlers.chat), methods=["POST"]),
-        Route("/tokenize", _Endpoint(handlers, handlers.tokenize), methods=["POST"]),
+        Route("/v1/completions", _Endpoint(handlers.complete, body_limit), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(handlers.chat, body_limit), methods=["POST"]),
+        Route("/tokenize", _Endpoint(handlers.tokenize, body_limit), methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", _health_of(worker)),
         Route("/metrics", show_metrics),
@@ -106,24 +106,23 @@ def _health_of(worker: EngineWorker) -> Callable[[Request], Awaitable[Response]]
 
 
 class _Endpoint:
-    def __init__(self, handlers: _Handlers, answer: Callable[[bytes, Send], Awaitable[None]]) -> None:
-        self._handlers = handlers
+    def __init__(self, answer: Callable[[bytes, Send], Awaitable[None]], body_limit: int) -> None:
         self._answer = answer
+        self._body_limit = body_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         encoding = encoding_of(headers)
         if encoding is not None:
             check_encoding(encoding)
-        body = RequestBody(headers, receive, self._handlers.body_limit, encoding=encoding)
+        body = RequestBody(headers, receive, self._body_limit, encoding=encoding)
         async with body.connected():
             await self._answer(await body.read(), send)
 
 
 class _Handlers:
-    def __init__(self, worker: EngineWorker, metrics: EngineMetrics, body_limit: int) -> None:
+    def __init__(self, worker: EngineWorker, metrics: EngineMetrics) -> None:
         engine = worker.engine
-        self.body_limit = body_limit
         self.longest = min(engine.max_model_len, engine.device_tokens)
         self._worker = worker
         self._metrics = metrics

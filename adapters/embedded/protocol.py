@@ -180,8 +180,7 @@ B = TypeVar("B", CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 
 
 def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
-    """Read a body for a model with a context of `longest` tokens. Raises HTTPError for malformed or unsupported
-    bodies."""
+    """Read a body for a model with a context of `longest` tokens. Raises HTTPError."""
     most_tokens = max(longest, _MAX_TOKEN_IDS)
     try:
         fields = _fields(content, most_tokens)

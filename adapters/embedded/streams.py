@@ -37,8 +37,7 @@ class EmbeddedStreams:
 
     def relieve(self) -> bool:
         """Release memory of the engine, see `Relief`."""
-        relieve = getattr(self._worker.engine, "relieve", None)
-        return relieve is not None and bool(relieve())
+        return self._worker.engine.relieve()
 
     def place(self, placement: object) -> None:
         """Apply a `Placement` of layers and KV; ignore other objects. Raises as `TieredEngine.place`."""
@@ -46,8 +45,7 @@ class EmbeddedStreams:
             self._worker.engine.place(placement)
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer. Raises the worker's errors, TypeError for an option that `Sampling` lacks, and ValueError
-        for messages and for a scope that cannot be a salt."""
+        """Raises the worker's errors, TypeError or ValueError for options, messages and scopes that it cannot take."""
         if request.token_ids is None:
             raise ValueError("the embedded engine takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         options = {name: value for name, value in request.options.items() if value is not None}
@@ -79,5 +77,4 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RagorderError, RuntimeError):
-    """A request failed, ran out of time, or was aborted. Its cause is a MemoryError or OSError if memory or disk was at
-    fault."""
+    """A request failed, timed out or was aborted; caused by a MemoryError or OSError if memory or disk was at fault."""

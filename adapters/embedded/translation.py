@@ -41,8 +41,7 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """Translator for use in one thread. Without a `tokenizer` prompts must be token ids. `longest` limits prompt plus
-    answer, in tokens. Raises HTTPError for requests that cannot be served."""
+    """Translator for one thread. `longest` limits prompt plus answer, in tokens. Raises HTTPError."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from ragorder.errors import RagorderError
 from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
@@ -21,12 +21,10 @@ from ragorder.settings import Settings
 
 __all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError", "with_sizes"]
 
-T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder.embedded")
 _STATS_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
-_Progress = tuple[int, Update] | Exception
 
 
 class EngineStoppedError(RagorderError, RuntimeError):
@@ -42,38 +40,29 @@ class TooManyAtOnceError(RagorderError, ValueError): ...
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together; `verdict` (None if accepted), then `progress` go to the event loop."""
+    """Requests submitted together. The event loop gets None once they are accepted, then updates, or an error."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
-    verdict: asyncio.Queue[Exception | None] = field(default_factory=asyncio.Queue)
-    progress: asyncio.Queue[_Progress] = field(default_factory=asyncio.Queue)
     ids: list[Any] = field(default_factory=list)
     cancelled: bool = False
+    _told: asyncio.Queue[tuple[int, Update] | Exception | None] = field(default_factory=asyncio.Queue)
 
-    def decide(self, refusal: Exception | None) -> None:
-        self._put(self.verdict, refusal)
+    def tell(self, progress: tuple[int, Update] | Exception | None) -> None:
+        # A closed loop has no waiting task left.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._told.put_nowait, progress)
 
-    def send(self, progress: _Progress) -> None:
-        self._put(self.progress, progress)
-
-    async def accepted(self) -> None:
-        if (refusal := await self.verdict.get()) is not None:
-            raise refusal
+    async def progress(self) -> tuple[int, Update] | None:
+        if isinstance(told := await self._told.get(), Exception):
+            raise told
+        return told
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         unfinished = len(self.requests)
-        while unfinished:
-            progress = await self.progress.get()
-            if isinstance(progress, Exception):
-                raise progress
-            unfinished -= progress[1].completion is not None
-            yield progress
-
-    def _put(self, queue: asyncio.Queue[T], item: T) -> None:
-        # A closed loop has no waiting task left.
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(queue.put_nowait, item)
+        while unfinished and (update := await self.progress()) is not None:
+            unfinished -= update[1].completion is not None
+            yield update
 
 
 class EngineWorker:
@@ -117,7 +106,7 @@ class EngineWorker:
             self._commands.put(partial(self._admit, submission))
             if self._ended:
                 raise EngineStoppedError(self.failure)
-            await submission.accepted()
+            await submission.progress()
             yield submission.updates()
         finally:
             self.unfinished -= len(requests)
@@ -174,7 +163,7 @@ class EngineWorker:
 
     def _admit(self, submission: _Submission) -> None:
         if self.failure is not None:
-            submission.decide(EngineStoppedError(self.failure))
+            submission.tell(EngineStoppedError(self.failure))
             return
         try:
             for place, request in enumerate(submission.requests if not submission.cancelled else ()):
@@ -183,9 +172,9 @@ class EngineWorker:
                 self._submissions[request_id] = (submission, place)
         except Exception as error:
             self._withdraw(submission)
-            submission.decide(error)
+            submission.tell(error)
         else:
-            submission.decide(None)
+            submission.tell(None)
 
     def _withdraw(self, submission: _Submission) -> None:
         for request_id in submission.ids:
@@ -203,7 +192,7 @@ class EngineWorker:
             submission, place = found
             if update.completion is not None:
                 del self._submissions[update.request_id]
-            submission.send((place, update))
+            submission.tell((place, update))
 
     def _answer_stats(self, answer: Future[EngineStats]) -> None:
         try:
@@ -221,13 +210,12 @@ class EngineWorker:
     def _stop(self, why: str) -> None:
         self.failure = self.failure or why
         for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
-            submission.send(EngineStoppedError(self.failure))
+            submission.tell(EngineStoppedError(self.failure))
         self._submissions.clear()
 
 
 def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """Return the settings with the engine's kind of reuse, its tiers' sizes unless `capacity_tokens` is given, and its
-    profile."""
+    """Return the settings with the engine's kind of reuse, profile, and tiers' sizes without `capacity_tokens`."""
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -44,7 +45,6 @@ class BatchBacklog:
         setup: CallSetup,
         requests: Iterable[BatchRequest],
         options: dict[str, Any],
-        *,
         concurrency: int,
         window: int,
         on_error: Literal["return", "raise"],
@@ -82,15 +82,8 @@ class BatchBacklog:
 
     def _lengths(self, waiting: _QueuedRequest) -> Callable[[], CachedLengths]:
         setup = self._setup
-        question_tokens: int | None = None
-
-        def lengths() -> CachedLengths:
-            nonlocal question_tokens
-            if question_tokens is None:
-                question_tokens = setup.builder.suffix_tokens(waiting.query)
-            return predict_lengths(setup.orderer, waiting.documents, waiting.scope, question_tokens)
-
-        return lengths
+        question_tokens = cache(setup.builder.suffix_tokens)
+        return lambda: predict_lengths(setup.orderer, waiting.documents, waiting.scope, question_tokens(waiting.query))
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:

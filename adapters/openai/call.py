@@ -25,6 +25,7 @@ __all__ = ["AsyncOrderedStream", "Call", "CallSetup", "OrderedStream", "generate
 _TRANSIENT = ("408", "409", "429")
 _FIRST_DELAY_S = 0.1
 _UNREPORTED = 8
+_USUAL = {"max_tokens": 256, "temperature": 0.0}
 _logger = logging.getLogger("ragorder")
 
 
@@ -68,8 +69,7 @@ class CallSetup:
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`; with
-    `hands_out` (pieces reach the caller at once) none after the first piece."""
+    """One question, without I/O. The driver makes attempts, each after `delay_s`, until there is an `answer`."""
 
     setup: CallSetup
     query: str
@@ -77,11 +77,12 @@ class Call:
     scope: Hashable
     waiting: Sequence[Iterable[Document]]
     options: dict[str, Any]
+    # Pieces reach the caller at once: no attempt follows the first.
     hands_out: bool
 
     def __post_init__(self) -> None:
         self.documents = list(self.documents)
-        self.options = checked_options(self.options, self.scope, self.setup.send_salt)
+        self.options = checked_options(_USUAL | self.options, self.scope, self.setup.send_salt)
         if self.setup.topic_header is not None:
             self._add_topic(self.setup.topic_header)
         self.ordering: Ordering[Document] | None = None

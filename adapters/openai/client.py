@@ -37,16 +37,14 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         *,
         scope: Hashable = None,
         waiting: Sequence[Iterable[Document]] = (),
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
         """Return the `Answer` to a question on documents in retrieval order.
 
-        `scope` and `waiting` as for `Orderer.order`, other options as for create(). Raises the openai client's errors,
-        TypeError or ValueError for options that the client sets itself and for a scope that cannot be a salt.
+        `scope` and `waiting` as for `Orderer.order`, other options as for create(): by default 256 `max_tokens` at
+        `temperature` 0. Raises the openai client's errors, TypeError or ValueError for options that the client sets
+        itself and for a scope that cannot be a salt.
         """
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 
     def stream(
@@ -56,12 +54,9 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         *,
         scope: Hashable = None,
         waiting: Sequence[Iterable[Document]] = (),
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
         """Stream the answer, with the options of `generate`. Not retried after its first piece."""
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
 
     def conversation(
@@ -86,8 +81,6 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         concurrency: int = 8,
         window: int = 32,
         on_error: Literal["return", "raise"] = "return",
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
         **options: Any,
     ) -> M:
         """Yield (index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
@@ -96,9 +89,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         request yields its exception, or ends the batch (`on_error`). Nothing is sent before the first outcome is
         requested; closing the iterator ends requests in flight. Raises TypeError or ValueError.
         """
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
-        limits: dict[str, Any] = {"concurrency": concurrency, "window": window, "on_error": on_error}
-        return self._answer_many(BatchBacklog(self, requests, options, **limits))
+        return self._answer_many(BatchBacklog(self, requests, options, concurrency, window, on_error))
 
 
 class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, None, None]]):

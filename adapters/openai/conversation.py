@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -105,8 +106,7 @@ class Conversation(Generic[A, S]):
         return self._turn
 
     def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
-        """Return the `Answer` as a new turn. Options and errors as for `OrderedClient.generate`; ValueError for
-        tools."""
+        """Return the `Answer` as a new turn. Options and errors as for `OrderedClient.generate`; no tools."""
         return self._generate(self._call(question, documents, options, hands_out=False))
 
     def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
@@ -124,10 +124,9 @@ class Conversation(Generic[A, S]):
         return self._generate(self._call(question, documents, options, history, hands_out=False))
 
     def branch(self) -> Conversation[A, S]:
-        naming = self.repeat, self.reference, self.rebase
-        branch = Conversation(self._setup, self._generate, self._stream, self.messages, self.scope, *naming)
-        branch._topic = self._topic
-        branch._sent = dict(self._sent)
+        branch = copy(self)
+        branch.messages, branch._sent = list(self.messages), dict(self._sent)
+        branch._turn, branch._asked, branch._answered = None, None, False
         return branch
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
@@ -147,8 +146,7 @@ class Conversation(Generic[A, S]):
         return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """Return one topic for all turns, of the first documents or message: the engine that has the history cached
-        should serve them."""
+        """Return one topic for all turns, of the first documents or message: one engine has the history cached."""
         if self._topic is None:
             opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
             if opening is not None:
@@ -170,7 +168,6 @@ class Conversation(Generic[A, S]):
         for name in _TOOLS:
             if options.get(name) is not None:
                 raise ValueError(f"{name}: a conversation has text answers only; use PromptBuilder.turn with tools")
-        options = {"max_tokens": 256, "temperature": 0.0} | options
         waiting = options.pop("waiting", ())
         call = _TurnCall(
             self._setup,

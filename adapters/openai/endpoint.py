@@ -60,8 +60,7 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request. Omitted in later requests if the server refuses them and accepts the request
-    without."""
+    """The `stream_options` of one request, left out of later ones if the server accepts a request only without."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
@@ -87,8 +86,7 @@ def _refuses_stream_options(error: Exception) -> bool:
 
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
-    """Return the caller's options for create(), without None, with the scope's salt. Raises TypeError or ValueError,
-    which never quote values."""
+    """Return the options for create(), without None, with the salt. Raises TypeError or ValueError, without values."""
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
     for name in _OWNED:
@@ -130,8 +128,7 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer, or yield it whole if the request is not `streamed`. Raises the openai client's errors
-        (APIConnectionError for a cut-off answer) and those of `checked_options`."""
+        """Raises the openai client's errors, and those of `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()
@@ -152,13 +149,13 @@ class OpenAIStreams:
         yield AnswerChunk("", TimedUsage(*usage, sent_s=reply.sent_s))
 
     async def _create(self, request: PromptRequest, options: dict[str, Any]) -> Any:
-        usage = UsageOption(self._endpoint)
-        try:
-            response = await self._endpoint.create(request, options, usage)
-        except Exception as error:
-            if not usage.drop(error):
-                raise
-            response = await self._endpoint.create(request, options, usage)
+        usage, response = UsageOption(self._endpoint), None
+        while response is None:
+            try:
+                response = await self._endpoint.create(request, options, usage)
+            except Exception as error:
+                if not usage.drop(error):
+                    raise
         usage.accepted()
         return response
 

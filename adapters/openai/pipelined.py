@@ -114,14 +114,12 @@ class WatchedEngine:
 
 
 class SystemPrefix:
-    """Prompt prefix before the documents, one per scope. A prefill is a request of one token and an ordering without
-    documents.
+    """Prompt prefix before the documents, one per scope; with `reuse="fused"` each question is prefilled after it.
 
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    With `reuse="fused"` each question is prefilled after the prefix: the embedded engine selects tokens by it. After a
-    failure of its `engine`, prefixes count as evicted. Raises ValueError for invalid `prompts`.
+    After a failure of its `engine`, prefixes count as evicted. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -186,8 +184,7 @@ def _is_loss(error: Exception) -> bool:
 
 
 class PromptLoad(EngineLoad):
-    """Load of a shared engine: other clients' requests count as pending. The default `max_prefill_bs` is the number of
-    prompts of mean length in `token_budget`, and 1 before the first prompt."""
+    """Load of a shared engine; by default `max_prefill_bs` is the number of mean prompts in `token_budget`."""
 
     def __init__(
         self,
@@ -212,8 +209,7 @@ class PromptLoad(EngineLoad):
 
 
 class MetricsPoll:
-    """Number of requests on a vLLM server, polled from its /metrics during searches, at most every 100 ms. None without
-    a recent answer."""
+    """Number of requests on a vLLM server, polled from its /metrics during searches; None without a recent answer."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client
@@ -330,9 +326,7 @@ class _PipelineLike(Protocol[S, A]):
 
 
 class _BasePipelinedClient(Generic[S, A]):
-    @property
-    def _runner(self) -> _PipelineLike[S, A]:
-        raise NotImplementedError
+    _runner: _PipelineLike[S, A]
 
     def __init__(
         self,
@@ -356,33 +350,17 @@ class _BasePipelinedClient(Generic[S, A]):
         parts: dict[str, Any] = {"retrieval": searched, "requests": poll, "ends": self._ends}
         self._pipeline = ordered_pipeline(engine, prompts=prompts, speculate=speculate, **parts, **options)
 
-    def stream(
-        self,
-        query: str,
-        *,
-        scope: Hashable = None,
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
-        **options: Any,
-    ) -> S:
+    def stream(self, query: str, *, scope: Hashable = None, **options: Any) -> S:
         """Stream the answer, from the first piece on; closing it early ends retrieval and requests. Options and errors
         as for `OrderedClient.generate`, and the errors of retrieval."""
-        return self._runner.stream(self._question(query, scope, max_tokens, temperature, options))
+        return self._runner.stream(self._question(query, scope, **options))
 
-    def answer(
-        self,
-        query: str,
-        *,
-        scope: Hashable = None,
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
-        **options: Any,
-    ) -> A:
+    def answer(self, query: str, *, scope: Hashable = None, **options: Any) -> A:
         """Return a stream that has ended, with its `text`, `usage` and `trace`."""
-        return self._runner.answer(self._question(query, scope, max_tokens, temperature, options))
+        return self._runner.answer(self._question(query, scope, **options))
 
     def _question(
-        self, query: str, scope: Hashable, max_tokens: int | None, temperature: float | None, options: dict[str, Any]
+        self, query: str, scope: Hashable, max_tokens: int | None = 256, temperature: float | None = 0.0, **options: Any
     ) -> Question:
         question = Question(query, scope, max_tokens, temperature, options)
         checked_options(question.all_options(), scope, self._send_salt)
@@ -405,9 +383,9 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
     Other options and errors as for `OrderedClient` and `ordered_pipeline`.
     """
 
-    @property
-    def _runner(self) -> Pipeline[Question, Document, PromptRequest]:
-        return self._pipeline
+    def __init__(self, client: Any, **options: Any) -> None:
+        super().__init__(client, **options)
+        self._runner = self._pipeline
 
     async def close(self) -> None:
         """End running warm-ups and polls. The openai client stays open."""
@@ -432,14 +410,10 @@ class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
     def __init__(self, client: Any, **options: Any) -> None:
         super().__init__(client, **options)
         self._ends.append(client.close)
-        self._sync: SyncPipeline[Question] = SyncPipeline(lambda: self._pipeline)
-
-    @property
-    def _runner(self) -> SyncPipeline[Question]:
-        return self._sync
+        self._runner: SyncPipeline[Question] = SyncPipeline(lambda: self._pipeline)
 
     def close(self) -> None:
-        self._sync.close()
+        self._runner.close()
 
     def __enter__(self) -> Self:
         return self

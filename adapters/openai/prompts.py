@@ -33,8 +33,7 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`options` are further ones of create(), or of vLLM's SamplingParams; None leaves an option to the engine.
-    `streamed`: tokens are read as they come."""
+    """`options` are further ones of create() or SamplingParams; `streamed`: tokens are read as they come."""
 
     query: str
     scope: Hashable = None

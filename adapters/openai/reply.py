@@ -86,10 +86,7 @@ class Reply:
 
 
 async def read_chunks(stream: Any) -> AsyncIterator[Any]:
-    """Yield the chunks of a streamed response as mappings: the client's models of them cost more than all else.
-
-    Raises openai.APIError for an error that the server sends instead of a chunk.
-    """
+    """Yield the chunks as mappings: the client's models of them cost more than all else. Raises openai.APIError."""
     import openai
 
     if type(stream) is not openai.AsyncStream:

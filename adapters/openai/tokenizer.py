@@ -9,8 +9,7 @@ __all__ = ["load_tokenizer"]
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """Return the tokenizer of a model, by its folder or its name on the Hub. Raises ImportError, OSError or
-    ValueError."""
+    """Load it by the model's folder or name on the Hub. Raises ImportError, OSError or ValueError."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -79,7 +79,14 @@ class AppResponse(Response):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(_below_prefix(scope), receive, send)
+        prefix: str = scope.get("root_path", "").rstrip("/")
+        path: str = scope["path"]
+        raw: bytes = scope.get("raw_path") or path.encode()
+        if path.startswith(f"{prefix}/"):
+            path = path.removeprefix(prefix)
+        if raw.startswith(f"{prefix}/".encode()):
+            raw = raw.removeprefix(prefix.encode())
+        await self._app({**scope, "path": path, "raw_path": raw, "root_path": ""}, receive, send)
 
 
 class TopicIngress:
@@ -97,17 +104,6 @@ class TopicIngress:
 
     async def __call__(self, request: Request) -> Response:
         return AppResponse(self._app)
-
-
-def _below_prefix(scope: Scope) -> Scope:
-    prefix: str = scope.get("root_path", "").rstrip("/")
-    path: str = scope["path"]
-    raw: bytes = scope.get("raw_path") or path.encode()
-    if prefix and path.startswith(prefix + "/"):
-        path = path[len(prefix) :]
-    if prefix and raw.startswith(prefix.encode() + b"/"):
-        raw = raw[len(prefix.encode()) :]
-    return {**scope, "path": path, "raw_path": raw, "root_path": ""}
 
 
 def make_application(

@@ -37,8 +37,7 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
     """
 
     def make_calls(self) -> OrderedCalls:
-        """Return the calls with the orderer of this replica's cache, by default from the environment. A subclass may
-        give another one, a tokenizer or a template."""
+        """Return the calls with the orderer of this replica's cache, for subclasses to change."""
         return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:

@@ -33,21 +33,16 @@ class Lifespan:
         self._app = app
         self._given: asyncio.Queue[Message] = asyncio.Queue()
         self._answered: asyncio.Queue[Message] = asyncio.Queue()
-        self._lock = asyncio.Lock()
+
         self._run: asyncio.Task[None] | None = None
         self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
-        """Raises RuntimeError if the application cannot start."""
-        if self._run is not None:
-            return
-        async with self._lock:
-            if self._run is not None:
-                return
-            # After a cancelled request the next one starts the application.
-            if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
-                self._start = asyncio.ensure_future(self._begun())
-            self._run = await asyncio.shield(self._start)
+        """Raises RuntimeError if the application cannot start: the next request tries again."""
+        if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
+            self._start = asyncio.ensure_future(self._begun())
+        # A cancelled request leaves it to the next one.
+        self._run = await asyncio.shield(self._start)
 
     async def end(self) -> None:
         if self._run is not None and not self._run.done():

@@ -49,8 +49,7 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
         self._of_events = False
 
     async def begin(self) -> httpx2.Response:
-        """Return the unread response. Raises ReplicaLostError, UpstreamError if its engine's process failed or did not
-        answer in time, HTTPError if there is no replica for it."""
+        """Return the unread response. Raises HTTPError: ReplicaLostError, UpstreamError, or without a replica."""
         try:
             first = await self._next()
             if first is None:

@@ -63,8 +63,7 @@ class UnreadableError(RagorderError, ValueError):
 
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt. Keys and scopes
-    are texts or bytes of at most 1,024, or integers; a scope may be None."""
+    """Keys and lengths of a request's documents by rank, and the rank at each position of the prompt."""
 
     process: bytes
     scope: Any
@@ -76,8 +75,7 @@ class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     prefix_tokens: int | None = None
 
     def encode(self) -> bytes:
-        """Raises UnreadableError, OverflowError for integers above 64 bits, UnicodeEncodeError for a text that UTF-8
-        cannot encode."""
+        """Raises UnreadableError, OverflowError or UnicodeEncodeError for what the log cannot hold."""
         _check(self)
         return _bounded(msgspec.msgpack.encode(self))
 
@@ -114,11 +112,10 @@ def _check(order: SharedOrder) -> None:
 
 
 class OrderLog:
-    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise.
+    """Log that appends orders, and passes orders of other processes to `apply`, which must not raise, each once.
 
-    One thread writes, one reads. Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and
-    `lost` is called. Afterwards the stream is read from its start, but no order is applied twice: a new primary may
-    lack the last entries. Raises ValueError for a malformed URL, ImportError without ragorder[proxy].
+    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Raises
+    ValueError for a malformed URL, ImportError without ragorder[proxy].
     """
 
     def __init__(

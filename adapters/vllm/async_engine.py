@@ -43,8 +43,7 @@ class AsyncVLLM:
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Stream an answer. Raises the engine's errors, and ValueError for messages and for a scope that cannot be a
-        salt."""
+        """Raises the engine's errors, and ValueError for messages and for a scope that cannot be a salt."""
         if request.token_ids is None:
             raise ValueError("vLLM in this process takes token ids only: give OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}

@@ -61,8 +61,7 @@ def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | N
 
 
 def engine_cache_config(vllm_config: Any) -> CacheConfig:
-    """Return the cache configuration of a vLLM in this process, by its `VllmConfig`. Raises ServerError if the engine
-    has not started."""
+    """Return that of a vLLM in this process, by its `VllmConfig`. Raises ServerError if it has not started."""
     facts = {name: str(value) for name, value in vars(vllm_config.cache_config).items()}
     engines = vllm_config.parallel_config.data_parallel_size
     return replace(_one_engine(facts, engines, "the engine"), engines=engines)

@@ -194,8 +194,7 @@ class OrderDocuments:
             sent.end()
 
     async def _ordered(self, scope: Scope, route: Protocol, body: bytes) -> SentRequest | None:
-        """Return what to send, or None for the request as it came. Raises HTTPError for a tagged body that cannot be
-        ordered: the application would answer without its documents."""
+        """Return what to send, or None for the request as it came. Raises HTTPError if its documents would be lost."""
         try:
             if len(body) > self._settings.body_limit:
                 message = f"The body is longer than {self._settings.body_limit:,} bytes (RAGORDER_BODY_LIMIT)."

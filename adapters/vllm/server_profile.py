@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from random import Random
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.tier_stats import Hits, TierStats, fetch_hits, fetch_tier_stats
@@ -21,7 +21,7 @@ from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["Advance", "Answered", "Send", "TierLoads", "copy_times", "measure_server", "profile_server"]
+__all__ = ["Advance", "Answered", "TierLoads", "copy_times", "measure_server", "profile_server"]
 
 _COPIES = re.compile(
     r"^vllm:kv_offload_(?P<name>(?:load|store|tiering_read|tiering_write)_(?:bytes|time))_total(?:\{[^}\n]*\})? "
@@ -52,12 +52,8 @@ _TOKEN_IDS = range(100, 256)
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """Return the cached profile of the server at `base_url`, or measure one with load times and cache it for an engine
-    on this machine, of this user.
-
-    Returns None if the server awaits no profile (`--profile auto`). Raises ServerError with the reason if it cannot be
-    measured.
-    """
+    """Return the server's cached profile, or measure one with load times and cache it for an engine of this user on
+    this machine. Returns None if the server awaits none (`--profile auto`). Raises ServerError."""
     cache = cache or ProfileCache()
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         prefills = _Prefills(server, *_model_of(server))
@@ -94,11 +90,10 @@ def _awaited(server: Server, prefills: _Prefills, clock: Callable[[], float] = t
 
 
 def _measure(server: Server, prefills: _Prefills, budget_s: float) -> PrefillProfile:
-    page = server.get("/metrics")
-    if requests_on(page):
+    if requests_on(server.get("/metrics")):
         raise ServerError("the server is busy, so its times would include other requests: measure an idle server")
     _logger.info("measuring prefill times of %s, once for this model and machine (at most %g s)", server.root, budget_s)
-    block_size = prefills.block_size()
+    block_size = cache_config(server).block_size
     facts = {
         "engine": "vllm",
         "model": prefills.model,
@@ -144,9 +139,6 @@ class _Prefills:
         self._draw = Random(0)
         self._prefixes: dict[int, tuple[str, list[int]]] = {}
 
-    def block_size(self) -> int:
-        return cache_config(self._server).block_size
-
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
         for _ in range(_TRIES):
             if cached_tokens not in self._prefixes:
@@ -189,8 +181,7 @@ class _Prefills:
 
 
 def copy_times(page: str, token_bytes: float) -> dict[str, float]:
-    """Return the seconds to copy a token to the device from "host" memory, and from "disk" through it: from the loads
-    so far, else from the copies in the other direction."""
+    """Return seconds per token to the device from "host" and "disk", by the loads so far or else the stores."""
     sums: dict[str, float] = {}
     for found in _COPIES.finditer(page):
         sums[found["name"]] = sums.get(found["name"], 0.0) + float(found["value"])
@@ -215,28 +206,18 @@ class Answered(NamedTuple):
     prompt_tokens: int
 
 
-class Send(Protocol):
-    def __call__(self, token_ids: list[int], salt: str, /) -> Answered:
-        """Send a request for one token."""
-
-
-class _Salted(NamedTuple):
-    salt: str
-    token_ids: list[int]
-
-
 class TierLoads:
     """Measurement of the load times, in seconds a token, of an idle server with ragorder's tiers.
 
-    Random prompts are sent until the device has evicted the first of them, and then the host. An early prompt is sent
-    again, followed by new tokens: the server's metrics name its tier. The load time is the excess over a prefill with
-    the same prefix cached on the device. Raises ServerError, also if the server takes no prompt of a block.
+    `send` requests one token for a prompt and a salt. Random prompts are sent until the device, and then the host, has
+    evicted the first of them, which is sent again: its load time is the excess over a prefill with the same prefix
+    cached on the device. Raises ServerError, also if the server takes no prompt of a block.
     """
 
     def __init__(
         self,
         base_url: str,
-        send: Send,
+        send: Callable[[list[int], str], Answered],
         profile: PrefillProfile,
         *,
         block_size: int,
@@ -259,16 +240,15 @@ class TierLoads:
         self._capacity_tokens = capacity_tokens
         self._prefix_tokens = room // block_size * block_size
         self._filling = int(_FILLS * capacity_tokens) // self._prefix_tokens + 1
-        self._sent: deque[_Salted] = deque()
+        # Prompts and their salts.
+        self._sent: deque[tuple[list[int], str]] = deque()
         self._samples: dict[str, list[float]] = {tier: [] for tier in _TIERS}
         self._deadline = float("inf")
 
     def measure(
         self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
     ) -> PrefillProfile:
-        """Return the profile with `loads`: medians of up to `repeats` samples of each tier within `limit_s`. A tier is
-        skipped if filling the tiers before it takes longer. The server's own copy times are a lower bound, and replace
-        missing samples."""
+        """Return the profile with `loads`: medians of up to `repeats` samples, at least the server's own copy times."""
         samples = self._samples
         self._deadline = time.monotonic() + limit_s
         self._fill(1)
@@ -321,15 +301,15 @@ class TierLoads:
         for _ in range(prompts):
             if not self._in_time:
                 return
-            prompt = _Salted(secrets.token_hex(16), self._token_ids(self._prefix_tokens))
-            self._send(prompt.token_ids, prompt.salt)
+            prompt = self._token_ids(self._prefix_tokens), secrets.token_hex(16)
+            self._send(*prompt)
             self._sent.append(prompt)
 
     def _probe(self) -> str | None:
         """Return the tier of the oldest prompt, or None if several tiers had parts of it."""
-        prompt = self._sent.popleft()
+        token_ids, salt = self._sent.popleft()
         before = self._hits()
-        answer = self._send([*prompt.token_ids, *self._token_ids(self._new_tokens)], prompt.salt)
+        answer = self._send([*token_ids, *self._token_ids(self._new_tokens)], salt)
         found = self._counted(before, answer.prompt_tokens)
         for tier in _TIERS:
             tokens: int = getattr(found, tier)

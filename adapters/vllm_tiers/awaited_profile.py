@@ -67,8 +67,7 @@ def _changed_ns(path: Path) -> int | None:
 
 
 def note_profile(vllm_config: Any) -> None:
-    """Add the key of this engine's profile, from vLLM's whole configuration, to `kv_connector_extra_config`. Never
-    raises: without a key every token costs the same."""
+    """Add this engine's profile key to `kv_connector_extra_config`. Never raises: without it tokens cost the same."""
     try:
         key = profile_key(_identity(vllm_config))
     except Exception as error:

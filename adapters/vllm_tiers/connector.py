@@ -32,9 +32,7 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for an offloading connector whose copies may fail, unlike vLLM's. Our worker reports failed copies as
-    finished, and separately. vLLM's scheduler recomputes failed loads (`failed_recving`); the manager drops chunks of
-    failed stores."""
+    """Mixin for copies that may fail: failed loads are computed again, and chunks of failed stores dropped."""
 
     connector_scheduler: Any
     connector_worker: Any

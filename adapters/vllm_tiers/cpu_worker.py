@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +27,12 @@ class FailedCopy(NamedTuple):
     chunk_ids: set[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    block: int
-    chunk: int
-    part: int
+# A block of the device, and its place in the host: chunk and part.
+_Place = tuple[int, int, int]
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copier of whole blocks in order, in its own thread, by numpy: torch would start another pool. Failed jobs are
-    reported as finished, and in `take_failures`."""
+    """Copier of whole blocks in its own thread. Failed jobs are reported as finished, and in `take_failures`."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         """Raises ValueError for another layout; the caller then keeps `region`."""
@@ -45,7 +40,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: give 1 or more")
         self._blocks_per_chunk = blocks_per_chunk
         self._device: list[Any] = []
-        host = []
+        self._host: list[Any] = []
         for cache in kv_caches.tensors:
             tensor, size = cache.tensor, cache.page_size_bytes
             if tensor.device.type != "cpu" or tensor.dtype != torch.int8 or tensor.ndim != 2 or tensor.shape[1] != size:
@@ -55,8 +50,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 )
             self._device.append(tensor.numpy())
             view = region.create_next_worker_view(size * blocks_per_chunk)
-            host.append(view.unflatten(1, (blocks_per_chunk, size)).numpy())
-        self._host: list[Any] = host
+            self._host.append(view.unflatten(1, (blocks_per_chunk, size)).numpy())
         # For each group of layers: its caches, and the bytes that it uses of a block there.
         self._parts: list[dict[int, int]] = []
         for references in kv_caches.group_data_refs:
@@ -108,11 +102,10 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             region.cleanup()
 
     def copy(self, places: list[_Place], parts: dict[int, int], to_host: bool) -> int:
-        for place in places:
+        for block, chunk, part in places:
             for index, size in parts.items():
-                block = self._device[index][place.block, :size]
-                chunk = self._host[index][place.chunk, place.part, :size]
-                np.copyto(chunk if to_host else block, block if to_host else chunk)
+                device, host = self._device[index][block, :size], self._host[index][chunk, part, :size]
+                np.copyto(host if to_host else device, device if to_host else host)
         return len(places) * sum(parts.values())
 
     def _run(
@@ -145,7 +138,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 continue
             skipped = first % self._blocks_per_chunk
             slots = [divmod(skipped + place, self._blocks_per_chunk) for place in range(count)]
-            yield [_Place(blocks[place], chunks[chunk], part) for place, (chunk, part) in enumerate(slots)], parts
+            yield [(blocks[place], chunks[chunk], part) for place, (chunk, part) in enumerate(slots)], parts
             blocks, chunks = blocks[count:], chunks[slots[-1][0] + 1 :]
         if blocks or chunks:
             raise ValueError("more blocks or chunks than the groups have")

@@ -80,10 +80,9 @@ def _safe(step: Callable[Concatenate[DeviceOrder, P], None]) -> Callable[Concate
 class DeviceOrder:
     """Evicts cached blocks from vLLM's block pool in the order of a tier's policy, in O(log n) per block.
 
-    vLLM reuses blocks from the front of its free queue: first those without content, then the least recently freed. The
-    tier holds the cached blocks by their hash, and pins those in use. When vLLM needs blocks, those that the tier
-    evicts are moved to the queue's front. A block is spare if vLLM finds the same content in another block; spare
-    blocks are evicted first. After an error this order stays off.
+    The tier holds the cached blocks by their hash, and pins those in use. When vLLM needs blocks, those that the tier
+    evicts are moved to the front of its free queue, after spare ones, whose content another block has. After an error
+    this order stays off.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -111,11 +110,8 @@ class DeviceOrder:
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts = _NO_FACTS
     ) -> None:
-        """Count a finished request's uses of its blocks, just before vLLM frees them. `block_ids` are in prompt order.
-
-        The request computed the tokens after the first `cached_tokens`, at `cost` seconds each. Blocks after the
-        documents of `facts` do not count as used.
-        """
+        """Count a finished request's uses of its blocks, in prompt order, just before vLLM frees them. It computed the
+        tokens after the first `cached_tokens`, at `cost` seconds each."""
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]

@@ -52,12 +52,8 @@ class _Written(set[OffloadKey]): ...
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
-    """`ChunkStore` after vLLM's host tier: chunks are written to both, and read from here once the host has evicted
-    them.
-
-    A corrupt chunk is dropped and recomputed by vLLM. With an unusable folder (another engine's or model's) the tier
-    stays empty, which is logged and counted.
-    """
+    """`ChunkStore` after vLLM's host tier. A corrupt chunk is dropped, and recomputed by vLLM. With an unusable folder
+    (another engine's or model's) the tier stays empty, which is logged and counted."""
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
 

@@ -56,16 +56,15 @@ class UnknownWeightsError(RagorderError): ...
 
 
 class WeightDigests:
-    """Digests of models, over all bytes of their files; cached in the file `memory` by inode, size and times, including
-    ctime, which no copying tool sets back. A memory that other users can write is ignored."""
+    """Digests of models, over all bytes of their files; cached in the file `memory` by inode, size, mtime and ctime. A
+    memory that other users can write is ignored."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory
         self._known = _read(memory) if memory is not None else {}
 
     def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
-        """`model`: a folder, a file, or a name on the Hub with its commit `revision`. `dummy` weights are made from the
-        configuration. Raises UnknownWeightsError, OSError."""
+        """`model`: a folder, a file, or a name on the Hub with its commit. Raises UnknownWeightsError, OSError."""
         path = Path(model)
         if path.is_file():
             return "file " + self._digest([path])
@@ -212,8 +211,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
-    """Return a digest that is equal only for engines with interchangeable chunks. Caches digests of weights in
-    `folder`. Raises UnknownWeightsError, OSError."""
+    """Return a digest equal only for interchangeable chunks. Raises UnknownWeightsError, OSError."""
     config = spec.config
     parallel = config.parallel
     noted = config.extra_config.get(_NOTE) or {}

@@ -12,8 +12,7 @@ __all__ = ["ChunkJob", "JobThreads"]
 
 
 class ChunkJob:
-    """Job that calls `step` with 0 to `steps` - 1: concurrently if `urgent`, else in order. Only jobs with an `id` are
-    in `JobThreads.take_ended`."""
+    """Job that calls `step` with 0 to `steps` - 1, concurrently if `urgent`. Without an `id` its end is not told."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from ragorder.adapters.request_facts import RequestFacts, read_facts
+from ragorder.adapters.request_facts import RequestFacts
 from ragorder.adapters.vllm_tiers.awaited_profile import prefill_costs
 from ragorder.adapters.vllm_tiers.connector import RecomputesFailedLoads
 from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
 from ragorder.adapters.vllm_tiers.metrics import DEVICE_ORDER, TierCounts
+from ragorder.adapters.vllm_tiers.policy import ReadFacts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.trie.policies import History, Tier, make_policy
 
@@ -22,8 +23,7 @@ _logger = logging.getLogger("ragorder")
 
 
 def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder | None:
-    """Return None, with a warning, without prefix caching, and for models with several `groups` of KV caches, whose
-    blocks are useful only together."""
+    """Return None, with a warning, without prefix caching and for several `groups` of KV caches."""
     if groups > 1:
         _logger.warning("the device's blocks stay in vLLM's own order: the model has %d groups of KV caches", groups)
         return None
@@ -87,21 +87,13 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
         if order is None or others:
             return
         cached_tokens = self._cached_tokens.pop(request.request_id, 0)
-        facts = _facts(request).of_first(self._tier_settings.max_cached_documents)
+        # The host tier counts unreadable ones.
+        facts = ReadFacts.of(request.kv_transfer_params).facts or RequestFacts()
+        facts = facts.of_first(self._tier_settings.max_cached_documents)
         cost = facts.cost
         if cost is None:
             cost = self._profile.cost(cached_tokens, request.num_prompt_tokens - cached_tokens)
         order.finished(block_ids, cached_tokens, cost, facts)
-
-
-def _facts(request: Any) -> RequestFacts:
-    params = request.kv_transfer_params
-    try:
-        facts = read_facts(params) if isinstance(params, Mapping) else None
-    except (ValueError, OverflowError):
-        # Counted by the host tier.
-        facts = None
-    return facts or RequestFacts()
 
 
 def _block_bytes(kv_cache_config: Any) -> int:

@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class RequestPath:
-    """The chunks of a request's prompt, root first. `last` and `admitted`: numbers of chunks that count as used, and
-    that may be stored (None for all)."""
+    """The chunks of a prompt, root first; the first `last` count as used, the first `admitted` may be stored."""
 
     # vLLM's own dictionary, which grows while the request is answered.
     _positions: dict[OffloadKey, int]
@@ -99,6 +98,13 @@ class ReadFacts:
     facts: RequestFacts | None
     readable: bool = True
 
+    @classmethod
+    def of(cls, kv_transfer_params: object) -> ReadFacts:
+        try:
+            return cls(read_facts(kv_transfer_params))
+        except ValueError:
+            return cls(None, readable=False)
+
 
 def path_of(request: ReqContext) -> RequestPath:
     # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks that
@@ -107,7 +113,7 @@ def path_of(request: ReqContext) -> RequestPath:
 
 
 def facts_of(request: ReqContext) -> ReadFacts:
-    return state_of(request, ReadFacts, lambda: _read_facts(request.kv_transfer_params))
+    return state_of(request, ReadFacts, lambda: ReadFacts.of(request.kv_transfer_params))
 
 
 def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
@@ -116,13 +122,6 @@ def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
         state = make()
         request.set_state(state)
     return state
-
-
-def _read_facts(kv_transfer_params: object) -> ReadFacts:
-    try:
-        return ReadFacts(read_facts(kv_transfer_params))
-    except ValueError:
-        return ReadFacts(None, readable=False)
 
 
 class _Either:
@@ -134,11 +133,8 @@ class _Either:
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
-    """Policy for chunks in host memory; the leaf with the lowest priority is evicted first.
-
-    A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
-    request that computed it: T(cached, new) / new, or the cost in its facts.
-    """
+    """Policy for chunks in host memory. A request counts once for each chunk of its prompt, with facts only for its
+    documents; a chunk costs what the request that computed it took per new token."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)

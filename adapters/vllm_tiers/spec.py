@@ -76,8 +76,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def expect(self, req_context: ReqContext) -> None:
-        """Reserve a waiting request's chunks in the host and load them from the disk, up to the room for waiting
-        requests."""
+        """Reserve a waiting request's chunks in the host and load them from the disk, while there is room."""
         self._policy.serve(req_context)
         awaited = self._policy.expect(req_context)
         if not self.secondary_tiers:
@@ -156,8 +155,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Spec whose copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, and ValueError for
-    impossible settings."""
+    """Spec whose copies are vLLM's on GPUs, our worker's on a CPU. Raises UnsupportedVLLMError, ValueError."""
 
     _manager: Any
     _worker: Any

@@ -31,7 +31,8 @@ def vllm_version() -> str | None:
 def check_vllm() -> None:
     """Raise UnsupportedVLLMError, which says what to install."""
     installed = vllm_version()
-    if installed is not None and _minor(installed) in SUPPORTED_VLLM:
+    minor = re.match(r"\d+\.\d+", installed or "")
+    if minor and minor.group() in SUPPORTED_VLLM:
         return
     found = "no vLLM is installed" if installed is None else f"vLLM {installed} is installed"
     supported = " and ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
@@ -40,8 +41,3 @@ def check_vllm() -> None:
         f"ragorder's tiers run in vLLM {supported}, and {found}: pip install {wanted}, use a ragorder whose tiers "
         "support your vLLM, or start vLLM without this --kv-transfer-config"
     )
-
-
-def _minor(installed: str) -> str:
-    found = re.match(r"\d+\.\d+", installed)
-    return found.group() if found else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ async def test_metrics_count_batches_and_requests_and_name_no_text() -> None:
         BatchingMetrics(metrics.registry)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@contextmanager
+def working(folder: Path, layers: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """An engine with a small model in this folder, as its worker, and the tokenizer."""
     for module in ("torch", "transformers"):
         pytest.importorskip(module)
     from transformers import AutoTokenizer
@@ -159,13 +161,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from ragorder.kernels.engine import EngineSettings, TieredEngine
     from ragorder.kernels.random_model import make_model
 
-    folder = tmp_path_factory.mktemp("model")
     texts = [document.text for document in DOCUMENTS]
-    make_model(folder, texts=texts, layers=2, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
-    settings = EngineSettings(device_tokens=8192, dtype="float32", device="cpu")
-    worker = EngineWorker(TieredEngine.load(str(folder), settings))
+    make_model(folder, texts=texts, layers=layers, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
+    worker = EngineWorker(TieredEngine.load(folder, EngineSettings(dtype="float32", device="cpu", **settings)))
     yield worker, AutoTokenizer.from_pretrained(folder)
     worker.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with working(tmp_path_factory.mktemp("model"), 2, device_tokens=8192) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +221,6 @@ async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_pa
     # Five different questions: of four in five the documents are cached, or nearly.
     cached = sum(answer.trace.cached_tokens or 0 for answer in answers)
     assert cached > 10 * 3 * builder.document_tokens(DOCUMENTS[0])
-    assert not streams.relieve() or hasattr(worker.engine, "relieve")
 
 
 class TestAModelThatStreams:
@@ -223,31 +228,12 @@ class TestAModelThatStreams:
 
     @pytest.fixture
     def streamed(self, tmp_path: Path) -> Iterator[Any]:
-        for module in ("torch", "transformers"):
-            pytest.importorskip(module)
-        from transformers import AutoTokenizer
+        sizes = {"device_bytes": "64MiB", "device_tokens": 2048, "host_bytes": 0}
+        with working(tmp_path, 3, **sizes, max_retries=0, verify=False) as streamed:
+            from ragorder.kernels.offload import Residency
 
-        from ragorder.adapters.embedded import EngineWorker
-        from ragorder.kernels.engine import EngineSettings, TieredEngine
-        from ragorder.kernels.offload import Residency
-        from ragorder.kernels.random_model import make_model
-
-        texts = [document.text for document in DOCUMENTS]
-        make_model(tmp_path, texts=texts, layers=3, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
-        settings = EngineSettings(
-            device_bytes="64MiB",
-            device_tokens=2048,
-            host_bytes=0,
-            dtype="float32",
-            device="cpu",
-            max_retries=0,
-            verify=False,
-        )
-        engine = TieredEngine.load(tmp_path, settings)
-        engine.move_layers(Residency.spread(3, 0))
-        worker = EngineWorker(engine)
-        yield worker, AutoTokenizer.from_pretrained(tmp_path)
-        worker.close()
+            streamed[0].engine.move_layers(Residency.spread(3, 0))
+            yield streamed
 
     async def answers(self, streamed: Any, observe: Any = lambda observed: None) -> list[Any]:
         from ragorder.adapters.embedded import EmbeddedStreams
@@ -284,6 +270,7 @@ class TestAModelThatStreams:
         assert [answer.text for answer in answers] == expected
         assert sum(answer.trace.failures for answer in answers) > 0
 
+    @pytest.mark.slow
     async def test_runs_one_request_at_a_time_where_memory_is_for_one(
         self, streamed: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

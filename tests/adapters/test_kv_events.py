@@ -262,6 +262,11 @@ def subscribe() -> Iterator[Subscribe]:
         yield make
 
 
+@pytest.fixture
+def events(server: Server, subscribe: Subscribe) -> KVEventSubscriber:
+    return subscribe(server)
+
+
 def agrees(events: KVEventSubscriber, server: Server) -> bool:
     """Whether the table is exactly what the engine holds."""
     held = set(server.held.values())
@@ -278,7 +283,7 @@ def troubles(events: KVEventSubscriber) -> set[str]:
 class TestTheTableIsWhatTheEngineHolds:
     """For any delay of the subscription, any loss, any engine."""
 
-    @pytest.mark.parametrize("batches", [0, 1, 40])
+    @pytest.mark.parametrize("batches", [0, 40])
     def test_at_once_after_a_late_start(self, server: Server, subscribe: Subscribe, batches: int) -> None:
         chance = random.Random(batches)
         for _ in range(batches):
@@ -290,22 +295,23 @@ class TestTheTableIsWhatTheEngineHolds:
         assert events.counters.replays
         assert troubles(events) <= {"cleared"}
 
-    def test_while_it_stores_and_removes_and_clears(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_while_it_stores_and_removes_and_clears(self, server: Server, events: KVEventSubscriber) -> None:
         replays = events.counters.replays
         chance = random.Random(7)
         for _ in range(300):
             server.act(chance)
+        assert eventually(lambda: agrees(events, server))
+        generation, epoch = events.blocks.generation, events.blocks.epoch
         server.clear()
         server.store(blocks=3)
         assert eventually(lambda: agrees(events, server))
+        assert (events.blocks.generation, events.blocks.epoch) == (generation + 1, epoch)
         assert events.counters.batches == 302
         assert events.counters.replays == replays, "nothing was missed"
         assert troubles(events) == {"cleared"}
         assert events.counters.stored and events.counters.removed
 
-    def test_after_a_gap(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_after_a_gap(self, server: Server, events: KVEventSubscriber) -> None:
         first, second = server.store(blocks=2)
         assert eventually(lambda: agrees(events, server))
         before = events.blocks.generation, events.blocks.epoch, events.counters.replays
@@ -318,15 +324,7 @@ class TestTheTableIsWhatTheEngineHolds:
         after = events.blocks.generation, events.blocks.epoch, events.counters.replays
         assert after == (*before[:2], before[2] + 1), "all was told: nobody need look at each block again"
 
-    def test_after_a_gap_at_the_end_that_only_a_check_finds(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server, check_interval_s=0.1)
-        with server.losing():
-            server.store(blocks=2)
-        assert eventually(lambda: agrees(events, server))
-        assert troubles(events) == set()
-
-    def test_after_a_restart(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_after_a_restart(self, server: Server, events: KVEventSubscriber) -> None:
         server.store(blocks=3)
         server.store()
         assert eventually(lambda: agrees(events, server))
@@ -338,8 +336,9 @@ class TestTheTableIsWhatTheEngineHolds:
         assert events.blocks.generation > generation
         assert events.blocks.epoch == epoch + 1
 
-    def test_after_a_restart_as_an_engine_that_has_said_nothing_yet(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_after_a_restart_as_an_engine_that_has_said_nothing_yet(
+        self, server: Server, events: KVEventSubscriber
+    ) -> None:
         server.store()
         assert eventually(lambda: agrees(events, server))
         server.restart()
@@ -348,9 +347,8 @@ class TestTheTableIsWhatTheEngineHolds:
         assert troubles(events) == {"restarts"}
 
     def test_if_the_first_batch_heard_after_a_restart_is_the_next_one_by_number(
-        self, server: Server, subscribe: Subscribe
+        self, server: Server, events: KVEventSubscriber
     ) -> None:
-        events = subscribe(server)
         for _ in range(3):
             server.store()
         assert eventually(lambda: agrees(events, server))
@@ -498,15 +496,6 @@ class TestStartingOver:
         assert events.blocks.generation == generation
         assert troubles(events) == set()
 
-    def test_clearing_changes_the_generation_and_not_the_epoch(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
-        server.store()
-        assert eventually(lambda: agrees(events, server))
-        generation, epoch = events.blocks.generation, events.blocks.epoch
-        server.clear()
-        assert eventually(lambda: agrees(events, server))
-        assert (events.blocks.generation, events.blocks.epoch) == (generation + 1, epoch)
-
 
 class TestWithoutAReplayEndpoint:
     """What is missed is missed: the table is emptied, and goes on."""
@@ -521,14 +510,6 @@ class TestWithoutAReplayEndpoint:
         assert events.synchronised
         assert troubles(events) == {"start_overs", "orphans"}
         assert not events.counters.replays
-
-    def test_from_the_first_batch_on_it_misses_nothing(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server, replay=False)
-        chance = random.Random(3)
-        for _ in range(100):
-            server.act(chance)
-        assert eventually(lambda: agrees(events, server))
-        assert troubles(events) <= {"cleared"}
 
     def test_a_gap_empties_the_table(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server, replay=False)
@@ -563,8 +544,7 @@ class TestWithoutAReplayEndpoint:
 class TestTenants:
     """The same tokens under another salt are another content."""
 
-    def test_salted_blocks_are_others_than_unsalted_ones(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_salted_blocks_are_others_than_unsalted_ones(self, server: Server, events: KVEventSubscriber) -> None:
         tokens = list(range(3 * BLOCK))
         for salt in ("one", "two"):
             server.store(salt=salt, tokens=tokens)
@@ -601,9 +581,8 @@ class TestTenants:
         ids=["an adapter", "an adapter and a salt", "an adapter as older engines tell it"],
     )
     def test_an_adapters_blocks_are_neither_the_models_nor_a_tenants(
-        self, server: Server, subscribe: Subscribe, fields: Event
+        self, server: Server, events: KVEventSubscriber, fields: Event
     ) -> None:
-        events = subscribe(server)
         tokens = list(range(2 * BLOCK))
         server.publish(stored([b"1", b"2"], tokens, **fields))
         assert eventually(lambda: len(events.blocks) == 2)
@@ -616,9 +595,8 @@ class TestTenants:
         assert troubles(events) == set()
 
     def test_blocks_of_other_kinds_of_layers_and_of_other_machines_do_not_count(
-        self, server: Server, subscribe: Subscribe
+        self, server: Server, events: KVEventSubscriber
     ) -> None:
-        events = subscribe(server)
         tokens = list(range(BLOCK))
         server.publish(stored([b"1"], tokens, group_idx=1), stored([b"2"], tokens, locality="REMOTE"))
         (block,) = server.store(tokens=tokens)
@@ -694,16 +672,14 @@ UNKNOWN = {
 class TestGarbage:
     """No message does any harm."""
 
-    @pytest.mark.parametrize("name", MESSAGES)
-    def test_messages_of_another_shape_are_counted(self, server: Server, subscribe: Subscribe, name: str) -> None:
-        events = subscribe(server)
-        server.store()
-        server.send(*MESSAGES[name])
+    def test_messages_of_another_shape_are_counted(self, server: Server, events: KVEventSubscriber) -> None:
+        for message in MESSAGES.values():
+            server.store()
+            server.send(*message)
         server.store()
         assert eventually(lambda: agrees(events, server))
-        counted = "other_topics" if name == "another topic" else "garbage"
-        assert getattr(events.counters, counted) == 1
-        assert troubles(events) == {counted}
+        assert (events.counters.garbage, events.counters.other_topics) == (len(MESSAGES) - 1, 1)
+        assert troubles(events) == {"garbage", "other_topics"}
 
     @pytest.mark.parametrize("late", [False, True], ids=["live", "in a replay"])
     def test_batches_that_cannot_be_read_are_counted(self, server: Server, subscribe: Subscribe, late: bool) -> None:
@@ -718,48 +694,27 @@ class TestGarbage:
         assert events.counters.garbage == len(PAYLOADS)
         assert troubles(events) == {"garbage"}
 
-    @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
-    def test_an_event_that_cannot_be_read_is_counted_and_changes_nothing(
-        self, server: Server, subscribe: Subscribe, event: Any
+    def test_an_event_that_cannot_be_read_is_counted_and_those_around_it_are_taken(
+        self, server: Server, events: KVEventSubscriber
     ) -> None:
-        server.publish(event)
-        events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(60)
-        assert events.counters.garbage == 1
-        assert agrees(events, server)
-
-    def test_the_events_around_it_are_taken(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
-        wanted = set()
-        for number, event in enumerate(EVENTS.values()):
-            tokens = [number + 1000] * BLOCK
-            server.publish(event, stored([bytes([number])], tokens))
-            wanted.add(block_content(chain_root(), tokens))
-        assert eventually(lambda: events.blocks._held.keys() == wanted)
+        for number, event in enumerate([*EVENTS.values(), *UNKNOWN.values()]):
+            server.publish(event)
+            server.store(tokens=[number + 1000] * BLOCK)
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == len(EVENTS)
+        assert troubles(events) == {"garbage"}
 
-    @pytest.mark.parametrize("event", UNKNOWN.values(), ids=UNKNOWN)
-    def test_what_is_of_no_concern_is_passed_over(self, server: Server, subscribe: Subscribe, event: Any) -> None:
-        server.store(blocks=2)
-        server.publish(event)
-        events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(60)
-        assert agrees(events, server)
-        assert troubles(events) == set()
-
-    @pytest.mark.parametrize("tokens", [[-1] * BLOCK, [True, False] * (BLOCK // 2), [2**63 - 1] * BLOCK])
-    def test_odd_tokens_are_blocks_of_their_own(self, server: Server, subscribe: Subscribe, tokens: list[int]) -> None:
-        server.store(tokens=[7] * BLOCK)
-        server.store(tokens=tokens)
+    def test_odd_tokens_are_blocks_of_their_own(self, server: Server, subscribe: Subscribe) -> None:
+        for tokens in ([7] * BLOCK, [-1] * BLOCK, [True, False] * (BLOCK // 2), [2**63 - 1] * BLOCK):
+            server.store(tokens=tokens)
         events = subscribe(server, settled=False)
         assert events.wait_until_synchronised(60)
         assert agrees(events, server)
 
-    @pytest.mark.parametrize("number", [4, 1000, 2**63, 2**64 - 2, 2**64 - 1])
+    @pytest.mark.parametrize("number", [4, 2**64 - 1])
     def test_a_number_far_ahead_is_asked_for_and_disbelieved(
-        self, server: Server, subscribe: Subscribe, number: int
+        self, server: Server, events: KVEventSubscriber, number: int
     ) -> None:
-        events = subscribe(server)
         for _ in range(3):
             server.store()
         server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [stored([1], TOKENS)]]))
@@ -767,18 +722,16 @@ class TestGarbage:
         assert eventually(lambda: agrees(events, server) and events.counters.batches == 4)
         assert troubles(events) == {"gaps", "garbage"}
 
-    @pytest.mark.parametrize("number", [0, 1, 2])
-    def test_a_number_behind_changes_nothing(self, server: Server, subscribe: Subscribe, number: int) -> None:
-        events = subscribe(server)
+    def test_a_number_before_changes_nothing(self, server: Server, events: KVEventSubscriber) -> None:
         for _ in range(3):
             server.store()
-        server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
+        for number in range(3):
+            server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
         server.store()
         assert eventually(lambda: agrees(events, server) and events.counters.batches >= 4)
         assert troubles(events) == set()
 
-    def test_a_batch_that_comes_twice_is_taken_once(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
+    def test_a_batch_that_comes_twice_is_taken_once(self, server: Server, events: KVEventSubscriber) -> None:
         (block,) = server.store()
         server.remove(block)
         replays = events.counters.replays
@@ -878,16 +831,12 @@ class TestWrongSizes:
         assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == 0, "it never arrived"
 
-    def test_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
-        events = subscribe(server)
-        assert 0 < events._socket.getsockopt(zmq.MAXMSGSIZE) <= 1 << 26
-
-    @pytest.mark.parametrize("size", [-18, 0, True, 2.5, None, "2", [2], 7, 10**6, 1 << 63])
     def test_no_block_size_is_advised_that_the_tokens_do_not_bear_out(
-        self, server: Server, subscribe: Subscribe, caplog: pytest.LogCaptureFixture, size: Any
+        self, server: Server, subscribe: Subscribe, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING, "ragorder")
-        server.publish(stored([1, 2], TOKENS * 2, block_size=size), stored([], [], block_size=size))
+        for size in (-18, 0, True, 2.5, None, "2", [2], 7, 10**6, 1 << 63):
+            server.publish(stored([1, 2], TOKENS * 2, block_size=size), stored([], [], block_size=size))
         server.publish(stored([1, 2], TOKENS, block_size=BLOCK // 2))
         server.publish(stored([3], [1], block_size=1))
         assert subscribe(server, settled=False).wait_until_synchronised(60)
@@ -983,11 +932,6 @@ class TestAServerThatIsNotThere:
         assert not events._thread.is_alive()
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
 
-    def test_a_with_block_closes_it(self, server: Server) -> None:
-        with KVEventSubscriber(EngineBlocks(BLOCK), server.endpoint, server.replay_endpoint) as events:
-            assert events.wait_until_synchronised(60)
-        assert not events._thread.is_alive()
-
     @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there are no file descriptors to be counted")
     def test_no_file_is_left_open(self, server: Server) -> None:
         closed = []
@@ -996,13 +940,14 @@ class TestAServerThatIsNotThere:
             blocks = EngineBlocks(BLOCK)
             with KVEventSubscriber(blocks, server.endpoint, server.replay_endpoint) as events:
                 assert events.wait_until_synchronised(60)
+            assert not events._thread.is_alive()
             with pytest.raises(ValueError, match="endpoint"):
                 KVEventSubscriber(blocks, server.endpoint, "nonsense")
             closed.append(events)
 
         server.store()
-        cycle()
-        assert eventually(lambda: open_files() == open_files_after(0.1))
+        for _ in range(2):
+            cycle()
         before, threads = open_files(), threading.active_count()
         for _ in range(5):
             cycle()
@@ -1012,11 +957,6 @@ class TestAServerThatIsNotThere:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def open_files_after(seconds: float) -> int:
-    time.sleep(seconds)
-    return open_files()
 
 
 class TestWhatIsNeeded:
@@ -1061,72 +1001,6 @@ OPERATIONS = st.tuples(st.sampled_from("ssssrrrc"), st.integers(0, 2), st.intege
 class TestEngineBlocks:
     """The table alone."""
 
-    def test_a_content_is_the_tokens_of_a_block_and_all_before_it(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        tokens = list(range(3 * BLOCK))
-        blocks.store([1, 2], None, tokens[: 2 * BLOCK])
-        blocks.store([3], 2, tokens[2 * BLOCK :])
-        assert all(map(blocks.holds, contents(tokens)))
-        assert len(blocks) == 3
-        assert not blocks.holds(contents(tokens[2 * BLOCK :])[0]), "elsewhere the same tokens are another block"
-
-    def test_a_removed_block_is_held_no_more_and_those_behind_it_are(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        tokens = list(range(3 * BLOCK))
-        blocks.store([1, 2, 3], None, tokens)
-        blocks.remove([2, "stranger"])
-        assert list(map(blocks.holds, contents(tokens))) == [True, False, True]
-        blocks.remove([2])
-        blocks.remove([1, 3])
-        assert len(blocks) == 0
-
-    def test_what_a_hash_stands_for_outlives_the_block(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        tokens = list(range(3 * BLOCK))
-        blocks.store([1, 2], None, tokens[: 2 * BLOCK])
-        blocks.clear()
-        assert len(blocks) == 0
-        blocks.store([3], 2, tokens[2 * BLOCK :])
-        assert list(map(blocks.holds, contents(tokens))) == [False, True, True]
-        assert not blocks.orphans
-
-    def test_of_two_copies_one_may_go_and_a_block_behind_shows_that_the_other_is_there(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        tokens = list(range(2 * BLOCK))
-        first, _ = contents(tokens)
-        for _ in range(2):
-            blocks.store([1], None, tokens[:BLOCK])
-        blocks.remove([1])
-        watcher = Recorder()
-        blocks.watch(first, watcher)
-        blocks.store([2], 1, tokens[BLOCK:])
-        assert all(map(blocks.holds, contents(tokens)))
-        assert watcher.told() == {first}
-
-    def test_a_block_is_held_as_long_as_any_tier_holds_it(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        (content,) = contents(TOKENS)
-        watcher = Recorder()
-        blocks.watch(content, watcher)
-        blocks.store([1], None, TOKENS, medium="GPU")
-        assert watcher.told() == {content}
-        blocks.store([1], None, TOKENS, medium="CPU")
-        blocks.store([1], None, TOKENS, medium="CPU")
-        blocks.remove([1], "GPU")
-        blocks.remove([1], "STORAGE")
-        assert blocks.holds(content)
-        assert watcher.told() == set()
-        blocks.remove([1], "CPU")
-        assert not blocks.holds(content)
-        assert watcher.told() == {content}
-
-    def test_blocks_whose_beginning_was_never_seen_are_counted(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        blocks.store([2, 3], 1, TOKENS * 2)
-        blocks.store([4], 3, TOKENS)
-        assert blocks.orphans == 3
-        assert len(blocks) == 0
-
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -1147,14 +1021,6 @@ class TestEngineBlocks:
         assert len(blocks) == 0
         blocks.store([4], 2, TOKENS)
         assert blocks.orphans == 1
-
-    def test_clearing_changes_the_generation(self) -> None:
-        blocks = EngineBlocks(BLOCK)
-        blocks.store([1], None, TOKENS)
-        assert (blocks.generation, blocks.epoch) == (0, 0)
-        blocks.clear()
-        assert (blocks.generation, blocks.epoch) == (1, 0)
-        assert len(blocks) == 0
 
     @pytest.mark.parametrize("same_engine", [True, False])
     def test_a_successor_takes_over_at_once(self, same_engine: bool) -> None:
@@ -1203,28 +1069,18 @@ class TestEngineBlocks:
             assert blocks._held.keys() == set(held.values())
         assert 0 in held, "however old it is"
 
-    def test_more_than_half_of_it_may_be_forgotten_but_nothing_beyond(self) -> None:
-        blocks = EngineBlocks(BLOCK, max_blocks=10)
-        for number in range(100):
-            blocks.store([number], None, [number] * BLOCK)
-            assert len(blocks) <= len(blocks._contents) <= 10
-            assert blocks.holds(*contents([number] * BLOCK))
-
     @pytest.mark.parametrize("held", [True, False])
-    def test_one_block_under_ever_new_hashes_fills_no_memory(self, held: bool) -> None:
+    @pytest.mark.parametrize(("new_hashes", "new_tokens"), [(True, True), (True, False), (False, True)])
+    def test_ever_new_hashes_or_blocks_fill_no_memory(self, held: bool, new_hashes: bool, new_tokens: bool) -> None:
         blocks = EngineBlocks(BLOCK, max_blocks=10)
         for number in range(100):
-            blocks.store([number], None, TOKENS)
+            name, tokens = number * new_hashes, [number * new_tokens] * BLOCK
+            blocks.store([name], None, tokens)
+            assert blocks.holds(*contents(tokens))
             if not held:
-                blocks.remove([number])
-            assert len(blocks._contents) <= 10
-        assert len(blocks) == held
-
-    def test_one_hash_for_ever_new_blocks_fills_no_memory(self) -> None:
-        blocks = EngineBlocks(BLOCK, max_blocks=10)
-        for number in range(100):
-            blocks.store([1], None, [number] * BLOCK)
-        assert blocks._held.keys() == set(contents([99] * BLOCK))
+                blocks.remove([name])
+            assert len(blocks) <= len(blocks._contents) <= 10
+        assert (len(blocks) > 0) == held
 
     def test_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
         table = EngineBlocks(BLOCK, 1 << 16)
@@ -1367,6 +1223,12 @@ class TestOrdererForVLLM:
         caplog.set_level(logging.DEBUG, "ragorder")
         return caplog
 
+    @pytest.fixture
+    def follow(self, metrics: str, server: Server, builder: PromptBuilder) -> Callable[..., Orderer]:
+        """Makes orderers that follow the server's events."""
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        return partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
+
     @pytest.mark.parametrize("url", [NOWHERE, f"http://user:{SECRET}@127.0.0.1:9/v1"])
     def test_no_server_at_the_address_is_an_error_that_names_it(self, url: str) -> None:
         with pytest.raises(RuntimeError, match=r"^http://127\.0\.0\.1:9 cannot be reached .*check host and port"):
@@ -1392,8 +1254,7 @@ class TestOrdererForVLLM:
 
     def test_a_server_that_is_not_up_yet_is_no_proxy_of_ours(self) -> None:
         with PageServer(lambda *_: (503, b"")) as server, pytest.warns(DegradedWarning, match="HTTP 503"):
-            orderer = Orderer.for_vllm(server.base_url)
-        assert len(orderer.degraded) == 1
+            assert len(Orderer.for_vllm(server.base_url).degraded) == 1
 
     def test_what_is_no_server_in_http_is_an_error(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -1468,15 +1329,6 @@ class TestOrdererForVLLM:
         with pytest.warns(DegradedWarning, match=reason):
             assert reason in "".join(Orderer.for_vllm(metrics).degraded)
 
-    def test_without_a_replay_endpoint_lost_events_are_warned_of(
-        self, metrics: str, server: Server, builder: PromptBuilder
-    ) -> None:
-        with (
-            pytest.warns(DegradedWarning, match="no replay_endpoint"),
-            Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint) as orderer,
-        ):
-            assert len(orderer.degraded) == 1
-
     @pytest.mark.filterwarnings("ignore:no KV events")
     @pytest.mark.parametrize("wrong", ["topic", "endpoint"])
     def test_events_that_never_come_are_warned_of_once_the_orderer_is_used(
@@ -1500,26 +1352,25 @@ class TestOrdererForVLLM:
 
     @pytest.mark.filterwarnings("ignore:no KV events")
     def test_events_of_another_topic_are_told_from_none(
-        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+        self, server: Server, follow: Callable[..., Orderer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
-        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC + "-wrong", **endpoints) as orderer:
+        with follow(events_topic=TOPIC + "-wrong") as orderer:
             server.store()
+            assert eventually(lambda: orderer.events.counters.other_topics)
             serve_requests(orderer)
             assert eventually(lambda: bool(orderer.degraded))
             assert "of this topic: correct events_topic" in orderer.degraded[-1]
-            assert orderer.events.counters.other_topics and not orderer.events.counters.garbage
+            assert not orderer.events.counters.garbage
 
     @pytest.mark.filterwarnings("ignore:no KV events")
     def test_a_server_that_falls_silent_later_is_warned_of_once(
-        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+        self, server: Server, follow: Callable[..., Orderer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # A server that answers late on a busy machine is not silent.
         monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 2.0)
         monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 1.0)
-        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
+        with follow() as orderer:
             server.store()
             serve_requests(orderer)
             assert eventually(lambda: orderer.events.counters.batches == 1)
@@ -1531,11 +1382,9 @@ class TestOrdererForVLLM:
             assert len(orderer.degraded) == 1
 
     def test_an_orderer_finds_what_another_one_had_computed(
-        self, metrics: str, server: Server, builder: PromptBuilder
+        self, server: Server, follow: Callable[..., Orderer], builder: PromptBuilder
     ) -> None:
-        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        make = partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
-        with make() as first, make() as second:
+        with follow() as first, follow() as second:
             prompt = builder.build("Who?", first.order([DOCUMENTS[number] for number in (3, 1, 2)])).token_ids
             assert prompt is not None
             server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK], salt=None)
@@ -1546,34 +1395,22 @@ class TestOrdererForVLLM:
             assert ordering.cached_tokens == len(ids) // BLOCK * BLOCK
             assert second.order(DOCUMENTS[:4], scope="tenant").permutation == [0, 1, 2, 3]
 
-    def test_an_endpoint_that_is_none_is_an_error(self, metrics: str, builder: PromptBuilder) -> None:
-        with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:5557"):
-            Orderer.for_vllm(metrics, builder=builder, events_endpoint="http://127.0.0.1:5557")
-
-    def test_block_size_and_capacity_are_read_from_the_server(self, metrics: str) -> None:
-        for url in (metrics, f"{metrics}/v1"):
-            orderer = Orderer.for_vllm(url, api_key=SECRET)
-            assert (orderer.settings.block_size, orderer.settings.capacity_tokens) == (BLOCK, 100 * BLOCK)
-
-    def test_blocks_of_all_tiers_are_remembered(self, metrics: str, server: Server, builder: PromptBuilder) -> None:
-        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        make = partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
-        with make() as alone, make(host_tokens=1 << 20) as tiered:
+    def test_blocks_of_all_tiers_are_remembered(self, follow: Callable[..., Orderer]) -> None:
+        with follow() as alone, follow(host_tokens=1 << 20) as tiered:
             assert tiered.events.blocks.max_blocks >= 2 * (1 << 20) // BLOCK > alone.events.blocks.max_blocks
 
     def test_what_is_said_explicitly_wins(self, metrics: str, builder: PromptBuilder) -> None:
         given = {"block_size": 32, "capacity_tokens": 640, "prefix_tokens": 7}
         for name, value in given.items():
             for options in ({name: value}, {"settings": Settings(**{name: value})}):
-                settled = Orderer.for_vllm(metrics, builder=builder, **options).settings
+                settled = Orderer.for_vllm(f"{metrics}/v1", builder=builder, **options).settings
                 read = {"block_size": 4, "capacity_tokens": 400, "prefix_tokens": builder.prefix_tokens}
                 assert {each: getattr(settled, each) for each in given} == read | {name: value}
 
     def test_with_everything_it_follows_the_engine_and_says_nothing(
-        self, metrics: str, server: Server, builder: PromptBuilder, log: pytest.LogCaptureFixture
+        self, server: Server, follow: Callable[..., Orderer], builder: PromptBuilder, log: pytest.LogCaptureFixture
     ) -> None:
-        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
+        with follow() as orderer:
             assert orderer.events.synchronised
             ordering = orderer.order(DOCUMENTS[:2])
             prompt = builder.build("Who?", ordering).token_ids

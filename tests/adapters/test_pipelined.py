@@ -254,20 +254,6 @@ class TestTheAnswer:
         # The orderer had not counted on it, and counts the request as served.
         assert [outcome.served for outcome in ledger.finished] == [True]
 
-    @pytest.mark.slow
-    async def test_is_not_disturbed_by_an_abort_that_comes_when_all_is_over(
-        self, client: Client, vllm_server: Any, ledger: Ledger
-    ) -> None:
-        load = Load(vllm_server)
-        before = answered(load.read())
-        one = client(played([0], lambda: load.shows(lambda now: answered(now) > before), [1]))
-        stream = await one.answer("What is kept?", max_tokens=2)
-        await stream.close()
-        await stream.close()
-        assert stream.text and not stream.trace.right and stream.trace.speculations == 1
-        assert ledger.open == 0
-        await load.is_gone()
-
     async def test_streams_in_pieces(self, client: Client) -> None:
         async with client(played([0], [0])).stream("What is kept?", max_tokens=6) as stream:
             pieces = [piece async for piece in stream]
@@ -310,20 +296,6 @@ class TestNothingIsLeftOnTheServer:
         one = client(played([0], lambda: running, LookupError("index"), [0]))
         with pytest.raises(LookupError, match="index"):
             await one.answer("What is kept?", **LONG)
-        self.is_finished(one, ledger)
-
-    @pytest.mark.slow
-    async def test_after_a_retrieval_that_takes_too_long(
-        self, client: Client, vllm_server: Any, ledger: Ledger
-    ) -> None:
-        async def expire() -> None:
-            limit.reschedule(asyncio.get_running_loop().time())
-            await asyncio.Event().wait()
-
-        one = client(played([0], Admissions(vllm_server).reach(1), expire, [0]))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(60) as limit:
-                await one.answer("What is kept?", **LONG)
         self.is_finished(one, ledger)
 
     @pytest.mark.slow
@@ -379,61 +351,6 @@ class TestWarmUp:
         warm_up, answered = ledger.finished
         assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
-
-    @pytest.mark.slow
-    async def test_knows_from_the_events_that_the_engine_was_emptied(
-        self, client: Client, vllm_server: Any, builder: PromptBuilder
-    ) -> None:
-        vllm_server.reset()
-        with Orderer.for_vllm(
-            vllm_server.base_url,
-            builder=builder,
-            strict=True,
-            events_endpoint=vllm_server.events_endpoint,
-            replay_endpoint=vllm_server.replay_endpoint,
-            events_topic=vllm_server.events_topic,
-        ) as orderer:
-            one = client(played([0], pause_s=0.1), orderer=orderer, warm_up=True)
-
-            async def becomes(held: bool) -> None:
-                if not held:
-                    # vLLM tells what has changed with its next request.
-                    await one._client.completions.create(model="served", prompt=[300], max_tokens=1)
-                async with asyncio.timeout(60):
-                    while orderer.holds_prefix() != held:
-                        await asyncio.sleep(0.01)
-
-            await becomes(False)
-            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-            await becomes(True)
-            assert not (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-            vllm_server.reset()
-            await becomes(False)
-            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
-
-    @pytest.mark.slow
-    async def test_one_warm_up_at_a_time_for_each_tenant(
-        self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
-    ) -> None:
-        one = client(played(lambda: ledger.has_finished(2), [0]), warm_up=True)
-        before = answered(Load(vllm_server).read())
-        scopes = ["red", "blue", "red", "blue", "red"]
-        answers = await asyncio.gather(*(one.answer("What?", scope=scope, max_tokens=2) for scope in scopes))
-        await Load(vllm_server).is_gone()
-        assert one._pipeline.warm_up is not None and one._pipeline.warm_up.started == 2
-        assert answered(Load(vllm_server).read()) - before == 2 + len(scopes)
-        for answer in answers:
-            assert answer.usage is not None
-            assert (answer.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK
-
-    async def test_is_not_sent_for_a_prompt_without_a_whole_block(self, client: Client, vllm_model: Path) -> None:
-        from ragorder.eval.engines.models import load_tokenizer
-
-        short = PromptBuilder("Be short.", tokenizer=load_tokenizer(vllm_model))
-        assert 0 < short.prefix_tokens < BLOCK
-        orderer = Orderer(block_size=BLOCK, prefix_tokens=short.prefix_tokens, tokens=short.document_tokens)
-        one = client(played([0]), orderer=orderer, builder=short, warm_up=True)
-        assert not (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
 
 
 class FarEnd:
@@ -513,10 +430,8 @@ class TestAServerThatFails:
         server = openai.AsyncOpenAI(base_url=far_end.url, api_key="none", max_retries=0)
 
         def make(retrieval: Retrieval[Question, Document], **options: Any) -> PipelinedClient:
-            options = {"warm_up": False, "report_load": False} | options
-            return PipelinedClient(
-                server, model="served", orderer=orderer, builder=builder, retrieval=retrieval, **options
-            )
+            options = {"orderer": orderer, "warm_up": False, "report_load": False} | options
+            return PipelinedClient(server, model="served", builder=builder, retrieval=retrieval, **options)
 
         async with server:
             yield make
@@ -631,6 +546,9 @@ class TestAServerThatFails:
         assert warm_up["messages"][0] == question["messages"][0]
         assert question["min_tokens"] == 2 and "min_tokens" not in warm_up and "stop" not in warm_up
         assert "temperature" not in question
+        tokens = PromptBuilder(SYSTEM).prefix_tokens
+        short = made(played([0]), orderer=Orderer(block_size=tokens + 1, prefix_tokens=tokens), warm_up=True)
+        assert not (await short.answer("What?")).trace.warmed_up, "no block is whole"
 
 
 class TestTheLoad:
@@ -737,7 +655,9 @@ class TestPrompts:
         question_tokens = PromptBuilder().suffix_tokens("What?")
         assert prompts.suffix_tokens("What?", {}) == question_tokens + 39, "the mean of one answer"
 
-    def test_of_another_form_are_refused(self) -> None:
+    def test_of_another_form_and_synchronous_clients_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="AsyncOpenAI"):
+            OpenAIStreams(openai.OpenAI(api_key="none"), "served")
         with pytest.raises(ValueError, match="'messages' or 'token_ids'"):
             OrderedPrompts(Orderer(), PromptBuilder(), "text")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="tokenizer"):
@@ -753,11 +673,6 @@ def test_packages_that_are_missing_are_named_when_they_are_needed(python: Any) -
     )
     done = python("-c", script, blocked=("openai", "vllm", "torch", "httpx"))
     assert re.findall(r"'\.\[\w+\]'", done.stdout) == ["'.[live]'", "'.[vllm]'"], done.stderr
-
-
-def test_a_synchronous_client_is_refused() -> None:
-    with pytest.raises(TypeError, match="AsyncOpenAI"):
-        OpenAIStreams(openai.OpenAI(api_key="none"), "served")
 
 
 IN_PROCESS = """

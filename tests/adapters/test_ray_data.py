@@ -67,7 +67,6 @@ def test_every_row_comes_once_with_its_columns_and_all_its_documents(rankings: l
         assert sorted(row["permutation"]) == list(range(len(ranking)))
 
 
-@pytest.mark.slow
 def test_saves_nearly_what_one_plan_saves(rankings: list[list[str]]) -> None:
     lengths = {name: TOKENS for ranking in rankings for name in ranking}
     at_once = saved([order for _, order in plan(rankings, lengths)])
@@ -75,7 +74,6 @@ def test_saves_nearly_what_one_plan_saves(rankings: list[list[str]]) -> None:
     assert sum(saved([list(row["documents"]) for row in shard]) for shard in found.values()) >= 0.95 * at_once
 
 
-@pytest.mark.slow
 def test_a_shard_is_planned_whole_though_its_rows_take_several_blocks(
     rankings: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +87,6 @@ def test_a_shard_is_planned_whole_though_its_rows_take_several_blocks(
     assert saved([list(row["documents"]) for row in shard]) == saved([order for _, order in at_once])
 
 
-@pytest.mark.slow
 def test_a_sample_is_enough(rankings: list[list[str]]) -> None:
     found = in_shards(plan_dataset(dataset(rankings), 4, sample=800))
     assert sum(map(len, found.values())) == len(rankings)
@@ -97,7 +94,6 @@ def test_a_sample_is_enough(rankings: list[list[str]]) -> None:
     assert sizes[-1] <= 2 * sizes[0]
 
 
-@pytest.mark.slow
 def test_objects_keep_their_fields_and_tenants_stand_together() -> None:
     objects = [[{"id": f"d{each}", "text": f"text {each}"} for each in (number % 7, 8, 9)] for number in range(60)]
     source = dataset(objects, tenant=lambda number: f"tenant-{number % 3}")
@@ -109,7 +105,6 @@ def test_objects_keep_their_fields_and_tenants_stand_together() -> None:
             assert [dict(each) for each in row["documents"]] == [given[rank] for rank in row["permutation"]]
 
 
-@pytest.mark.slow
 def test_rows_without_documents_and_with_repeated_ones_stay() -> None:
     given = [["a", "b"], [], ["b", "a", "b"], ["a"]] * 5
     found = in_shards(plan_dataset(dataset(given), 1))
@@ -119,7 +114,6 @@ def test_rows_without_documents_and_with_repeated_ones_stay() -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("documents", "options", "said"),
     [
@@ -134,7 +128,6 @@ def test_what_cannot_be_read_is_said(documents: list[list[Any]], options: dict[s
         plan_dataset(dataset(documents), 2, **options).take_all()
 
 
-@pytest.mark.slow
 def test_a_column_that_the_plan_adds_is_not_overwritten() -> None:
     with pytest.raises(Exception, match="rename it"):
         plan_dataset(dataset([["a"]], shard=lambda number: number), 2).take_all()

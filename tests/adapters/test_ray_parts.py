@@ -52,21 +52,22 @@ class TestTheContract:
             application.check_ray()
 
     @pytest.mark.parametrize(
-        "changed",
+        ("changed", "parameters"),
         [
-            "ray.serve.handle:DeploymentHandle.no_such_method",
-            "ray.serve.no_such_module:Name",
+            ("ray.serve.handle:DeploymentHandle.no_such_method", ()),
+            ("ray.serve.no_such_module:Name", ()),
+            (
+                "ray.serve.request_router:RequestRouter.choose_replicas",
+                ("candidate_replicas", "no_such_parameter"),
+            ),
         ],
     )
-    def test_a_missing_part_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
-        monkeypatch.setitem(application.CONTRACT, changed, ())
+    def test_a_missing_part_or_parameter_is_an_error_that_names_it(
+        self, monkeypatch: pytest.MonkeyPatch, changed: str, parameters: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setitem(application.CONTRACT, changed, parameters)
         with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '\.\[ray\]'"):
             make_application(EmbeddedEngine("/models/none"))
-
-    def test_so_is_a_parameter_that_is_no_longer_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = "ray.serve.request_router:RequestRouter.choose_replicas"
-        monkeypatch.setitem(application.CONTRACT, name, ("candidate_replicas", "no_such_parameter"))
-        assert application.missing_parts() == [name]
 
     def test_without_ray_the_extra_is_named(self, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.ray", blocked=("ray",))
@@ -115,10 +116,11 @@ class TestAnAnswer:
             (RayTaskError("f", SECRET, ValueError(SECRET)), UpstreamError, 502, "upstream_unavailable"),
             (BackPressureError(num_queued_requests=3, max_queued_requests=3), HTTPError, 503, "too_many_waiting"),
             (DeploymentUnavailableError(None), HTTPError, 503, "no_replica"),
+            (None, UpstreamError, 502, "upstream_unavailable"),
         ],
     )
     async def test_that_does_not_begin_is_an_error_without_content(
-        self, error: Exception, kind: type[HTTPError], status: int, code: str
+        self, error: Exception | None, kind: type[HTTPError], status: int, code: str
     ) -> None:
         with pytest.raises(HTTPError) as raised:
             await ReplicaAnswer(Items(error)).begin()  # type: ignore[arg-type]
@@ -126,10 +128,6 @@ class TestAnAnswer:
         assert (raised.value.status, raised.value.code) == (status, code)
         assert SECRET not in json.dumps(raised.value.content)
         assert bool(raised.value.headers) is (status == 503), "those can be sent again"
-
-    async def test_without_any_item_is_an_error(self) -> None:
-        with pytest.raises(UpstreamError, match="did not answer"):
-            await ReplicaAnswer(Items()).begin()  # type: ignore[arg-type]
 
     async def test_that_takes_too_long_is_cancelled(self) -> None:
         items = Items("wait")
@@ -163,10 +161,17 @@ class TestAnAnswer:
 class TestTheTransport:
     OK = ((200, []), b"ok")
 
-    async def send(self, handle: Handle, method: str = "POST", session: str = "topic") -> tuple[int, bytes]:
-        headers = {"x-session-id": session, "content-type": "application/json", "connection": "close"}
-        url = "http://replicas/v1/chat/completions"
-        request = httpx2.Request(method, url, headers=headers if session else {}, content=b"{}")
+    async def send(
+        self,
+        handle: Handle,
+        method: str = "POST",
+        target: str = "/v1/chat/completions",
+        kind: str = "application/json",
+        session: str | None = "topic",
+    ) -> tuple[int, bytes]:
+        headers = {"content-type": kind, "connection": "close"}
+        headers |= {} if session is None else {"x-session-id": session}
+        request = httpx2.Request(method, f"http://replicas{target}", headers=headers, content=b"{}")
         response = await ReplicaTransport(handle).handle_async_request(request)  # type: ignore[arg-type]
         return response.status_code, b"".join([chunk async for chunk in response.aiter_raw()])
 
@@ -192,39 +197,33 @@ class TestTheTransport:
             await self.send(handle)
         assert len(handle.calls) == 3
 
-    async def test_never_sends_twice_what_may_have_had_an_effect(self) -> None:
-        handle = Handle(Items(ActorDiedError()), Items(*self.OK))
-        with pytest.raises(ReplicaLostError):
-            await self.send(handle, method="DELETE")
-        assert len(handle.calls) == 1
-
-    async def test_needs_no_session(self) -> None:
+    @pytest.mark.parametrize("session", [None, ""])
+    async def test_needs_no_session(self, session: str | None) -> None:
         handle = Handle(Items(*self.OK))
-        assert await self.send(handle, session="") == (200, b"ok")
+        assert await self.send(handle, session=session) == (200, b"ok")
         assert handle.calls[0][0] is None
 
-
-class TestARequest:
     @pytest.mark.parametrize(
-        ("method", "target", "kind", "repeatable"),
+        ("method", "target", "kind", "calls"),
         [
-            ("POST", b"/v1/chat/completions", b"application/json", True),
-            ("POST", b"/v1/embeddings?x=1", b"application/json; charset=utf-8", True),
-            ("POST", b"/v1/audio/transcriptions", b"multipart/form-data", False),
-            ("POST", b"/reset", b"application/json", False),
-            ("DELETE", b"/v1/files/3", b"application/json", False),
-            ("GET", b"/v1/models", b"", True),
+            ("POST", "/v1/chat/completions", "application/json", 2),
+            ("POST", "/v1/embeddings?x=1", "application/json; charset=utf-8", 2),
+            ("POST", "/v1/audio/transcriptions", "multipart/form-data", 1),
+            ("POST", "/reset", "application/json", 1),
+            ("DELETE", "/v1/files/3", "application/json", 1),
+            ("GET", "/v1/models", "", 2),
         ],
     )
-    def test_is_sent_again_only_if_it_has_no_effect(
-        self, method: str, target: bytes, kind: bytes, repeatable: bool
+    async def test_never_sends_twice_what_may_have_had_an_effect(
+        self, method: str, target: str, kind: str, calls: int
     ) -> None:
-        assert ReplicaRequest(method, target, [(b"content-type", kind)], b"{}").repeatable is repeatable
-
-    def test_has_the_session_of_its_header(self) -> None:
-        assert ReplicaRequest("GET", b"/", [(b"x-session-id", b"abc")], b"").session == "abc"
-        assert ReplicaRequest("GET", b"/", [(b"x-session-id", b"")], b"").session is None
-        assert ReplicaRequest("GET", b"/", [], b"").session is None
+        handle = Handle(Items(ActorDiedError()), Items(*self.OK))
+        if calls == 2:
+            assert await self.send(handle, method, target, kind) == (200, b"ok")
+        else:
+            with pytest.raises(ReplicaLostError):
+                await self.send(handle, method, target, kind)
+        assert len(handle.calls) == calls
 
 
 # Ray awaits it.

@@ -36,10 +36,12 @@ CAPACITY = 16_384
 # Two cores hold all of them.
 SMALL = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.05}}
 FRONT = {"ray_actor_options": {"num_cpus": 0.05}}
+Start = Callable[..., "Application"]
+Deploy = Callable[[Any], str]
 
 
 @pytest.fixture
-def deploy(ray_serve: str) -> Iterator[Callable[[Any], str]]:
+def deploy(ray_serve: str) -> Iterator[Deploy]:
     with deploying(ray_serve) as deploy:
         yield deploy
 
@@ -65,7 +67,7 @@ class Application:
 
 
 @pytest.fixture
-def start(deploy: Callable[[Any], str], tmp_path: Path) -> Callable[..., Application]:
+def start(deploy: Deploy, tmp_path: Path) -> Start:
     """An application of two fake engines."""
 
     def start(**options: Any) -> Application:
@@ -94,7 +96,7 @@ def replica_of(answer: httpx2.Response) -> str:
 
 
 class TestTopics:
-    def test_documents_stay_with_their_replica(self, start: Callable[..., Application]) -> None:
+    def test_documents_stay_with_their_replica(self, start: Start) -> None:
         """Whatever their order, in all processes of the ingress; and there they are found."""
         application = start(ingress=FRONT | {"num_replicas": 2})
         rng = random.Random(0)
@@ -108,10 +110,7 @@ class TestTopics:
         assert set(first) == set(application.replicas)
         assert [replica_of(application.post(tagged(names[::-1]))) for names in SETS] == first
 
-    @pytest.mark.slow
-    def test_requests_without_documents_go_anywhere_and_sessions_to_one(
-        self, start: Callable[..., Application]
-    ) -> None:
+    def test_requests_without_documents_go_anywhere_and_sessions_to_one(self, start: Start) -> None:
         application = start()
         plain = {"model": "fake", "messages": [{"role": "user", "content": "Question: ?"}]}
         assert {replica_of(application.post(plain)) for _ in range(40)} == set(application.replicas)
@@ -122,8 +121,7 @@ class TestTopics:
 
 
 class TestAnswers:
-    @pytest.mark.slow
-    def test_come_as_they_are_generated_and_errors_say_what_to_change(self, start: Callable[..., Application]) -> None:
+    def test_come_as_they_are_generated_and_errors_say_what_to_change(self, start: Start) -> None:
         application = start()
         answer = StreamedAnswer()
         with ThreadPoolExecutor(1) as pool:
@@ -139,7 +137,7 @@ class TestAnswers:
         assert application.post(tagged(SETS[0]), "/v1/embeddings").json()["error"]["code"] == "no_documents_here"
         assert application.get("/nowhere").status_code == 404
 
-    def test_of_a_killed_replica_that_had_not_begun_come_from_another(self, start: Callable[..., Application]) -> None:
+    def test_of_a_killed_replica_that_had_not_begun_come_from_another(self, start: Start) -> None:
         """Half of the requests wait for their first token, half are in the middle of their answers."""
         application = start()
         begun, waiting = [StreamedAnswer() for _ in SETS], [StreamedAnswer() for _ in SETS]
@@ -204,16 +202,13 @@ class TestTwoEngines:
         pytest.importorskip("transformers")
         return EmbeddedEngines(model_folder)
 
-    @pytest.mark.slow
-    def test_find_by_topic_what_they_find_outside_of_ray(
-        self, deploy: Callable[[Any], str], engines: EmbeddedEngines
-    ) -> None:
+    def test_find_by_topic_what_they_find_outside_of_ray(self, deploy: Deploy, engines: EmbeddedEngines) -> None:
         """To the token, each with the requests that it was dealt, and together no less than one engine with all."""
         served = self.served(deploy, engines)
         assert [found for _, found in served] == [self.alone(engines, bodies) for bodies, _ in served]
         assert sum(found for _, found in served) >= self.alone(engines, engines.bodies)
 
-    def served(self, deploy: Callable[[Any], str], engines: EmbeddedEngines) -> list[tuple[list[Any], int]]:
+    def served(self, deploy: Deploy, engines: EmbeddedEngines) -> list[tuple[list[Any], int]]:
         """The requests of each replica in their order, and the tokens that they found cached."""
         url = deploy(make_application(engines.engine(), replicas=SMALL, ingress=FRONT))
         dealt: dict[str, list[Any]] = {}
@@ -233,8 +228,7 @@ class TestTwoEngines:
 
 
 class TestReplicas:
-    @pytest.mark.slow
-    def test_are_left_by_a_client_that_has_gone(self, deploy: Callable[[Any], str], tmp_path: Path) -> None:
+    def test_are_left_by_a_client_that_has_gone(self, deploy: Deploy, tmp_path: Path) -> None:
         replicas = SMALL | {"num_replicas": 1}
         url = deploy(make_application(NeverEnding(tmp_path), replicas=replicas, ingress=FRONT))
         with (
@@ -245,8 +239,7 @@ class TestReplicas:
             assert not (tmp_path / "cancelled").exists()
         assert eventually((tmp_path / "cancelled").exists)
 
-    @pytest.mark.slow
-    def test_are_replaced_when_their_engine_fails(self, start: Callable[..., Application]) -> None:
+    def test_are_replaced_when_their_engine_fails(self, start: Start) -> None:
         replicas = SMALL | {"num_replicas": 1, "health_check_period_s": 0.5}
         application = start(replicas=replicas)
         first = replica_of(application.post(tagged(SETS[0])))
