@@ -42,7 +42,7 @@ ROWS = {
 RANK = dict(zip(ROWS, (69.3, 41.5, 37.7, 51.8, 43.2, 22.3, 37.0, 22.3, 14.7), strict=True))
 FREQUENCY = dict(zip(ROWS, (67.6, 40.3, 36.5, 51.2, 42.5, 25.9, 36.8, 22.1, 15.1), strict=True))
 WITH_QUEUE = {"mix8": 48.0, "mix8-5%": 33.0}
-CHECKED = grid(list(ROWS), 5)
+CHECKED = grid(list(ROWS), 2)
 
 DIGESTS = {
     "paper": ("aba0f33df39005149b14a1512e90a4bc", "736f654b6ff4188c147aafdd85f662a1"),
