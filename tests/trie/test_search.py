@@ -135,6 +135,13 @@ class SearchContract:
         tree = tree_of("abc", "bac")
         assert find(self.search, tree, "abc", lambda ranks: ranks[0] != 0) == ["b", "a", "c"]
 
+    def test_what_follows_a_part_that_is_not_held_whole_is_not_found(self) -> None:
+        tree = tree_of("abcd", prefix_tokens=64)
+        next(node for node in tree.walk() if node.key == "b").missing = 1
+        assert find(self.search, tree, "abcd") == ["a", "b"]
+        tree.root.missing = 1
+        assert find(self.search, tree, "abcd") == []
+
     def test_one_deep_path(self) -> None:
         documents = [f"d{number}" for number in range(10_000)]
         tree = KnowledgeTree(BLOCK)
@@ -183,6 +190,21 @@ class TestBest(SearchContract):
                 path for path in all_paths(tree, documents, None) if held_tokens(tree, path) == held_tokens(tree, node)
             ]
             assert node.stamp == max(path.stamp for path in equals)
+
+    @pytest.mark.parametrize(
+        ("sequences", "tokens", "documents", "found"),
+        [
+            (("bcd", "a"), {}, "abcd", "bcd"),
+            (("ab", "c"), {"a": 16, "b": 16, "c": 64}, "abc", "c"),
+            (("ab", "cd"), {}, "dcba", "cd"),
+            (("cd", "ab"), {}, "dcba", "ab"),
+        ],
+        ids=["beyond the first child", "tokens, not documents", "of equals the last", "of equals the last again"],
+    )
+    def test_takes_the_longest_path(
+        self, sequences: Sequence[str], tokens: dict[str, int], documents: str, found: str
+    ) -> None:
+        assert "".join(find(self.search, tree_of(*sequences, tokens=tokens), documents)) == found
 
     @pytest.mark.parametrize("budget", [1, 2, 7, 50])
     def test_looks_at_no_more_nodes_than_its_budget(self, budget: int) -> None:
