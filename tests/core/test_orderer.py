@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.inside import scopes_of
 from support.rings import examples, grid, length
+from support.waiting import counted_lines
 
 from ragorder import Document, History, Lengths, Orderer, Ordering
 from ragorder.common.degraded import DegradedWarning
@@ -685,10 +686,7 @@ class TestScopes:
 LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 
-@pytest.mark.timeout(60)
 class TestTenThousandDocuments:
-    """With their square of steps these would take minutes."""
-
     @pytest.mark.parametrize(("search", "moves", "queue"), grid(list(product(SEARCHES, MOVES, [False, True])), 5))
     def test_ten_thousand_documents_in_one_request(self, search: str, moves: str, queue: bool) -> None:
         orderer = strict(search=search, moves=moves, capacity_tokens=1_000_000)
@@ -700,12 +698,19 @@ class TestTenThousandDocuments:
             ordering.confirm()
 
     @pytest.mark.parametrize(("search", "guards"), grid(list(product(SEARCHES, GUARDS)), 3))
-    def test_under_guards(self, search: str, guards: dict[str, int]) -> None:
-        orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
-        for retrieved in (LARGE, LARGE[::-1]):
-            ordering = orderer.order(retrieved)
-            check_permutation(ordering, retrieved)
-            ordering.confirm()
+    def test_steps_grow_no_faster_than_documents(
+        self, search: str, guards: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.scope.scope.SEARCH_BUDGET", 64)
+        steps = []
+        for count in (1_000, 4_000):
+            orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
+            orderer.order(LARGE[:count]).confirm()
+            with counted_lines() as lines:
+                ordering = orderer.order(LARGE[:count][::-1])
+            check_permutation(ordering, LARGE[:count][::-1])
+            steps += lines
+        assert steps[1] <= 4 * 1.5 * steps[0]
 
     def test_ten_thousand_documents_in_a_batch(self) -> None:
         orderer = strict(capacity_tokens=1_000_000)

@@ -6,18 +6,16 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, combinations_with_replacement
 from random import Random
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rings import grid, length
+from support.waiting import counted_lines
 
 from ragorder.trie.plan import plan
 
@@ -170,23 +168,6 @@ def test_the_same_in_every_process() -> None:
         for seed in ("0", "4242")
     }
     assert len(outputs) == 1 and len(outputs.pop()) > 300
-
-
-@contextmanager
-def counted_lines() -> Iterator[list[int]]:
-    """Counts the lines that run, also those of loops inside comprehensions: a clock that no other process disturbs."""
-    count = [0]
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        count[0] += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
 
 
 WORKLOADS = {

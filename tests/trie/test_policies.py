@@ -197,22 +197,3 @@ def test_the_engine_is_the_reference_engine(reference: ModuleType, capacity_toke
         assert (completion.cached_tokens, completion.prompt_tokens) == (expected, len(prompt))
         cached.append(expected)
     assert sum(cached) > 0 or capacity_tokens < 300
-
-
-def test_the_engine_reports_blocks_without_changing_anything() -> None:
-    engine = SimEngine(capacity_tokens=320, output_tokens=0)
-    prompt = list(range(40))
-    assert engine.cached_tokens(prompt) == 0
-    engine.generate(prompt)
-    assert engine.cached_tokens(prompt) == engine.cached_tokens([*prompt, 7]) == 32
-    assert engine.generate(prompt).cached_tokens == 32
-    engine.reset()
-    assert engine.cached_tokens(prompt) == 0
-
-
-def test_the_block_of_the_last_prompt_token_is_always_recomputed() -> None:
-    engine = SimEngine(output_tokens=0)
-    prompt = list(range(48))
-    engine.generate(prompt)
-    assert engine.cached_tokens(prompt) == 48
-    assert engine.generate(prompt).cached_tokens == 32
