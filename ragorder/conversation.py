@@ -31,6 +31,7 @@ __all__ = [
     "digest_of",
     "message_key",
     "name_in",
+    "opening_of",
     "openings_after",
     "read_history",
     "segments_of",
@@ -269,7 +270,7 @@ def appears_in(
 
 def openings_after(form: ShownDocuments, reference: str) -> tuple[str, ...]:
     """Return the texts that may directly follow a document; empty if any text may."""
-    openings = (*form.openings, _opening(reference))
+    openings = (*form.openings, opening_of(reference))
     return openings if all(openings) else ()
 
 
@@ -289,5 +290,5 @@ def check_reference(reference: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _opening(template: str) -> str:
+def opening_of(template: str) -> str:
     return next((literal for literal, *_ in Formatter().parse(template)), "")

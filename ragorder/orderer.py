@@ -135,9 +135,7 @@ class Orderer:
         cloud: CloudCache | None = None,
         **options: Unpack[OrdererOptions],
     ) -> None:
-        if settings is not None and options:
-            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        self.settings = settings if settings is not None else Settings(**options)
+        self.settings = _one_of(settings, options)
         self._callables: dict[str, Any] = {
             "key": key,
             "tokens": tokens,
@@ -155,7 +153,11 @@ class Orderer:
         self._topics = topics
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
-        self._clouds = None if cloud is None else _cloud_scopes(cloud)
+        self._clouds: CloudScopes | None = None
+        if cloud is not None:
+            from ragorder.scope.cloud_scope import CloudScopes
+
+            self._clouds = CloudScopes(cloud)
         self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, blocks)
         if self._tiers.unpriced:
             self.degrade(
@@ -183,9 +185,7 @@ class Orderer:
         """
         from ragorder.adapters.vllm.connect import connect
 
-        if settings is not None and options:
-            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        settings = settings or Settings(**options)
+        settings = _one_of(settings, options)
         return connect(cls, base_url, for_cloud=cls.for_cloud, builder=builder, settings=settings, api_key=api_key)
 
     @classmethod
@@ -210,14 +210,12 @@ class Orderer:
         `ordering.breakpoints` has those to set (docs/clouds.md). `provider`, `model` and `ttl` ("5m", "1h") select a
         table of rules; `rules` replace it. `builder` has the lengths of documents and system prompt.
         """
-        if settings is not None and options:
-            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         from ragorder.scope.cloud_scope import CloudCache, cloud_settings
 
         cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
             tokens = builder.document_tokens
-        settings = cloud_settings(settings, options, None if builder is None else builder.prefix_tokens)
+        settings = cloud_settings(_one_of(settings, options), None if builder is None else builder.prefix_tokens)
         return cls(settings, key=key, tokens=tokens, group=group, cloud=cache)
 
     def __repr__(self) -> str:
@@ -549,10 +547,12 @@ class Orderer:
             )
 
 
-def _cloud_scopes(cloud: CloudCache) -> CloudScopes:
-    from ragorder.scope.cloud_scope import CloudScopes
-
-    return CloudScopes(cloud)
+def _one_of(settings: Settings | None, options: OrdererOptions) -> Settings:
+    if settings is None:
+        return Settings(**options)
+    if options:
+        raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+    return settings
 
 
 def _checked(history: H) -> H:

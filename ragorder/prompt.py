@@ -19,6 +19,7 @@ from ragorder.conversation import (
     OrdersTurns,
     Repeat,
     Turn,
+    opening_of,
     read_history,
     segments_of,
 )
@@ -180,6 +181,7 @@ class PromptBuilder:
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
         ordered = documents.documents if isinstance(documents, Ordering) else list(documents)
         ranking = documents.permutation if isinstance(documents, Ordering) else range(len(ordered))
+        question = self._question(query, ordered, ranking)
         token_ids: list[int] | None = None
         spans = []
         if self._tokenizer:
@@ -188,8 +190,8 @@ class PromptBuilder:
                 ids = self.document_ids(document)
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
-            token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
-        texts, question = list(map(self.document_text, ordered)), self._question(query, ordered, ranking)
+            token_ids += self._tokenizer.encode(question + self._tail)
+        texts = list(map(self.document_text, ordered))
         turn = self._escape("".join(texts) + question)
         content, marked = (self.system, texts, question), self._marked(documents)
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, content, marked)
@@ -232,14 +234,9 @@ class PromptBuilder:
         """
         from ragorder.turns import make_turn
 
+        naming: dict[str, Any] = {"repeat": repeat, "reference": reference, "tool_call_id": tool_call_id}
         options: dict[str, Any] = {"scope": scope, "waiting": waiting, "lengths": lengths}
-        naming: dict[str, Any] = {
-            "repeat": repeat,
-            "reference": reference,
-            "tool_call_id": tool_call_id,
-            "rebase": rebase,
-        }
-        return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
+        return make_turn(self.message_format, question, documents, history, orderer, rebase=rebase, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:
         """Return the segments of a `History`. Raise as `turn` does."""
@@ -257,8 +254,7 @@ class PromptBuilder:
             return tokens
 
         closing = self._tokenizer.between_turns(self.system if self._system_role else "") if self._tokenizer else ""
-        templates = [self._document_template, self._question_template]
-        openings = [next((text for text, *_ in Formatter().parse(template)), "") for template in templates]
+        openings = [opening_of(self._document_template), self.question_opening]
         if self._state_ranking:
             openings.append(_RANKING)
         return MessageFormat(
@@ -304,7 +300,7 @@ class PromptBuilder:
 
     @property
     def question_opening(self) -> str:
-        return next((text for text, *_ in Formatter().parse(self._question_template)), "")
+        return opening_of(self._question_template)
 
     def label_of(self, document: Document) -> str:
         return str(self._label(document))

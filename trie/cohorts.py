@@ -55,9 +55,6 @@ class Cohorts:
         mask = ((1 << count) - 1) << (self.added - skip - count) % self.size
         return (mask | mask >> self.size) & self.all
 
-    def before(self, count: int) -> int:
-        return self.all ^ self.latest(count)
-
     def newest(self, mask: int) -> Sequence[Key]:
         wrapped = mask & (1 << self.added % self.size) - 1
         return self._requests[(wrapped or mask).bit_length() - 1]

@@ -28,7 +28,7 @@ class ExpectedUses:
 
         uses = ExpectedUses()
         uses.observe(["a", "b"])
-        uses.along(["b", "a"])  # with b; with b and a
+        uses.joined(["b", "a"], placed=[0], candidates=[1])  # with b and a
 
     The number of recorded requests with these documents, times the rate at which such counts came true, plus the rest
     of the present burst.
@@ -71,16 +71,6 @@ class ExpectedUses:
         self._recurrence.learn(keys, cohorts, self.voters)
         self.per_vote = self._recurrence.slope
         self.burst = _BURST_LENGTH * self._bursts.related / cohorts.added
-
-    def along(self, keys: Sequence[Key]) -> list[float]:
-        self.learn()
-        masks, votes, burst, kept = self.cohorts.masks, self.voters, self.burst, self.kept
-        expected = []
-        for rank, key in enumerate(keys):
-            votes &= masks.get(key, 0)
-            burst *= kept[min(rank, _RANKS - 1)]
-            expected.append(self.per_vote * votes.bit_count() + burst)
-        return expected
 
     def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
         masks, kept, votes, burst = self.cohorts.masks, self.kept, self.voters, self.burst

@@ -96,24 +96,23 @@ class AnswerKey(bytes):
     """Key of an answer's node, which ends where the engine's report says."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TurnEnd:
     """A conversation's request in the tree.
 
-    The path has `history_nodes`, documents up to number `documents`, then the question and later segments. Later
-    histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is template text after the
-    answer.
+    The path has `history_nodes` (`sizes` of each segment), documents up to number `documents`, then the question and
+    later segments. Later histories use the keys `message` (with the documents) and `answer`; `closing_tokens` is
+    template text after the answer.
     """
 
-    __slots__ = ("_histories", "_history", "answer", "closing_tokens", "documents", "history_nodes", "message", "sizes")
-
-    def __init__(self, histories: Histories, history: History, sizes: Sequence[int], documents: int) -> None:
-        self._histories = histories
-        self._history = history
-        self.sizes = sizes
-        self.history_nodes = sum(sizes)
-        self.documents = self.history_nodes + documents
-        self.message = self.answer = ""
-        self.closing_tokens = 0
+    _histories: Histories
+    _history: History
+    sizes: Sequence[int]
+    history_nodes: int
+    documents: int
+    message: str = ""
+    answer: str = ""
+    closing_tokens: int = 0
 
     @property
     def opens(self) -> bool:
@@ -209,7 +208,8 @@ class Histories:
         nodes_keys += history.tail_keys()
         nodes_lengths += lengths[len(history.segments) :]
         nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
-        return nodes, TurnEnd(self, history, path.sizes, len(order))
+        before = len(path.keys)
+        return nodes, TurnEnd(self, history, path.sizes, before, before + len(order))
 
     def known_path(self, history: History, keys: Sequence[Key]) -> list[Node]:
         return self._walk([*self._path(history).keys, *keys, *history.tail_keys()])

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, islice, pairwise
 from math import log
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragorder.trie.tree import Key
 
@@ -56,14 +56,8 @@ def _planned(given: list[list[int]], tokens: list[int]) -> list[tuple[int, list[
     return [(index, path) for leaf, path in paths for index in indices[leaf]]
 
 
-def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
-    saved = 0
-    for (_, before), (_, order) in pairwise(orders):
-        for document, other in zip(order, before, strict=False):
-            if document != other:
-                break
-            saved += tokens[document]
-    return saved
+def _saved_tokens(orders: Iterable[tuple[int, Sequence[Any]]], tokens: Any) -> int:
+    return sum(shared_tokens(before, order, tokens) for (_, before), (_, order) in pairwise(orders))
 
 
 class _Trie:
@@ -331,7 +325,7 @@ def plan_backlog(
         # Requests of one path share the same documents on it as in the plan: they move together, or alone.
         for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
             extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
-            if path.tokens + _saved_on_path(extended, tokens) > scratch.cost(group):
+            if path.tokens + _saved_tokens(extended, tokens) > scratch.cost(group):
                 on_path += extended
                 moved.update(group)
                 break
@@ -374,10 +368,6 @@ def _extend(
     placed = set(held)
     beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)
     return [(indices[number], held + order) for number, order in beyond]
-
-
-def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int:
-    return sum(shared_tokens(order, after, tokens) for (_, order), (_, after) in pairwise(planned))
 
 
 def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 __all__ = ["Registry"]
@@ -34,10 +32,6 @@ class Registry(Generic[P]):
             return policy
 
         return add
-
-    def load(self, package: str, path: Iterable[str]) -> None:
-        for module in iter_modules(path):
-            import_module(f"{package}.{module.name}")
 
     def __getitem__(self, name: str) -> type[P]:
         return self._classes[name]

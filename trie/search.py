@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -30,11 +32,13 @@ Permits = Callable[[Sequence[int]], bool]
 """Return whether an order may begin with these ranks."""
 
 
-class PrefixSearch(Protocol):
+class PrefixSearch(ABC):
     """Finds a cached path of the request's documents."""
 
-    def __init__(self, budget: int) -> None: ...
+    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
+        self.budget = budget
 
+    @abstractmethod
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         """Return the last node of the path, or the root if no document is cached.
 
@@ -60,9 +64,6 @@ class BestPathSearch(PrefixSearch):
 
     At most `budget` nodes are examined. A partly cached node ends its path.
     """
-
-    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
-        self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         best = tree.root
@@ -99,9 +100,6 @@ class GreedySearch(PrefixSearch):
 
     The paper's code iterates over a `set` in hash order. Under guards at most `budget` orders are checked.
     """
-
-    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
-        self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         node = tree.root
@@ -145,16 +143,16 @@ class Rest(NamedTuple):
     loads: Mapping[Key, tuple[int, int]] = MappingProxyType({})
 
 
+@dataclass(frozen=True, slots=True)
 class PricedPaths:
     """Search for the cached path that saves most seconds; ties go to the longest, then the most recently used.
 
     `loads` returns a node's blocks to load from host memory and from disk.
     """
 
-    def __init__(self, budget: int, price: Price, loads: Callable[[Node], tuple[int, int]]) -> None:
-        self.budget = budget
-        self._price = price
-        self._loads = loads
+    budget: int
+    price: Price
+    loads: Callable[[Node], tuple[int, int]]
 
     def improve(
         self, longest: Node, tree: KnowledgeTree, ranks: Mapping[Key, int], rest: Rest, permits: Permits | None = None
@@ -162,7 +160,7 @@ class PricedPaths:
         """Return the last node of the best path: `longest` if it is all on the device."""
         if self._on_device(longest):
             return longest
-        price, loads, size = self._price, self._loads, tree.block_size
+        price, loads, size = self.price, self.loads, tree.block_size
         best = tree.root
         # The prompt's beginning is loaded for every path.
         host, disk = map(sum, zip((0, 0), *rest.loads.values(), strict=True))
@@ -189,7 +187,7 @@ class PricedPaths:
 
     def _on_device(self, node: Node) -> bool:
         while node.parent is not None:
-            if any(self._loads(node)):
+            if any(self.loads(node)):
                 return False
             node = node.parent
         return True

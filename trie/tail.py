@@ -18,6 +18,7 @@ __all__ = [
     "CohortTail",
     "EarnedTail",
     "FreeTail",
+    "GatedTail",
     "QueueTail",
     "RankTail",
     "Tail",
@@ -234,34 +235,18 @@ class FreeTail(QueueTail):
 
 @tails.register("earned", "as free, but cohort only while it saves tokens, else prefix")
 class EarnedTail(FreeTail):
-    """Uses `FreeTail` for waiting requests and while `pays`, else rank order.
+    """Uses `FreeTail` for waiting requests and while its `fallback` pays, else rank order."""
 
-    `ragorder.scope.moves.EarnedMoves` sets `pays`, at first False, from measurements.
-    """
+    fallback: GatedTail
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
         super().__init__(min_gain)
-        self.fallback = _GatedTail(min_gain)
-
-    @property
-    def pays(self) -> bool:
-        return self._gate.pays
-
-    @pays.setter
-    def pays(self, pays: bool) -> None:
-        self._gate.pays = pays
-
-    def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
-        """Return the order of `rest` for the expected requests, even if `pays` is False."""
-        return self._gate.forecast(request, prefix, rest)
-
-    @property
-    def _gate(self) -> _GatedTail:
-        assert isinstance(self.fallback, _GatedTail)
-        return self.fallback
+        self.fallback = GatedTail(min_gain)
 
 
-class _GatedTail(CohortTail):
+class GatedTail(CohortTail):
+    """Moves documents only while it `pays`, which `ragorder.scope.moves.EarnedMoves` measures."""
+
     pays = False
     # The last forecast, since it is needed twice: for serving and for measuring.
     _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
@@ -274,6 +259,7 @@ class _GatedTail(CohortTail):
         return arranged
 
     def forecast(self, request: RequestedDocuments, prefix: Ranks, rest: list[int]) -> list[int]:
+        """Return the order of `rest` for the expected requests, even if `pays` is False."""
         known, self._known = self._known, (None, (), [])
         if known[0] is request and known[1] == prefix:
             return known[2]

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragorder.cli.options import Command, Decorator, api_key, events_address, kv_events, option, section
-from ragorder.cli.values import Choice, Count, Duration, Size
-from ragorder.common.jsonl import decode
+from ragorder.cli.values import Choice, Count, Duration, Size, load_tokenizer
+from ragorder.common.jsonl import JSONLinesError, decode
 from ragorder.topic import checked_header
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def doctor(
         raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
     _check_together(context, url, requests, of_memory, of_requests)
     how = _checked_requests(url, **of_requests)
-    from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
+    from ragorder.adapters.doctor import AddressError, Events, ServerError, examine, examine_requests
 
     if len(prompts) not in (0, 2):
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")
@@ -242,10 +242,10 @@ def doctor(
                 )
         if requests is not None:
             with Console(stderr=True).status("Examining the requests"):
-                findings += _examine_log(requests, **asking, **how)
+                findings += examine_requests(requests, **asking, **how)
     except AddressError as error:
         raise click.UsageError(str(error)) from None
-    except (ServerError, ImportError) as error:
+    except (ServerError, ImportError, JSONLinesError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1))
@@ -327,27 +327,8 @@ def _checked_requests(
             checked_header(topic_header)
         except ValueError as error:
             raise click.UsageError(f"--topic-header: {error}") from None
-    loaded = None if tokenizer is None else _load_tokenizer(tokenizer)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     return {"base_url": url, "tokenizer": loaded, "block_size": block_size, "topic_header": topic_header}
-
-
-def _examine_log(log: Path, **options: Any) -> list[Finding]:
-    from ragorder.adapters.doctor import examine_requests
-    from ragorder.common.jsonl import JSONLinesError
-
-    try:
-        return examine_requests(log, **options)
-    except JSONLinesError as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _load_tokenizer(tokenizer: str) -> Any:
-    from ragorder.adapters.openai.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(tokenizer)
-    except (ImportError, OSError, ValueError) as error:
-        raise click.ClickException(f"--tokenizer: {error}") from None
 
 
 def _show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:

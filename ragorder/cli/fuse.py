@@ -133,7 +133,8 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
 
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """
-    recipe = given(options) | {"model": _resolved(options["model"])}
+    model = Path(options["model"])
+    recipe = given(options) | ({"model": str(model.resolve())} if model.is_dir() else {})
     with opened(out, recipe, corpus) as (builder, documents):
         if not builder.facts:
             with working("choosing neighbours"):
@@ -197,10 +198,6 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
         with closing(ChunkStore(folder, maxsize, named)) as store, closing(Manifest(folder)) as manifest:
             remove_documents(manifest, store, ids)
             click.echo(f"{len(set(ids)):,} documents removed, {len(manifest):,} left")
-
-
-def _resolved(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 class CorpusLine(BaseModel):

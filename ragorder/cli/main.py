@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
-from types import FrameType
 from typing import Any, NamedTuple
 
 import click
@@ -126,8 +125,4 @@ def end_on_signals() -> None:
     # Windows has no SIGHUP.
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
-        signal.signal(hangup, _terminate)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGTERM)
+        signal.signal(hangup, lambda number, frame: signal.raise_signal(signal.SIGTERM))

@@ -35,7 +35,7 @@ from ragorder.cli.proxy import (
     warn,
     with_loads,
 )
-from ragorder.cli.values import Choice, Count, ProfileSource
+from ragorder.cli.values import Choice, Count, ProfileSource, load_tokenizer
 from ragorder.clouds import Provider
 from ragorder.common.extras import install_hint
 from ragorder.orderer import Orderer
@@ -255,7 +255,7 @@ def serve(
         document_template=document_template,
         question_template=question_template,
     )
-    loaded = None if tokenizer is None else _load_tokenizer(tokenizer)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     provider: Provider | None = next(filter(None, map(_cloud_of, upstream)), None)
     finds_any_prefix = marks is False and provider is None
     marks = provider is not None if marks is None else marks
@@ -345,15 +345,6 @@ def _check_workers(max_in_flight: int | None, *, has_replicas: bool, are_shared:
             "--workers: workers that do not share orders lose cache hits (a third with 4): give --shared-orders "
             "redis://HOST:6379/0, or use `ragorder route` before a proxy beside each engine"
         )
-
-
-def _load_tokenizer(name: str) -> Any:
-    from ragorder.adapters.openai.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(name)
-    except (ImportError, OSError, ValueError) as error:
-        raise click.ClickException(f"--tokenizer: {error}") from None
 
 
 def _cloud_of(upstream: str) -> Provider | None:

@@ -166,7 +166,19 @@ class _FolderFigures:
     found: Survey
 
     def show(self) -> Table:
-        return _folder_table(self.found)
+        found = self.found
+        table = Table(title="Content of the folder", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(justify="right", overflow="fold")
+        table.add_row("chunks", f"{found.chunks:,}")
+        table.add_row("bytes on disk", _bytes(found.bytes))
+        now = time()
+        for name, written in (("oldest", found.oldest), ("newest", found.newest)):
+            table.add_row(name, "–" if written is None else _age(max(0.0, now - written)))
+        table.add_row("half-written files", f"{found.unfinished:,}")
+        table.add_row("used by process", found.locked_by or "none")
+        table.add_row("identity", found.identity or "unknown")
+        return table
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self.found)
@@ -289,7 +301,7 @@ def _tiers_table(tiers: Sequence[TierFigures]) -> Table:
             _age(tier.oldest_s),
             f"{tier.stored:,}",
             f"{tier.evicted:,}",
-            _alarming(tier.failed_transfers),
+            Text(f"{tier.failed_transfers:,}", "red" if tier.failed_transfers else ""),
             Text(reasons, "red") if refused else Text("0"),
         )
     return table
@@ -322,25 +334,6 @@ def _facts(stats: TierStats) -> Text:
     if stats.unreadable_facts:
         text.append(f"; {stats.unreadable_facts:,} had malformed facts", "red")
     return text
-
-
-def _folder_table(folder: Survey) -> Table:
-    table = Table(title="Content of the folder", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right", overflow="fold")
-    table.add_row("chunks", f"{folder.chunks:,}")
-    table.add_row("bytes on disk", _bytes(folder.bytes))
-    now = time()
-    for name, written in (("oldest", folder.oldest), ("newest", folder.newest)):
-        table.add_row(name, "–" if written is None else _age(max(0.0, now - written)))
-    table.add_row("half-written files", f"{folder.unfinished:,}")
-    table.add_row("used by process", folder.locked_by or "none")
-    table.add_row("identity", folder.identity or "unknown")
-    return table
-
-
-def _alarming(count: int) -> Text:
-    return Text(f"{count:,}", "red" if count else "")
 
 
 def _bytes(count: float) -> str:

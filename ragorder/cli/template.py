@@ -144,20 +144,9 @@ def _show(found: Suggestion) -> None:
 
 def _marked(run: DocumentRun) -> Text:
     """Return a prompt with the beginning and the end of each document, and what stands between them."""
-    text = Text(_end(run.head))
+    text = Text(run.head if len(run.head) <= _SHOWN else f"… {run.head[-_SHOWN:]}")
     for place, document in enumerate(run.documents):
-        text.append(_both_ends(document), "reverse")
+        whole = len(document) <= 2 * _SHOWN
+        text.append(document if whole else f"{document[:_SHOWN]} … {document[-_SHOWN:]}", "reverse")
         text.append(run.gaps[place] if place < len(run.gaps) else "")
-    return text.append(_beginning(run.tail))
-
-
-def _both_ends(document: str) -> str:
-    return document if len(document) <= 2 * _SHOWN else f"{document[:_SHOWN]} … {document[-_SHOWN:]}"
-
-
-def _end(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"… {text[-_SHOWN:]}"
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
+    return text.append(run.tail if len(run.tail) <= _SHOWN else f"{run.tail[:_SHOWN]} …")

@@ -28,7 +28,19 @@ else:
             return cls
 
 
-__all__ = ["Choice", "Count", "Duration", "Model", "ParamType", "ProfileSource", "Rate", "Size", "StreamFile", "Text"]
+__all__ = [
+    "Choice",
+    "Count",
+    "Duration",
+    "Model",
+    "ParamType",
+    "ProfileSource",
+    "Rate",
+    "Size",
+    "StreamFile",
+    "Text",
+    "load_tokenizer",
+]
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -146,6 +158,16 @@ class Model(ParamType[Any]):
             except (ImportError, OSError, ValueError) as error:
                 self.fail(str(error), param, ctx)
         return self._type.convert(value, param, ctx)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of the option --tokenizer. Raises click.ClickException."""
+    from ragorder.adapters.openai import tokenizer
+
+    try:
+        return tokenizer.load_tokenizer(name)
+    except (ImportError, OSError, ValueError) as error:
+        raise click.ClickException(f"--tokenizer: {error}") from None
 
 
 class Rate(click.FloatRange):

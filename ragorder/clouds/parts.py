@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -110,25 +111,21 @@ class PromptParts:
         return PromptParts, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
 
     def anthropic(self) -> dict[str, Any]:
-        found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.after, self.ttl)}]}
-        return found | (
-            {"system": anthropic_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
-        )
+        return self._body(partial(anthropic_content, ttl=self.ttl))
 
     def openai(self) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system.strip():
             messages.append({"role": "system", "content": openai_content([self.system], self.before)})
         messages.append({"role": "user", "content": openai_content(self.texts(), self.after)})
-        if not self.explicit:
-            return {"messages": messages}
-        return {"messages": messages} | cache_options(self.ttl)
+        return {"messages": messages} | (cache_options(self.ttl) if self.explicit else {})
 
     def bedrock(self) -> dict[str, Any]:
-        found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.after, self.ttl)}]}
-        return found | (
-            {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
-        )
+        return self._body(partial(bedrock_content, ttl=self.ttl))
+
+    def _body(self, content: Callable[[Sequence[str], Sequence[int]], list[Part]]) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": content(self.texts(), self.after)}]}
+        return body | ({"system": content([self.system], self.before)} if self.system.strip() else {})
 
     @property
     def before(self) -> Sequence[int]:

@@ -37,16 +37,14 @@ class RequestMirror(Protocol):
     def keep_marks(self, breakpoints: Collection[int]) -> None: ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CloudRequest:
-    """The cloud's part of an `Ordering`; `turn` is given for a turn of a conversation."""
+    """The cloud's part of an `Ordering`; `_turn` is given for a turn of a conversation."""
 
-    __slots__ = ("_mirror", "_plan", "_turn", "model")
-
-    def __init__(self, model: CloudModel, plan: MarkPlan, mirror: RequestMirror, turn: TurnEnd | None = None) -> None:
-        self.model = model
-        self._plan = plan
-        self._mirror = mirror
-        self._turn = turn
+    model: CloudModel
+    _plan: MarkPlan
+    _mirror: RequestMirror
+    _turn: TurnEnd | None = None
 
     @property
     def breakpoints(self) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class RequestTokens(NamedTuple):
     written: float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MarkPlan:
     """The breakpoints of a request in flight.
 
@@ -42,40 +44,22 @@ class MarkPlan:
     renews. `states`: places, in tokens, where a hybrid model keeps its state.
     """
 
-    __slots__ = (
-        "_ends",
-        "_live",
-        "_lookback_parts",
-        "breakpoints",
-        "cached_tokens",
-        "depths",
-        "prompt_tokens",
-        "readable",
-        "report",
-        "resumed",
-        "started_s",
-        "states",
-        "written_tokens",
-    )
+    breakpoints: Sequence[int]
+    live: Sequence[int]
+    ends: Sequence[int]
+    lookback_parts: int
+    prompt_tokens: int
+    started_s: float
+    readable: bool = False
+    report: CacheReport = field(default_factory=CacheReport)
+    states: Sequence[int] = ()
+    resumed: int = -1
+    cached_tokens: int = 0
+    written_tokens: int = 0
+    depths: Sequence[int] = ()
 
-    def __init__(
-        self,
-        breakpoints: Sequence[int],
-        live: Sequence[int],
-        ends: Sequence[int],
-        lookback_parts: int,
-        prompt_tokens: int,
-        started_s: float,
-    ) -> None:
-        self._live = live
-        self._ends = ends
-        self._lookback_parts = lookback_parts
-        self.prompt_tokens = prompt_tokens
-        self.started_s = started_s
-        self.readable = False
-        self.report = CacheReport()
-        self.states: tuple[int, ...] = ()
-        self.set(breakpoints)
+    def __post_init__(self) -> None:
+        self.set(self.breakpoints)
 
     @classmethod
     def of_intervals(
@@ -88,14 +72,14 @@ class MarkPlan:
 
     def set(self, breakpoints: Sequence[int]) -> None:
         self.breakpoints = tuple(breakpoints)
-        within = self._lookback_parts
-        found = (place for place in self._live if any(place <= mark < place + within for mark in self.breakpoints))
+        within = self.lookback_parts
+        found = (place for place in self.live if any(place <= mark < place + within for mark in self.breakpoints))
         self.resumed = max(found, default=-1)
-        self.cached_tokens = self._ends[self.resumed] if self.resumed >= 0 else 0
-        self.depths: Sequence[int] = sorted({*self.breakpoints, self.resumed} - {-1})
+        self.cached_tokens = self.ends[self.resumed] if self.resumed >= 0 else 0
+        self.depths = sorted({*self.breakpoints, self.resumed} - {-1})
         self.written_tokens = 0
         if self.breakpoints:
-            self.written_tokens = max(0, self._ends[self.breakpoints[-1]] - self.cached_tokens)
+            self.written_tokens = max(0, self.ends[self.breakpoints[-1]] - self.cached_tokens)
 
     def keep(self, breakpoints: Collection[int]) -> None:
         self.set([mark for mark in self.breakpoints if mark in breakpoints])

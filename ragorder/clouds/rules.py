@@ -78,13 +78,6 @@ class CacheRules:
         if self.resume == "marks" and not self.marks:
             raise ValueError("marks is 0, but the cache resumes at marks: give 1 or more")
 
-    @property
-    def break_even(self) -> float:
-        """Expected reads of a written prefix above which writing it saves money."""
-        if self.write <= 1:
-            return 0.0
-        return (self.write - 1) / (1 - self.read) if self.read < 1 else inf
-
     def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
         return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from ragorder.clouds.rules import CacheRules
-from ragorder.trie.search import SEARCH_BUDGET, Permits, PrefixSearch, ranks_on_path
+from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["MarkedPathSearch", "MarkedTree"]
@@ -73,9 +73,6 @@ class MarkedPathSearch(PrefixSearch):
     The path with most resumable tokens wins. Ties go to a deeper node that requests in flight will write, then to the
     most recently used.
     """
-
-    def __init__(self, budget: int = SEARCH_BUDGET) -> None:
-        self.budget = budget
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         assert isinstance(tree, MarkedTree)

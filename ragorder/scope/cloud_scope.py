@@ -14,7 +14,7 @@ from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksR
 from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
 from ragorder.scope.scope import Scope, ScopeOwner
-from ragorder.settings import OrdererOptions, Settings
+from ragorder.settings import Settings
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import Lease, Pool, ScopeLengths, TokenIds
 from ragorder.trie.tree import Node
@@ -58,9 +58,7 @@ class CloudCache:
         return cls(CloudModel(rules, model, known), clock)
 
 
-def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
-    if settings is None:
-        settings = Settings(**options)
+def cloud_settings(settings: Settings, prefix_tokens: int | None) -> Settings:
     given = settings.model_fields_set
     for name, usual in _REFUSED.items():
         if name in given and getattr(settings, name) != usual:
@@ -133,14 +131,12 @@ class CloudScope(Scope):
         return ordering
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _LeaseMirror:
     """Defers changes of a lease. Any thread may call it at any time; it never waits."""
 
-    __slots__ = ("_lease", "_scope")
-
-    def __init__(self, scope: CloudScope, lease: Lease) -> None:
-        self._scope = scope
-        self._lease = lease
+    _scope: CloudScope
+    _lease: Lease
 
     def publish(self) -> None:
         self._defer(self._scope.mirror.publish, self._lease)

@@ -11,7 +11,7 @@ from ragorder.guards import RequestGuards
 from ragorder.scope.request import OrderRequest
 from ragorder.settings import Settings
 from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
-from ragorder.trie.tail import EarnedTail
+from ragorder.trie.tail import GatedTail
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["BestPlace", "EarnedMoves", "Shadow"]
@@ -145,7 +145,7 @@ class EarnedMoves:
     each prompt that only it moves, over about 200 requests.
     """
 
-    def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:
+    def __init__(self, settings: Settings, search: PrefixSearch, tail: GatedTail) -> None:
         self._find = search.find
         self._tail = tail
         self._best = BestPlace(settings)

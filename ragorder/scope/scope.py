@@ -90,8 +90,14 @@ class Scope:
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](SEARCH_BUDGET)
         self.tail: Tail = tails[settings.moves].from_settings(settings)
-        self.earned = EarnedMoves(settings, self.search, self.tail) if isinstance(self.tail, EarnedTail) else None
-        self.fused = _fused_reuse(settings, self.tree, self.tail) if fuses else None
+        self.earned: EarnedMoves | None = None
+        if isinstance(self.tail, EarnedTail):
+            self.earned = EarnedMoves(settings, self.search, self.tail.fallback)
+        self.fused: FusedReuse | None = None
+        if fuses:
+            from ragorder.scope.fused import FusedReuse
+
+            self.fused = FusedReuse(settings, self.tree, self.tail)
 
     @property
     def whole(self) -> bool:
@@ -401,20 +407,9 @@ class _DetachedOwner:
     def __init__(self, owner: ScopeOwner) -> None:
         self.tiers = owner.tiers
         self.segments = owner.segments
-        self.defer: Callable[[Callable[[], None]], None] = _at_once
+        self.defer: Callable[[Callable[[], None]], None] = lambda outcome: outcome()
 
-    def changed(self) -> None:
-        pass
-
-
-def _at_once(outcome: Callable[[], None]) -> None:
-    outcome()
-
-
-def _fused_reuse(settings: Settings, tree: KnowledgeTree, tail: Tail) -> FusedReuse:
-    from ragorder.scope.fused import FusedReuse
-
-    return FusedReuse(settings, tree, tail)
+    def changed(self) -> None: ...
 
 
 def _make_mirror(

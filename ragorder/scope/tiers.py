@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragorder.settings import Settings
@@ -24,7 +23,11 @@ class EngineTiers:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._profile = None if settings.profile is None else _read_profile(settings.profile)
+        self._profile: PrefillProfile | None = None
+        if settings.profile is not None:
+            from ragorder.trie.profile import PrefillProfile
+
+            self._profile = PrefillProfile.from_file(settings.profile)
         self._several = settings.capacity_tokens is not None and bool(settings.host_tokens or settings.disk_tokens)
         if "tier_policy" in settings.model_fields_set:
             _check_policy(settings.tier_policy)
@@ -83,9 +86,3 @@ def _check_policy(name: str) -> None:
         policies.check(name)
     except ValueError as error:
         raise ValueError(f"tier_policy: {error}") from None
-
-
-def _read_profile(path: Path) -> PrefillProfile:
-    from ragorder.trie.profile import PrefillProfile
-
-    return PrefillProfile.from_file(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -125,37 +126,43 @@ class TestOptionsFromAModel:
 
 
 class TestTypes:
-    @pytest.mark.parametrize(("text", "count"), [("7", 7), ("10k", 10_000), ("16K", 16_384), ("-3", -3)])
-    def test_a_count(self, text: str, count: int) -> None:
-        assert Count().convert(text, None, None) == count
-
-    @pytest.mark.parametrize(("text", "size"), [("8", 8 << 20), ("0.5", 1 << 19), ("8KiB", 8192), ("1GB", 10**9)])
-    def test_a_size_in_mebibytes_unless_it_has_a_unit(self, text: str, size: int) -> None:
-        assert Size(unit=1 << 20).convert(text, None, None) == size
-
-    @pytest.mark.parametrize(("text", "rate"), [("0.5", 0.5), ("20000", 20_000.0), ("20k", 20_000.0)])
-    def test_a_rate(self, text: str, rate: float) -> None:
-        assert Rate().convert(text, None, None) == rate
-
-    @pytest.mark.parametrize("kind", [Count(1), Size(1), Rate()])
-    @pytest.mark.parametrize("text", ["0", "", "x", "1.2.3k"])
-    def test_others_are_refused(self, kind: Any, text: str) -> None:
-        with pytest.raises(click.BadParameter):
-            kind.convert(text, None, None)
+    @pytest.mark.parametrize(
+        ("kind", "text", "value"),
+        [
+            (Count(), "7", 7),
+            (Count(), "10k", 10_000),
+            (Count(), "16K", 16_384),
+            (Count(), "-3", -3),
+            (Size(unit=1 << 20), "8", 8 << 20),
+            (Size(unit=1 << 20), "0.5", 1 << 19),
+            (Size(unit=1 << 20), "8KiB", 8192),
+            (Size(unit=1 << 20), "1GB", 10**9),
+            (Rate(), "0.5", 0.5),
+            (Rate(), "20k", 20_000.0),
+            (Duration(), "90", 90.0),
+            (Duration(), "90s", 90.0),
+            (Duration(), "1.5m", 90.0),
+            (Duration(), "1 h", 3600.0),
+            (Duration(), "250ms", 0.25),
+            (Duration(unit="ms"), "60", 0.06),
+        ],
+    )
+    def test_values(self, kind: Any, text: str, value: float) -> None:
+        assert kind.convert(text, None, None) == pytest.approx(value)
 
     @pytest.mark.parametrize(
-        ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("1 h", 3600.0), ("250ms", 0.25)]
+        ("kind", "texts"),
+        [
+            (Count(1), ("0", "", "x", "1.2.3k")),
+            (Size(1), ("0", "", "x", "1.2.3k")),
+            (Rate(), ("0", "", "x", "1.2.3k")),
+            (Duration(), ("", "x", "5y", "-1", "1.2.3s", "nan")),
+        ],
     )
-    def test_a_duration(self, text: str, seconds: float) -> None:
-        assert Duration().convert(text, None, None) == pytest.approx(seconds)
-
-    def test_a_plain_duration_is_in_its_own_unit(self) -> None:
-        assert Duration(unit="ms").convert("60", None, None) == pytest.approx(0.06)
-
-    @pytest.mark.parametrize("text", ["", "x", "5y", "-1", "1.2.3s", "nan"])
-    def test_no_duration(self, text: str) -> None:
-        with pytest.raises(click.BadParameter):
-            Duration().convert(text, None, None)
+    def test_others_are_refused(self, kind: Any, texts: Sequence[str]) -> None:
+        for text in texts:
+            with pytest.raises(click.BadParameter):
+                kind.convert(text, None, None)
 
     def test_a_choice_that_is_near_none_gets_the_choices_alone(self) -> None:
         with pytest.raises(click.BadParameter) as caught:

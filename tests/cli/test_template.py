@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 
 import httpx2
 from support.http_server import Handler, LocalServer
+from support.rings import grid
 from support.serve_process import SERVE, ServeProcess, launching
 
 from ragorder.adapters.learning.shadow import ShadowLearner
@@ -101,7 +102,9 @@ def run(*arguments: object) -> Result:
 
 
 class TestAnApplicationWithMarks:
-    @pytest.mark.parametrize("write", [numbered, xml, fenced, tool_result, with_ids], ids=lambda write: write.__name__)
+    @pytest.mark.parametrize(
+        "write", grid([numbered, xml, fenced, tool_result, with_ids], 3), ids=lambda write: write.__name__
+    )
     def test_its_file_arranges_prompts_as_the_application_writes_them(self, write: Write, tmp_path: Path) -> None:
         requests = retrieved()
         file = tmp_path / "app.toml"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.rings import length
 
 from ragorder import Document, History, Orderer, PromptBuilder, Segment
 from ragorder.clouds import TurnMarks, TurnParts, cache_rules, read_cloud_usage
@@ -150,28 +151,21 @@ class TestTurns:
             place = rng.randrange(len(conversations))
             chat.now += rng.expovariate(1 / 5)
             chat.messages = conversations[place] if len(conversations[place]) < 12 else []
-            turn, answer = chat.ask(f"{number}?", rng.sample(DOCUMENTS[:12], 3))
+            _, answer = chat.ask(f"{number}?", rng.sample(DOCUMENTS[:12], 3))
             conversations[place] = chat.messages
             plain += answer.prompt_tokens
             cost += chat.rules.cost(answer.prompt_tokens, answer.cached_tokens, answer.written_tokens)
-            assert len(turn.ordering.cloud._plan.breakpoints) <= 4  # type: ignore[union-attr]
         assert cost / plain < {"5m": 0.45, "1h": 0.65}[ttl]
         assert chat.orderer.tree_size < 2000
 
-    def test_a_failed_turn_leaves_nothing(self) -> None:
+    def test_many_turns_are_flat_in_memory(self) -> None:
         chat = Chat("anthropic")
-        turn = chat.builder.turn("Which?", DOCUMENTS[:3], orderer=chat.orderer)
-        turn.discard()
-        assert chat.orderer.tree_size == 0
-
-    def test_a_thousand_turns_are_flat_in_memory(self) -> None:
-        chat = Chat("anthropic")
-        for number in range(1000):
+        for number in range(length(1000, 250)):
             chat.now += 1
             if number % 20 == 0:
                 chat.messages = []
             chat.ask(f"{number}?", DOCUMENTS[number % 50 : number % 50 + 1])
-        assert chat.orderer.tree_size < 20_000
+        assert chat.orderer.tree_size < 5_000
         chat.now += 301
         chat.orderer.predict_cached_tokens(DOCUMENTS[:1])
         assert chat.orderer.tree_size == 0
@@ -206,16 +200,6 @@ class TestBodies:
         assert "cache" not in repr(turn.anthropic()) + repr(turn.bedrock())
         assert [each["role"] for each in turn.anthropic()["messages"]] == ["user"]
         assert turn.anthropic()["system"] == [{"type": "text", "text": SYSTEM}]
-
-    def test_models_without_marks_get_texts_alone(self) -> None:
-        builder = PromptBuilder(SYSTEM)
-        orderer = Orderer.for_cloud("openai", model="gpt-5.4", builder=builder, strict=True)
-        turn = builder.turn("Which?", DOCUMENTS[:2], orderer=orderer)
-        assert turn.openai() == {"messages": turn.messages}
-        assert isinstance(turn.message["content"], str)
-        messages = turn.confirm(ANSWER)
-        again = builder.turn("And?", DOCUMENTS[2:4], history=messages, orderer=orderer)
-        assert again.ordering.cached_tokens > 1024
 
     def test_marks_stand_at_parts_of_messages(self) -> None:
         messages = [

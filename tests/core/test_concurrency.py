@@ -21,7 +21,7 @@ from ragorder import Document, Orderer, Ordering
 from ragorder.ordering import RequestOutcome
 from ragorder.trie.residency.blocks import EngineBlocks
 
-ORDERS = length(50_000, 15_000)
+ORDERS = length(50_000, 6_000)
 THREADS = 16
 TASKS = 64
 TOP_K = 5
@@ -144,7 +144,7 @@ def test_every_result_is_a_permutation_of_its_own_input_and_the_trees_are_sound(
     residency: str, documents: list[Document]
 ) -> None:
     orderer, blocks = make_orderer(residency, documents)
-    load = Load(orderer, documents, orders=length(10_000, 5_000) if blocks is not None else ORDERS)
+    load = Load(orderer, documents, orders=length(10_000, 2_500) if blocks is not None else ORDERS)
     stop = threading.Event()
     engine = threading.Thread(target=talk, args=(blocks, documents, stop))
     if blocks is not None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import scopes_of
+from support.rings import length
 from support.told_server import BLOCK, Told, ToldServer
 
 from ragorder import Document, History, Orderer, Ordering, PromptBuilder, Segment, Turn
@@ -58,12 +59,6 @@ pool = st.lists(st.builds(document, st.sampled_from("abcdef"), st.integers(0, 2)
 
 
 class TestMessages:
-    def test_the_first_turn_is_a_prompt(self) -> None:
-        builder = PromptBuilder(SYSTEM)
-        turn = builder.turn("Why?", [A, B], orderer=strict())
-        assert turn.messages == builder.build("Why?", turn.ordering).messages
-        assert (turn.new, turn.repeated) == (turn.ordering.documents, [])
-
     @given(st.lists(st.tuples(pool, st.booleans()), max_size=8), st.sampled_from(["name", "send"]))
     def test_messages_sent_extend_those_replayed_byte_for_byte(self, turns: list[Any], repeat: str) -> None:
         chat = Chat(repeat=repeat)
@@ -127,12 +122,6 @@ class TestMessages:
         chat.ask(B)
         chat.messages = [chat.messages[0], *chat.messages[3:]]
         assert (chat.turn(A).new, chat.turn(B).new) == ([A], [])
-
-    def test_a_summary_in_place_of_turns_names_nothing(self) -> None:
-        chat = Chat()
-        chat.ask(A)
-        chat.messages = [{"role": "user", "content": "We spoke of [a]."}, {"role": "assistant", "content": "Yes."}]
-        assert chat.turn(A).new == [A]
 
     def test_what_an_answer_quotes_does_not_stand_there(self) -> None:
         chat = Chat()
@@ -387,10 +376,10 @@ class TestPredictions:
 
 
 class TestBounds:
-    def test_a_thousand_turns_are_flat_in_memory(self) -> None:
+    def test_many_turns_are_flat_in_memory(self) -> None:
         server = ToldServer(400, 1)
         told, kept = Told(), []
-        for number in range(1000):
+        for number in range(length(1000, 500)):
             told = server.ask(told, server.pick()[:1], server.tokens(4))
             if number % 100 == 0:
                 scopes = scopes_of(server.orderer)
@@ -398,9 +387,7 @@ class TestBounds:
             # A window of the last ten turns, cut at a turn's beginning now and then, as applications do.
             if len(told.segments) > 40:
                 told = Told(told.segments[20:], told.tokens[sum(each.tokens for each in told.segments[:20]) :])
-        assert max(size for size, *_ in kept) <= 2000
-        assert max(ends for _, ends, _ in kept) <= 2000
-        assert max(entries for *_, entries in kept) <= 3 * 1024
+        assert all(size <= 2000 and ends <= 2000 and entries <= 3 * 1024 for size, ends, entries in kept)
 
     def test_of_all_scopes_the_segments_used_last_are_remembered(self) -> None:
         tree = KnowledgeTree(BLOCK)
@@ -411,10 +398,10 @@ class TestBounds:
             histories[number % 2].add(b"%d" % (number // 2), nodes[1:])
         assert len(known) == 3
 
-    def test_one_history_of_a_thousand_turns_is_answered(self) -> None:
+    def test_one_history_of_more_parts_than_python_has_frames_is_answered(self) -> None:
         server = ToldServer(None, 2)
         told = Told()
-        for _ in range(1000):
+        for _ in range(length(1000, 400)):
             told = server.ask(told, server.pick()[:1], server.tokens(3))
         assert server.predicted == server.reported
 
@@ -458,7 +445,7 @@ WHERE = ["system", "question", "answer", "tool call", "id", "title", "label", "t
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_lone_surrogate_ends_no_conversation(where: str, tokenizer: Any) -> None:
+def test_a_lone_surrogate_ends_no_conversation(where: str, tokenizers: dict[str, Any]) -> None:
     """No tokenizer takes one, and a model may answer with one. In what is written here it is replaced."""
 
     def odd(name: str, usual: str) -> str:
@@ -468,7 +455,7 @@ def test_a_lone_surrogate_ends_no_conversation(where: str, tokenizer: Any) -> No
         odd("system", SYSTEM),
         document_template="[{id} {label}] {title}\n{text}\n\n",
         label=lambda document: odd("label", "label"),
-        tokenizer=tokenizer,
+        tokenizer=tokenizers["chatml"],
     )
     first = Document(odd("id", "a"), odd("text", "some text"), metadata={"title": odd("title", "title")})
     other = Document("b\ud83d", "\ude00") if where == "halves of a pair" else Document("b", "another")

@@ -306,6 +306,7 @@ def test_dspy(
     check([answer(question) for question, _ in requests], plain)
 
 
+@pytest.mark.slow
 def test_proxy(vllm_server: Any, vllm_model: Path, requests: list[Request], plain: Served) -> None:
     """`ragorder serve` itself, which reads the size of the cache from the server. What it says was saved is what the
     server reported."""

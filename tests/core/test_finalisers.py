@@ -187,13 +187,6 @@ class TestObservers:
         orderer.order(DOCUMENTS[:3])
         assert told == [RequestOutcome(False)]
 
-    def test_else_it_is_called_at_once(self) -> None:
-        told: list[RequestOutcome] = []
-        ordering = Orderer().order(DOCUMENTS[:3])
-        ordering.add_done_callback(told.append)
-        ordering.confirm(16)
-        assert told == [RequestOutcome(True, 16)]
-
     def test_metrics_that_are_being_read_or_counted(self) -> None:
         """A Prometheus metric takes a plain lock: a finaliser that counts within it would wait for its own thread."""
         prometheus = pytest.importorskip("prometheus_client")

@@ -58,14 +58,6 @@ class TestLines:
         assert (first[0], second[0]) == (2, 4)
         assert first[1] == Order(id=1, parts=["a", Part(name="b", size=3)])
 
-    def test_of_integers_and_strings_stay_what_they_are(self) -> None:
-        ((_, one), (_, two)) = read(b'{"id": 7, "parts": []}\n{"id": "7", "parts": []}')
-        assert (one.id, two.id) == (7, "7")
-
-    def test_with_a_key_twice_have_the_later_value(self) -> None:
-        ((_, order),) = read(b'{"id": 1, "parts": ["a"], "parts": ["b"]}')
-        assert order.parts == ["b"]
-
     @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
     def test_come_from_paths_and_open_files_plain_or_packed(
         self, tmp_path: Path, pack: Callable[[bytes], bytes]

@@ -8,21 +8,20 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
-from time import thread_time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.inside import scopes_of
 from support.rings import examples, grid, length
+from support.waiting import counted_lines
 
-from ragorder import Document, History, Lengths, Orderer, Ordering, Settings
+from ragorder import Document, History, Lengths, Orderer, Ordering
 from ragorder.common.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -132,63 +131,17 @@ class TestPermutation:
             retrieved = documents(request)
             check_permutation(orderer.order(retrieved, waiting=[retrieved]), retrieved)
 
-    @pytest.mark.parametrize("search", SEARCHES)
-    def test_the_same_object_twice(self, search: str) -> None:
-        orderer = strict(search=search)
-        retrieved = [CORPUS["a"]] * 3
-        for _ in range(3):
-            check_permutation(orderer.order(retrieved), retrieved)
-
-    @pytest.mark.parametrize("search", SEARCHES)
-    @pytest.mark.parametrize("keys", [["a", "a", ("a", 1)], [("a", 1), "a", "a"], ["a", "a", "a", ("a", 2), ("a", 1)]])
-    def test_duplicates_beside_keys_that_look_like_numbered_ones(self, search: str, keys: list[Any]) -> None:
-        orderer = strict(search=search, key=lambda key: key, tokens=lambda key: 32)
-        for retrieved in (keys, keys, keys[::-1], keys):
-            check_permutation(orderer.order(retrieved), retrieved)
-
     @given(st.lists(st.lists(st.sampled_from(["a", ("a", 1), ("a", 2), (("a", 1), 1)]), max_size=6), max_size=6))
+    @example([["a", "a", ("a", 2), ("a", 1)]] * 2)
     def test_keys_of_any_shape(self, stream: list[list[Any]]) -> None:
         orderer = strict(key=lambda key: key, tokens=lambda key: 32)
         for retrieved in stream:
-            check_permutation(orderer.order(retrieved), retrieved)
-
-    @pytest.mark.parametrize("guards", [{}, {"keep_first": 2}, {"keep_last": 2}, {"keep_groups": True}], ids=str)
-    @pytest.mark.parametrize("request_ids", ["", "a"])
-    def test_no_documents_and_one(self, guards: dict[str, Any], request_ids: str) -> None:
-        orderer = strict(**guards)
-        for _ in range(3):
-            retrieved = documents(request_ids)
             check_permutation(orderer.order(retrieved), retrieved)
 
     def test_documents_may_come_from_a_generator(self) -> None:
         orderer = strict()
         ordering = orderer.order((document for document in documents("cab")), waiting=[iter(documents("ab"))])
         assert sorted(ids(ordering)) == ["a", "b", "c"]
-
-    def test_metadata_need_not_be_hashable(self) -> None:
-        retrieved = [Document(id, "text", metadata={"tags": ["x", {}], "set": {1}}) for id in "abc"]
-        for keep_groups in (False, True):
-            check_permutation(strict(keep_groups=keep_groups).order(retrieved), retrieved)
-
-    def test_an_unhashable_source_in_the_metadata_keeps_the_documents(self) -> None:
-        retrieved = [Document(id, "text", metadata={"source": ["file", 1]}) for id in "abc"]
-        check_permutation(Orderer(keep_groups=True).order(retrieved), retrieved)
-
-    def test_any_objects_with_key_and_tokens(self) -> None:
-        retrieved = [{"id": id, "length": 10} for id in "abc"]
-        orderer = strict(key=lambda document: document["id"], tokens=lambda document: document["length"])
-        orderer.order(retrieved).confirm()
-        other = [retrieved[1], retrieved[0], {"id": "x", "length": 3}]
-        ordering = orderer.order(other)
-        check_permutation(ordering, other)
-        assert [document["id"] for document in ordering.documents] == ["a", "b", "x"]
-
-    def test_one_id_with_two_texts_is_two_documents(self) -> None:
-        retrieved = [Document("a", "old", tokens=32), Document("a", "new", tokens=32), Document("a", "old", tokens=32)]
-        orderer = strict()
-        for _ in range(3):
-            check_permutation(orderer.order(retrieved), retrieved)
-            retrieved = [retrieved[1], retrieved[2], retrieved[0]]
 
 
 class TestOrdering:
@@ -210,12 +163,6 @@ class TestOrdering:
         orderer = strict()
         orderer.order(documents("abc"))
         assert ids(orderer.order(documents("cxba"))) == "abcx"
-
-    def test_discard_takes_a_request_back(self) -> None:
-        orderer = strict()
-        orderer.order(documents("abc")).discard()
-        ordering = orderer.order(documents("cba"))
-        assert (ids(ordering), ordering.cached_tokens) == ("cba", 0)
 
     def test_discard_leaves_what_others_use(self) -> None:
         orderer = strict()
@@ -246,7 +193,7 @@ class TestOrdering:
         orderer = strict(capacity_tokens=1_000, max_nodes=50)
         late = orderer.order(documents("abc"))
         rng = random.Random(0)
-        for _ in range(3_000):
+        for _ in range(1_200):
             orderer.order(documents(rng.sample("defghijklmnop", 5))).confirm()
         late.confirm(32) if served else late.discard()
         check_tree(orderer)
@@ -260,17 +207,6 @@ class TestOrdering:
         assert orderer.order(documents("ab")).cached_tokens == 0
         assert orderer.order(documents("ef")).cached_tokens == 64
         assert orderer.order(documents("cd")).cached_tokens == 64
-
-    def test_changed_text_under_an_old_id_is_another_document(self) -> None:
-        orderer = strict()
-        serve(orderer, "ab")
-        changed = [Document("a", "new text", tokens=32), CORPUS["b"]]
-        ordering = orderer.order(changed)
-        assert (ids(ordering), ordering.cached_tokens) == ("ab", 0)
-
-    def test_id_and_text_are_not_run_together(self) -> None:
-        assert Document("ab", "c").key != Document("a", "bc").key
-        assert Document("a", "x", metadata={"title": "1"}).key == Document("a", "x", metadata={"title": "2"}).key
 
     def test_waiting_requests_decide_the_order_of_the_rest(self) -> None:
         ordering = strict().order(documents("abcde"), waiting=[documents("dbx"), documents("byd")])
@@ -296,10 +232,7 @@ class TestOrdering:
     def test_guards_hold_and_their_cost_is_reported(self, options: dict[str, Any], expected: str, cost: int) -> None:
         """`abc` is cached and rank order is `dcba`."""
         orderer = strict(moves="prefix", **options)
-        orderer.order([])
-        scope = scopes_of(orderer)[None]
-        path = scope.tree.insert([document.key for document in documents("abc")], [32] * 3, range(3))
-        scope.mirror.lease(path, 20)
+        orderer.record(documents("abc"))
         ordering = orderer.order(documents("dcba"))
         assert (ids(ordering), ordering.guard_cost_tokens) == (expected, cost)
 
@@ -324,29 +257,11 @@ class TestOrdering:
         serve(orderer, "ab")
         assert orderer.order(documents("ba")).cached_tokens == 32 + 64
 
-    def test_settings_come_by_name_or_as_an_object_but_not_both(self) -> None:
-        assert Orderer(capacity_tokens=5).settings == Orderer(Settings(capacity_tokens=5)).settings
-        with pytest.raises(TypeError, match="capacity_tokens"):
-            Orderer(Settings(), capacity_tokens=5)
-
 
 class TestBestPlace:
     """Where the most relevant document stands: first or last, unless that costs too many cached tokens."""
 
     LISTS = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1, max_size=6)
-
-    @given(OPTIONS, STREAMS)
-    def test_any_is_the_order_without_it_whatever_the_price(
-        self, options: dict[str, Any], stream: list[list[str]]
-    ) -> None:
-        plain = strict(**{name: value for name, value in options.items() if not name.startswith("best")})
-        other = strict(**options | {"best": "any"})
-        for number, request in enumerate(stream):
-            waiting = [documents(later) for later in stream[number + 1 : number + 3]]
-            one, two = (orderer.order(documents(request), waiting=waiting) for orderer in (plain, other))
-            assert (one.permutation, one.cached_tokens) == (two.permutation, two.cached_tokens)
-            one.confirm()
-            two.confirm()
 
     @pytest.mark.parametrize(("best", "expected"), [("last", "bcdea"), ("first", "abcde"), ("any", "abcde")])
     def test_of_documents_that_are_not_cached(self, best: Any, expected: str) -> None:
@@ -409,15 +324,6 @@ class TestBestPlace:
         orderer = strict(best="last", best_tokens=1000, max_displacement=1)
         orderer.record(documents("bac"))
         assert ids(orderer.order(documents("abc"))) == "bac"
-
-    def test_waiting_requests_do_not_move_it(self) -> None:
-        ordering = strict(best="last").order(documents("abcd"), waiting=[documents("abx"), documents("aby")])
-        assert ids(ordering) == "bcda"
-
-    def test_a_batch_shares_what_costs_no_place(self) -> None:
-        for ordering in strict(best="last").order_batch(map(documents, ["axy", "cyx", "bxy"])):
-            assert ordering.permutation[-1] == 0
-            assert {*ids(ordering)[:2]} == {*"xy"}
 
     @pytest.mark.parametrize(("best_tokens", "expected"), [(0, {"xab", "xac"}), (32, {"xba", "xca"})])
     def test_a_batch_weighs_its_place_as_well(self, best_tokens: int, expected: set[str]) -> None:
@@ -534,12 +440,6 @@ class TestPreview:
         orderer.order(documents("ab"), scope="new", lengths=Lengths(prefix=160)).confirm()
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
-    def test_preview_does_not_count_as_popularity(self) -> None:
-        orderer = strict(moves="free")
-        for _ in range(9):
-            orderer.preview(documents("xb"))
-        assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
-
     def test_preview_considers_waiting_requests(self) -> None:
         orderer = strict()
         waiting = [documents("c"), documents("cd")]
@@ -582,23 +482,13 @@ class TestHoldsPrefix:
     def test_from_the_first_request_on(self) -> None:
         orderer = strict(prefix_tokens=40)
         assert not orderer.holds_prefix()
+        orderer.order(documents("ab")).discard()
+        assert not orderer.holds_prefix(), "the request failed"
         ordering = orderer.order([])
         assert orderer.holds_prefix(), "it is being computed"
         ordering.confirm()
-        assert orderer.holds_prefix()
-
-    def test_the_prefix_is_not_held_if_the_first_request_failed(self) -> None:
-        orderer = strict(prefix_tokens=40)
-        orderer.order(documents("ab")).discard()
-        assert not orderer.holds_prefix()
-
-    def test_the_prefix_is_held_for_each_tenant_alone(self) -> None:
-        orderer = strict(prefix_tokens=40)
-        orderer.order([], scope="a").confirm()
-        assert orderer.holds_prefix(scope="a") and not orderer.holds_prefix(scope="b")
-
-    def test_a_prefix_shorter_than_a_block_is_never_held(self) -> None:
-        assert strict(prefix_tokens=15, block_size=16).holds_prefix()
+        assert orderer.holds_prefix() and not orderer.holds_prefix(scope="another tenant")
+        assert strict(prefix_tokens=15, block_size=16).holds_prefix(), "no block holds any of it"
 
     def test_order_never_raises(self) -> None:
         orderer = Orderer(prefix_tokens=40)
@@ -607,7 +497,9 @@ class TestHoldsPrefix:
 
 class TestNeverRaises:
     @pytest.mark.parametrize("broken", BROKEN)
-    def test_an_error_leaves_retrieval_order_and_is_counted(self, broken: str) -> None:
+    def test_an_error_leaves_retrieval_order_and_is_counted_or_is_raised_if_strict(self, broken: str) -> None:
+        with pytest.raises((BoomError, TypeError, ValueError)):
+            Orderer(strict=True, **BROKEN[broken]).order(documents("cab"))
         orderer = Orderer(**BROKEN[broken])
         for number in range(1, 4):
             retrieved = documents("cab")
@@ -620,11 +512,6 @@ class TestNeverRaises:
             ordering.confirm(3)
             ordering.discard()
             assert orderer.fallbacks == number
-
-    @pytest.mark.parametrize("broken", BROKEN)
-    def test_strict_raises(self, broken: str) -> None:
-        with pytest.raises((BoomError, TypeError, ValueError)):
-            Orderer(strict=True, **BROKEN[broken]).order(documents("cab"))
 
     @pytest.mark.parametrize("broken", BROKEN)
     def test_a_batch_falls_back_to_retrieval_order(self, broken: str) -> None:
@@ -656,12 +543,6 @@ class TestNeverRaises:
         assert orderer.order(documents("abc")).cached_tokens == 96
         assert orderer.fallbacks == 2
 
-    def test_an_unhashable_scope(self) -> None:
-        orderer = Orderer()
-        ordering = orderer.order(documents("ba"), scope=["tenant"])
-        assert (ids(ordering), ordering.fallback, orderer.fallbacks) == ("ba", True, 1)
-        assert [ids(each) for each in orderer.order_batch([documents("ba")], scope=["tenant"])] == ["ba"]
-
     @pytest.mark.parametrize("waiting", [[["not a document"]], [3], [None]], ids=str)
     def test_waiting_requests_that_are_no_requests(self, waiting: Any) -> None:
         orderer = Orderer()
@@ -675,24 +556,6 @@ class TestNeverRaises:
         check_permutation(orderer.order(retrieved, lengths=Lengths(suffix=suffix_tokens)), retrieved)
         serve(orderer, "ab", "abc", "xyz")
         check_tree(orderer, idle=False)
-
-    @pytest.mark.parametrize("reported", ["x", [], object()], ids=["string", "list", "object"])
-    def test_nonsense_for_cached_tokens(self, reported: Any) -> None:
-        orderer = Orderer()
-        ordering = orderer.order(documents("ab"))
-        ordering.confirm(reported)
-        assert orderer.fallbacks == 0
-        ordering.confirm()
-        ordering.discard()
-        assert serve(orderer, "ba") == "ab"
-        check_tree(orderer)
-
-    @pytest.mark.parametrize("reported", [-1, 0, 10**12, 3.5, True])
-    def test_any_number_for_cached_tokens(self, reported: Any) -> None:
-        orderer = strict(capacity_tokens=1_000)
-        serve(orderer, "abc", "bcd")
-        orderer.order(documents("abc")).confirm(reported)
-        check_tree(orderer)
 
     def test_logged_once_and_without_a_word_of_the_documents(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.DEBUG)
@@ -801,12 +664,6 @@ class TestScopes:
         assert orderer.order(documents("cba"), scope="other").cached_tokens == 0
         assert orderer.order(documents("cba"), scope="one").cached_tokens > 0
 
-    def test_an_error_in_one_scope_leaves_the_others(self) -> None:
-        orderer = Orderer(tokens=lambda document: "x" if document.id == "z" else 32)
-        serve(orderer, "abc", scope="one")
-        assert orderer.order(documents("z"), scope="other").fallback
-        assert orderer.order(documents("cba"), scope="one").cached_tokens == 96
-
     def test_the_least_recently_used_scope_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.scope.scopes.MAX_SCOPES", 3)
         orderer = strict()
@@ -829,7 +686,6 @@ class TestScopes:
 LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 
-@pytest.mark.usefixtures("no_garbage_of_others")
 class TestTenThousandDocuments:
     @pytest.mark.parametrize(("search", "moves", "queue"), grid(list(product(SEARCHES, MOVES, [False, True])), 5))
     def test_ten_thousand_documents_in_one_request(self, search: str, moves: str, queue: bool) -> None:
@@ -837,69 +693,29 @@ class TestTenThousandDocuments:
         shuffled = random.Random(0).sample(LARGE, len(LARGE))
         waiting = [LARGE[::step] for step in range(1, 9)] if queue else []
         for retrieved in (LARGE, shuffled, shuffled[:9_000]):
-            start = thread_time()
             ordering = orderer.order(retrieved, waiting=waiting)
-            assert thread_time() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
     @pytest.mark.parametrize(("search", "guards"), grid(list(product(SEARCHES, GUARDS)), 3))
-    def test_under_guards(self, search: str, guards: dict[str, int]) -> None:
-        orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
-        for retrieved in (LARGE, LARGE, LARGE[::-1]):
-            start = thread_time()
-            ordering = orderer.order(retrieved)
-            assert thread_time() - start < 2
-            check_permutation(ordering, retrieved)
-            ordering.confirm()
+    def test_steps_grow_no_faster_than_documents(
+        self, search: str, guards: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.scope.scope.SEARCH_BUDGET", 64)
+        steps = []
+        for count in (1_000, 4_000):
+            orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
+            orderer.order(LARGE[:count]).confirm()
+            with counted_lines() as lines:
+                ordering = orderer.order(LARGE[:count][::-1])
+            check_permutation(ordering, LARGE[:count][::-1])
+            steps += lines
+        assert steps[1] <= 4 * 1.5 * steps[0]
 
     def test_ten_thousand_documents_in_a_batch(self) -> None:
         orderer = strict(capacity_tokens=1_000_000)
-        start = thread_time()
         orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))
-        assert thread_time() - start < 6
         assert orderings[1].prefix_documents >= 5_000
-
-
-def test_threads_share_an_orderer() -> None:
-    orderer = strict(capacity_tokens=2_000, prefix_tokens=40)
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(8)
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        pending: list[Ordering[Document]] = []
-        try:
-            barrier.wait()
-            for number in range(length(500, 120)):
-                retrieved = documents(rng.sample("abcdefghijkl", rng.randint(0, 6)))
-                waiting = [documents("abc")] if number % 2 else []
-                check_permutation(orderer.order(retrieved, waiting=waiting), retrieved)
-                check_permutation(orderer.order_batch([retrieved])[0], retrieved)
-                pending.append(orderer.order(retrieved, scope=seed % 2))
-                if len(pending) > 3:
-                    ended = pending.pop(rng.randrange(len(pending)))
-                    ended.confirm(rng.choice([None, 0, 64])) if rng.random() < 0.7 else ended.discard()
-            for ordering in pending:
-                ordering.confirm()
-        except BaseException as error:
-            errors.append(error)
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switch)
-    assert not errors
-    assert orderer.fallbacks == 0
-    # A scope that has lost all its room to the other is forgotten.
-    for scope in list(scopes_of(orderer)):
-        check_tree(orderer, scope, idle=scope is not None)
 
 
 class TestMemory:
@@ -921,7 +737,7 @@ class TestMemory:
         tracemalloc.start()
         try:
             before, _ = tracemalloc.get_traced_memory()
-            for retrieved in self.requests(6_000, 50_000):
+            for retrieved in self.requests(length(6_000, 2_500), 50_000):
                 orderer.order(retrieved).confirm()
             del retrieved
             gc.collect()
@@ -929,14 +745,14 @@ class TestMemory:
         finally:
             tracemalloc.stop()
         size = scopes_of(orderer)[None].tree.size
-        assert size > 2_000
+        assert size > 1_000
         assert (after - before) / size <= 400
 
     @pytest.mark.parametrize("end", ["confirm", "discard", "forget"])
     def test_does_not_grow(self, end: str) -> None:
         orderer = strict(capacity_tokens=20_000, prefix_tokens=64)
         sizes: list[dict[str, int]] = []
-        count = length(20_000, 6_000)
+        count = length(20_000, 4_000)
         for number, retrieved in enumerate(self.requests(count, 40_000), 1):
             ordering = orderer.order(retrieved)
             if end != "forget":
@@ -957,14 +773,6 @@ class TestMemory:
             assert size["log"] <= 2 * blocks + 2 * 1_024
             assert size["in flight"] <= 1_024
             assert size["remembered"] <= 16_384
-
-    @pytest.mark.parametrize("options", [{"residency": "none"}, {"capacity_tokens": None}], ids=str)
-    def test_without_a_capacity_the_number_of_nodes_is_bounded(self, options: dict[str, Any]) -> None:
-        orderer = strict(max_nodes=500, **options)
-        for retrieved in self.requests(5_000, 40_000):
-            orderer.order(retrieved).confirm()
-            assert scopes_of(orderer)[None].tree.size <= 500
-        assert len(scopes_of(orderer).pool.log) <= 4_096
 
     def test_holds_on_to_no_documents(self) -> None:
         class Heavy:
@@ -1111,15 +919,6 @@ class TestBatch:
         for ordering in strict(keep_groups=True, group=lambda document: "all").order_batch(map(documents, stream)):
             assert list(ordering.permutation) == sorted(ordering.permutation)
 
-    def test_requests_that_share_follow_one_another(self) -> None:
-        batch = strict().order_batch(map(documents, ["abc", "xyz", "cbd", "zyw"]))
-        assert sorted([set(batch.indices[:2]), set(batch.indices[2:])], key=min) == [{0, 2}, {1, 3}]
-        assert {ids(ordering)[:2] for ordering in batch} <= {"bc", "cb", "yz", "zy"}
-
-    def test_no_wait_keeps_the_order_of_arrival(self) -> None:
-        batch = strict().order_batch(map(documents, ["abc", "xyz", "cbd", "zyw"]), max_wait=0)
-        assert list(batch.indices) == [0, 1, 2, 3]
-
     @settings(deadline=None)
     @given(OPTIONS, STREAMS, STREAMS, st.none() | st.integers(0, 12))
     def test_never_finds_less_than_one_by_one(
@@ -1166,11 +965,6 @@ class TestBatch:
         for max_wait in (None, *range(6)):
             orderings = list(strict(capacity_tokens=None).order_batch(map(documents, requests), max_wait=max_wait))
             assert sum(ordering.prefix_documents for ordering in orderings) == 4 * 4, max_wait
-
-    def test_a_warm_tree_is_used_by_every_request(self) -> None:
-        orderer = strict()
-        serve(orderer, "abcd")
-        assert [ids(ordering) for ordering in orderer.order_batch(map(documents, ["cdba", "badc"]))] == ["abcd"] * 2
 
     @pytest.mark.parametrize(
         ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
@@ -1243,33 +1037,6 @@ class TestBatch:
         batch = orderer.order_batch(map(documents, ["xyz", "mlkx", "wxy", "cbaz"]))
         assert list(batch.indices)[:2] == [1, 3], "what is evicted first is served first"
         assert [ids(ordering)[:3] for ordering in batch[:2]] == ["klm", "abc"]
-
-    @pytest.mark.parametrize("capacity_tokens", [6_000, 40_000])
-    def test_a_warm_cache_is_used(self, capacity_tokens: int) -> None:
-        """The same batch on the same warm engine, planned with and without knowledge of its cache."""
-        workload = make_workload("paper-shuf", 0, requests=200)
-        stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
-        cached = []
-        for knows in (True, False):
-            engine, prompts = SimEngine(capacity_tokens=capacity_tokens), Prompts(64)
-            orderer = mirroring(engine, 64)
-            simulated(engine, prompts, map(orderer.order, stream[:100]))
-            planner = orderer if knows else mirroring(engine, 64)
-            requests = random.Random(1).sample(stream[50:150], 100)
-            cached.append(simulated(engine, prompts, iter(planner.order_batch(requests))))
-        assert cached[0] > 1.02 * cached[1]
-
-    def test_a_batch_saves_more_than_one_by_one(self) -> None:
-        workload = make_workload("paper-shuf", 0, requests=300)
-        stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
-        random.Random(0).shuffle(stream)
-        totals = []
-        for batched in (True, False):
-            engine, prompts = SimEngine(capacity_tokens=4_000), Prompts(64)
-            orderer = mirroring(engine, 64)
-            orderings = iter(orderer.order_batch(stream)) if batched else map(orderer.order, stream)
-            totals.append(simulated(engine, prompts, orderings))
-        assert totals[0] > 2 * totals[1]
 
     def test_an_error_while_a_request_starts_leaves_it_in_retrieval_order(
         self, monkeypatch: pytest.MonkeyPatch

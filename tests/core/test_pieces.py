@@ -21,8 +21,8 @@ def test_nothing_of_a_text_is_lost(text: str) -> None:
     assert len(cut) <= len(text) // 32_000 + 1
 
 
-def test_a_long_document_has_about_as_many_tokens_in_pieces(tokenizer: Any) -> None:
-    builder = PromptBuilder("", tokenizer=tokenizer)
+def test_a_long_document_has_about_as_many_tokens_in_pieces(tokenizers: dict[str, Any]) -> None:
+    builder = PromptBuilder("", tokenizer=tokenizers["chatml"])
     document = Document("long", LONG)
     cuts = len(LONG) // 32_768
     assert cuts > 4

@@ -45,11 +45,6 @@ class TestPlanShards:
                 assert predicted >= ordering.cached_tokens
                 mirror.record(ordering.documents)
 
-    def test_outcomes_have_no_effect(self) -> None:
-        ((first, second),) = plan_shards([[Document("a")], [Document("b")]], 1)
-        first.confirm(3)
-        second.discard()
-
     def test_a_document_twice_is_there_twice(self) -> None:
         twice = [Document("a"), Document("b"), Document("a")]
         for ordering in plan_shards([twice, twice[::-1]], 1)[0]:
@@ -66,6 +61,3 @@ class TestPlanShards:
     def test_less_than_one_shard_is_refused(self) -> None:
         with pytest.raises(ValueError, match="at least 1"):
             plan_shards([[Document("a")]], 0)
-
-    def test_nothing_is_nothing(self) -> None:
-        assert plan_shards([], 2) == [[], []]

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 from typing import Any
 from unicodedata import normalize
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
+from ragorder import Document, Ordering, Prompt, PromptBuilder, Span
 from ragorder.tokens import repair_unicode, special_token_escaper
 
 SYSTEM = "Answer from the documents."
@@ -107,9 +107,6 @@ class TestWithoutTokenizer:
     def test_no_system_prompt_is_no_system_message(self) -> None:
         assert [message["role"] for message in PromptBuilder("").build(QUERY, DOCUMENTS).messages] == ["user"]
 
-    def test_no_documents_are_fine(self) -> None:
-        assert PromptBuilder(SYSTEM).build(QUERY, []).text == f"{SYSTEM}\n\nQuestion: {QUERY}\n"
-
     def test_the_title_comes_from_the_metadata(self) -> None:
         builder = PromptBuilder(SYSTEM, document_template="# {title} ({id})\n{text}\n")
         text = builder.build(QUERY, [CATS, BANKS]).text
@@ -194,23 +191,23 @@ class TestTemplates:
             "{{text}}",
             "{text",
             "text}",
+            "{text:d}",
+            "{text!x}",
+            "{text:{width}}",
+            "{text:>{id}}x",
+            "{text:%Y}",
         ],
     )
     def test_document_templates_show_the_text_and_no_place(self, template: str) -> None:
         with pytest.raises(ValueError, match="document_template"):
             PromptBuilder(document_template=template)
 
-    @pytest.mark.parametrize("template", ["", "Question:", "{query} {text}", "{question}", "{0}", "{}", "{query"])
+    @pytest.mark.parametrize(
+        "template", ["", "Question:", "{query} {text}", "{question}", "{0}", "{}", "{query", "{query:d}", "{query!x}"]
+    )
     def test_question_templates_show_the_query(self, template: str) -> None:
         with pytest.raises(ValueError, match="question_template"):
             PromptBuilder(question_template=template)
-
-    @pytest.mark.parametrize("template", ["{text:d}", "{text!x}", "{text:{width}}", "{text:>{id}}x", "{text:%Y}"])
-    def test_that_cannot_be_filled_in_are_refused_when_the_builder_is_made(self, template: str) -> None:
-        with pytest.raises(ValueError, match="document_template"):
-            PromptBuilder(document_template=template)
-        with pytest.raises(ValueError, match="question_template"):
-            PromptBuilder(question_template=template.replace("text", "query"))
 
     def test_the_message_names_the_fields_that_are_allowed(self) -> None:
         allowed = r"\{id\}, \{label\}, \{text\}, \{title\}"
@@ -221,15 +218,12 @@ class TestTemplates:
         builder = PromptBuilder(SYSTEM, document_template="{{{text}}}", question_template="{{{query}}}")
         assert builder.build("q", [Document("a", "t")]).text == f"{SYSTEM}\n\n{{t}}{{q}}\n"
 
-    @pytest.mark.parametrize("align_to", [16, 0, -1])
-    def test_alignment_needs_a_tokenizer(self, align_to: int) -> None:
+    @pytest.mark.parametrize(("align_to", "tokenizer"), [(16, None), (0, "chatml"), (-16, "chatml")])
+    def test_alignment_needs_a_tokenizer_and_is_positive(
+        self, tokenizers: dict[str, Any], align_to: int, tokenizer: str | None
+    ) -> None:
         with pytest.raises(ValueError, match="align_to needs a tokenizer and a positive number of tokens"):
-            PromptBuilder(align_to=align_to)
-
-    @pytest.mark.parametrize("align_to", [0, -16])
-    def test_alignment_is_positive(self, tokenizers: dict[str, Any], align_to: int) -> None:
-        with pytest.raises(ValueError, match="align_to"):
-            PromptBuilder(align_to=align_to, tokenizer=tokenizers["chatml"])
+            PromptBuilder(align_to=align_to, tokenizer=tokenizer and tokenizers[tokenizer])
 
     @pytest.mark.parametrize(
         "template",
@@ -258,23 +252,16 @@ class TestRanking:
         note = "Documents from most to least relevant: cats, banks, ü\n\nQuestion: "
         assert text.index(LAKE.text) < text.index(note) < text.index(QUERY)
 
-    @pytest.mark.parametrize("order", list(permutations(range(3))))
-    def test_lists_ids_by_rank_whatever_the_order(self, order: tuple[int, ...]) -> None:
-        ordering = Ordering([DOCUMENTS[rank] for rank in order], order)
-        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
-        assert "most to least relevant: cats, banks, ü\n" in text
-        places = [text.index(DOCUMENTS[rank].text) for rank in order]
-        assert places == sorted(places)
-
-    def test_the_ranking_of_a_plain_list_is_its_order(self) -> None:
-        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, DOCUMENTS[::-1]).text
-        assert "most to least relevant: ü, banks, cats\n" in text
+    def test_lists_ids_by_rank_whatever_the_order(self) -> None:
+        for order in permutations(range(3)):
+            ordering = Ordering([DOCUMENTS[rank] for rank in order], order)
+            text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
+            assert "most to least relevant: cats, banks, ü\n" in text
+            places = [text.index(DOCUMENTS[rank].text) for rank in order]
+            assert places == sorted(places)
 
     def test_the_ranking_of_no_documents_is_not_stated(self) -> None:
         assert "relevant" not in PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, []).text
-
-    def test_the_ranking_is_not_stated_by_default(self) -> None:
-        assert "relevant" not in PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS).text
 
     def test_the_ranking_does_not_change_the_text_before_it(self, tokenizer: Any) -> None:
         stated = PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=True).build(QUERY, DOCUMENTS)
@@ -285,14 +272,6 @@ class TestRanking:
         assert plain.token_ids is not None
         assert stated.token_ids[:end] == plain.token_ids[:end]
         assert len(stated.token_ids) > len(plain.token_ids)
-
-    def test_follows_an_orderer(self) -> None:
-        orderer = Orderer(strict=True)
-        orderer.order(DOCUMENTS)
-        ordering = orderer.order(DOCUMENTS[::-1])
-        assert ordering.documents == DOCUMENTS
-        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
-        assert "most to least relevant: ü, banks, cats\n" in text
 
 
 class TestTokens:
@@ -309,13 +288,6 @@ class TestTokens:
         assert after.startswith(f"Question: {QUERY}")
         assert tokenizer.decode(spans_of(prompt)[1]) == f"[banks]\n{BANKS.text}\n\n"
 
-    def test_every_permutation_has_the_same_tokens_for_each_document(self, tokenizer: Any) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
-        expected = {span.id: ids for span, ids in self._by_id(builder.build(QUERY, DOCUMENTS))}
-        for order in permutations(DOCUMENTS):
-            prompt = builder.build("another question", order)
-            assert {span.id: ids for span, ids in self._by_id(prompt)} == expected
-
     @each_tokenizer
     @given(query=texts, documents=documents, seed=st.integers())
     def test_tokens_never_depend_on_neighbours_or_place(
@@ -329,24 +301,17 @@ class TestTokens:
 
     @each_tokenizer
     @given(query=texts, documents=documents)
-    def test_the_lengths_add_up(self, tokenizer: Any, query: str, documents: list[Document]) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
-        prompt = builder.build(query, documents)
-        assert prompt.token_ids is not None
-        lengths = [builder.document_tokens(document) for document in documents]
-        assert [span.end - span.start for span in prompt.spans] == lengths
-        assert len(prompt.token_ids) == builder.prefix_tokens + sum(lengths) + builder.suffix_tokens(query)
-
-    @each_tokenizer
-    @given(query=texts, documents=documents)
-    def test_spans_are_contiguous_whatever_the_texts(
+    def test_spans_cover_the_documents_and_the_lengths_add_up(
         self, tokenizer: Any, query: str, documents: list[Document]
     ) -> None:
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
         prompt = builder.build(query, documents)
-        assert [span.id for span in prompt.spans] == [document.id for document in documents]
-        borders = [builder.prefix_tokens, *(span.end for span in prompt.spans)]
-        assert [span.start for span in prompt.spans] == borders[:-1]
+        assert prompt.token_ids is not None
+        lengths = [builder.document_tokens(document) for document in documents]
+        borders = [*accumulate(lengths, initial=builder.prefix_tokens)]
+        expected = zip((document.id for document in documents), borders, borders[1:], strict=False)
+        assert prompt.spans == [Span(*each) for each in expected]
+        assert len(prompt.token_ids) == borders[-1] + builder.suffix_tokens(query)
 
     @each_tokenizer
     @given(id=plain_texts, text=plain_texts, query=plain_texts)
@@ -364,11 +329,6 @@ class TestTokens:
         assert control_ids(tokenizer, spans_of(prompt)[1]) == []
         assert prompt.spans[1].end - prompt.spans[1].start > 20_000
 
-    def test_an_empty_document_has_only_its_header(self, tokenizer: Any) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}")
-        prompt = builder.build(QUERY, [CATS, Document("empty", ""), BANKS])
-        assert prompt.spans[1] == Span("empty", prompt.spans[0].end, prompt.spans[0].end)
-
     @pytest.mark.parametrize("system", ["", SYSTEM])
     def test_no_documents_are_only_system_prompt_and_question(self, tokenizer: Any, system: str) -> None:
         builder = PromptBuilder(system, tokenizer=tokenizer)
@@ -378,33 +338,11 @@ class TestTokens:
         assert len(prompt.token_ids) == builder.prefix_tokens + builder.suffix_tokens(QUERY)
         assert tokenizer.decode(prompt.token_ids) == prompt.text
 
-    def test_a_document_twice_has_two_spans(self, tokenizer: Any) -> None:
-        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [CATS, CATS])
-        first, second = prompt.spans
-        assert (first.id, second.id) == ("cats", "cats")
-        assert first.end == second.start
-        assert spans_of(prompt)[0] == spans_of(prompt)[1]
-
-    def test_same_id_and_other_text_are_other_tokens(self, tokenizer: Any) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
-        builder.build(QUERY, [CATS])
-        changed = builder.build(QUERY, [Document("cats", "Cats do not sleep.")])
-        assert "Cats do not sleep." in changed.text
-        assert "Cats do not sleep." in tokenizer.decode(spans_of(changed)[0])
-
     def test_same_content_and_other_title_are_other_tokens(self, tokenizer: Any) -> None:
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{title}: {text}\n")
         builder.build(QUERY, [CATS])
         renamed = builder.build(QUERY, [Document(CATS.id, CATS.text, metadata={"title": "Dogs"})])
         assert f"Dogs: {CATS.text}" in renamed.text
-
-    def test_the_callers_documents_are_not_touched(self, tokenizer: Any) -> None:
-        given = list(DOCUMENTS)
-        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, given)
-        assert given == DOCUMENTS
-        assert prompt.token_ids is not None
-        prompt.token_ids.clear()
-        assert PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, given).token_ids
 
     def test_a_changed_answer_does_not_change_the_next(self, tokenizer: Any) -> None:
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
@@ -419,29 +357,17 @@ class TestTokens:
         assert again.messages == messages
         assert len(again.spans) == 3
 
-    @staticmethod
-    def _by_id(prompt: Prompt) -> list[tuple[Any, list[int]]]:
-        return list(zip(prompt.spans, spans_of(prompt), strict=True))
-
 
 class TestMessages:
     """An engine that is given messages must come to the same prompt as one that is given the text."""
 
     @pytest.mark.parametrize("name", ["chatml", "no-system", "trimming"])
-    @pytest.mark.parametrize("system", [SYSTEM, ""])
-    def test_through_the_chat_template_are_the_text(self, tokenizers: dict[str, Any], name: str, system: str) -> None:
-        prompt = PromptBuilder(system, tokenizer=tokenizers[name]).build(QUERY, DOCUMENTS)
-        rendered = tokenizers[name].apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-        assert rendered == prompt.text
-
-    @pytest.mark.parametrize("query", ["Who?\n", "  Who?  "])
-    def test_through_a_trimming_template_are_the_text_whatever_the_question(
-        self, tokenizers: dict[str, Any], query: str
+    @pytest.mark.parametrize(("system", "query"), [(SYSTEM, QUERY), ("", QUERY), (SYSTEM, "  Who?  \n")])
+    def test_through_the_chat_template_are_the_text(
+        self, tokenizers: dict[str, Any], name: str, system: str, query: str
     ) -> None:
-        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizers["trimming"]).build(query, DOCUMENTS)
-        rendered = tokenizers["trimming"].apply_chat_template(
-            prompt.messages, tokenize=False, add_generation_prompt=True
-        )
+        prompt = PromptBuilder(system, tokenizer=tokenizers[name]).build(query, DOCUMENTS)
+        rendered = tokenizers[name].apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
         assert rendered == prompt.text
 
     def test_a_system_prompt_that_is_trimmed_is_in_front_all_the_same(self, tokenizers: dict[str, Any]) -> None:
@@ -482,22 +408,16 @@ class TestControlTokens:
         assert control_ids(tokenizer, tokens_as_a_server(tokenizer, content)) == []
 
     @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
-    def test_two_documents_together_form_no_special_token(self, tokenizer: Any, seam: int) -> None:
-        control = "<|im_start|>"
-        halves = [Document("", control[:seam]), Document("", control[seam:])]
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}")
-        prompt = builder.build(QUERY, halves)
-        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build(QUERY, []).text))
-        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
-        assert control not in prompt.messages[-1]["content"]
-
-    @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
-    def test_a_document_and_the_question_form_no_special_token(self, tokenizer: Any, seam: int) -> None:
-        control = "<|im_start|>"
+    def test_two_documents_or_a_document_and_the_question_form_no_special_token(
+        self, tokenizers: dict[str, Any], seam: int
+    ) -> None:
+        tokenizer, start, end = tokenizers["chatml"], "<|im_start|>"[:seam], "<|im_start|>"[seam:]
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}", question_template="{query}")
-        prompt = builder.build(control[seam:], [Document("", control[:seam])])
         own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build("", []).text))
-        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
+        for texts, query in (([start, end], QUERY), ([start], end)):
+            prompt = builder.build(query, [Document("", text) for text in texts])
+            assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
+            assert "<|im_start|>" not in prompt.messages[-1]["content"]
 
     def test_special_tokens_of_another_model_are_only_text(self, tokenizer: Any) -> None:
         prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [Document("a", "an <s> and an [INST]")])
@@ -541,15 +461,6 @@ class TestControlTokens:
 
 
 class TestAlignment:
-    @pytest.mark.parametrize("align_to", [1, 7, 16, 32])
-    def test_every_document_starts_at_a_whole_block(self, tokenizer: Any, align_to: int) -> None:
-        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to)
-        prompt = builder.build(QUERY, DOCUMENTS)
-        assert [span.start % align_to for span in prompt.spans] == [0, 0, 0]
-        assert prompt.spans[-1].end % align_to == 0
-        assert builder.prefix_tokens % align_to == 0
-        assert all(builder.document_tokens(document) % align_to == 0 for document in DOCUMENTS)
-
     @each_tokenizer
     @given(query=texts, documents=documents, align_to=st.integers(1, 40))
     def test_holds_for_any_texts_and_the_lengths_add_up(
@@ -569,12 +480,6 @@ class TestAlignment:
             assert padded[: len(bare)] == bare
             assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
             assert len(padded) - len(bare) < 32
-
-    def test_the_text_is_padded_too(self, tokenizer: Any) -> None:
-        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
-        turn = aligned.messages[-1]["content"]
-        for ids in spans_of(aligned):
-            assert tokenizer.decode(ids) in turn
 
     def test_the_tokens_are_the_texts(self, tokenizer: Any) -> None:
         aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
@@ -615,12 +520,6 @@ class TestCache:
         again = builder.build(QUERY, [CATS])
         assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 2
         assert again == prompts[0]
-
-    def test_a_cache_of_size_zero_changes_nothing(self, tokenizers: dict[str, Any]) -> None:
-        without = PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"], cached_documents=0)
-        assert without.build(QUERY, DOCUMENTS) == PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"]).build(
-            QUERY, DOCUMENTS
-        )
 
 
 def test_eight_threads_build_the_same_prompts_as_one(tokenizer: Any) -> None:

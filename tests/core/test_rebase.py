@@ -139,15 +139,6 @@ class TestMessages:
             assert turn.messages[: len(before)] == before
             assert turn.repeated == ([A] if not number else [A, E])
 
-    def test_a_turn_that_failed_changes_nothing_and_its_retry_sends_the_same(self) -> None:
-        chat = talked()
-        chat.lose(C, D, A)
-        before = copy.deepcopy(chat.messages)
-        turn = chat.turn(D)
-        turn.discard()
-        assert chat.messages == before
-        assert chat.turn(D).messages == turn.messages
-
     def test_a_tools_result_is_laid_out_like_a_question(self) -> None:
         chat = talked()
         call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
@@ -404,10 +395,6 @@ class TestLost:
         assert not server.orderer.has_lost(History(told.segments))
         server.fill()
         assert server.orderer.has_lost(History(told.segments))
-
-    def test_not_if_it_is_held_up_to_a_later_turn(self) -> None:
-        server, told = self.served(None)
-        assert not server.orderer.has_lost(History([*told.segments, Segment("never seen", 500)]))
 
     def test_what_was_never_served_here_is_unknown(self) -> None:
         server, told = self.served()

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from ragorder import Document, Orderer, Settings
+from ragorder import Orderer, Settings
 from ragorder.settings import OrdererOptions
 from ragorder.trie.registry import Registry
 from ragorder.trie.search import SearchName, searches
@@ -85,15 +85,6 @@ class TestSources:
     def test_a_keyword_wins_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "64")
         assert Settings(block_size=8).block_size == 8
-
-    def test_other_variables_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("BLOCK_SIZE", "64")
-        monkeypatch.setenv("RAGORDER_HOME", "/elsewhere")
-        assert Settings().block_size == 16
-
-    def test_the_orderer_reads_the_environment_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "1")
-        assert Orderer().settings.keep_first == 1
 
     def test_unlimited_capacity_is_none_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_CAPACITY_TOKENS", "none")
@@ -186,37 +177,15 @@ class TestGuards:
         assert f"best='{best}' and keep_{other} exclude each other: give keep_{best}, or leave one out" in said
         assert Settings(**{"best": best, f"keep_{best}": 2}).best == best
 
-    def test_one_from_the_environment_excludes_the_other_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
-        assert "exclude each other" in problem(keep_last=1)
-
     def test_fused_reuse_has_no_kv_events(self) -> None:
         said = problem(reuse="fused", events_endpoint="tcp://localhost:5557")
         assert "reuse='fused' needs the embedded engine, which has no KV events: leave events_endpoint out" in said
 
 
 class TestUse:
-    def test_settings_are_frozen(self) -> None:
-        with pytest.raises(ValidationError, match="frozen"):
-            Settings().block_size = 8
-
     def test_settings_are_given_whole_or_by_name_but_not_both(self) -> None:
         with pytest.raises(TypeError, match="either settings or options, not both: block_size, strict"):
             Orderer(Settings(), strict=True, block_size=8)
-
-    def test_given_whole_they_are_used_as_they_are(self) -> None:
-        settings = Settings(block_size=8)
-        assert Orderer(settings).settings is settings
-
-    @pytest.mark.parametrize("search", ["best", "greedy"])
-    @pytest.mark.parametrize("moves", ["earned", "free", "prefix", "cohort", "queue"])
-    @pytest.mark.parametrize("residency", ["lru", "none"])
-    def test_every_combination_of_policies_orders(self, search: str, moves: str, residency: str) -> None:
-        orderer = Orderer(search=search, moves=moves, residency=residency, strict=True)
-        documents = [Document(name, "text " * 40) for name in "abc"]
-        orderer.order(documents).confirm()
-        ordered = orderer.order([documents[2], documents[0], documents[1]]).documents
-        assert [document.id for document in ordered] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("function", [Orderer.__init__, Orderer.for_vllm, Orderer.clone])

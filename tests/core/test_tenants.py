@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import scopes_of
-from support.rings import examples, length
+from support.rings import examples, grid, length
 from support.tenants import BLOCK, Served, Tenants
 
 from ragorder import Document, Lengths
@@ -41,8 +42,7 @@ def percent_right(served: Sequence[Served]) -> float:
 
 
 class TestFiftyTenants:
-    @pytest.mark.parametrize("in_flight", [1, 8])
-    @pytest.mark.parametrize("tell_every", [None, 1, 8], ids=["mirror", "events", "late events"])
+    @pytest.mark.parametrize(("in_flight", "tell_every"), grid(list(product([1, 8], [None, 1, 8])), 3))
     def test_predictions_without_feedback_are_right_to_a_block(self, in_flight: int, tell_every: int | None) -> None:
         served = serve(length(2_000, 400), in_flight=in_flight, tell_every=tell_every, feedback=False)
         right = percent_right(served)
@@ -51,8 +51,7 @@ class TestFiftyTenants:
         assert right >= 97
         assert 0.1 < hits < 0.9, "neither is the cache too small for any hit, nor large enough for all"
 
-    @pytest.mark.parametrize("in_flight", [1, 8])
-    @pytest.mark.parametrize("told", [1.0, 0.5], ids=["told right", "told half"])
+    @pytest.mark.parametrize(("in_flight", "told"), grid(list(product([1, 8], [1.0, 0.5])), 2))
     def test_events_that_are_very_late_spoil_few(self, in_flight: int, told: float) -> None:
         """A capacity that is too small grows by what the engine has kept."""
         late = {"in_flight": in_flight, "tell_every": 32, "feedback": False}

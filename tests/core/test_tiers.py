@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import batch_price
 from support.price import orderer_of, serve, sizes_of
+from support.rings import grid
 
 from ragorder import DegradedWarning, Document, Orderer
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
@@ -30,7 +31,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["mix8", "zipf10"])
+@pytest.fixture(scope="module", params=grid(["mix8", "zipf10"], 1))
 def stream(request: pytest.FixtureRequest) -> DocumentStream:
     return stream_of_trace(trace_of_workload(make_workload(request.param, 0), 400))
 

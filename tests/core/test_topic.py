@@ -72,10 +72,6 @@ class TestATopic:
         # Of the 40 second documents, not of the 400 third ones.
         assert sum(count for _, count in shares.most_common(40)) >= 0.9 * 3000
 
-    def test_of_no_documents_is_none(self) -> None:
-        assert Topics(SECRET).of([]) is None
-        assert Topics(SECRET).of([], scope="acme") is None
-
     def test_counts_a_repeated_document_once(self) -> None:
         topics = Topics(SECRET, share=1.0)
         for _ in range(8):
@@ -85,9 +81,6 @@ class TestATopic:
 
 
 class TestProcesses:
-    def test_with_one_secret_agree_from_the_start(self) -> None:
-        assert Topics(SECRET).of(["a", "b", "c"]) == Topics(SECRET).of(["c", "b", "a"])
-
     def test_that_see_samples_of_the_same_traffic_agree_on_most_requests(self) -> None:
         ours, theirs = warmed(Topics(SECRET), seed=1), warmed(Topics(SECRET), seed=2)
         rng = random.Random(3)
@@ -107,9 +100,6 @@ class TestProcesses:
         found = {python("-c", script).stdout for _ in range(2)}
         assert len(found) == 2
         assert not Topics().shared and Topics(SECRET).shared
-
-    def test_white_space_around_a_secret_is_none_of_it(self) -> None:
-        assert Topics(f" {SECRET}\n").of(["a"]) == Topics(SECRET).of(["a"])
 
 
 class TestSecrecy:

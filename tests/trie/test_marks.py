@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget, best_marks, cell_of
 from ragorder.clouds.residency import CacheReport, JunctionsResidency, MarkedFeedback, MarksResidency
@@ -94,11 +94,6 @@ def check(residency: MarksResidency) -> None:
 
 
 class TestResidency:
-    def test_nothing_is_cached_at_first(self) -> None:
-        residency, _ = make(RULES, 1, 2)
-        lease = start(residency, "ab")
-        assert (lease.cached_documents, lease.cached_tokens) == (0, 0)
-
     def test_resumes_at_the_deepest_mark_that_both_share(self) -> None:
         residency, _ = make(RULES, 1, 3)
         serve(residency, "abcd")
@@ -108,21 +103,6 @@ class TestResidency:
             residency.cancel(lease)
         assert start(residency, "ba").cached_tokens == 0
         check(residency)
-
-    def test_can_be_read_from_the_first_token_on(self) -> None:
-        residency, _ = make(RULES, 2)
-        writer = start(residency, "ab")
-        assert start(residency, "ab").cached_tokens == 0
-        residency.publish(writer)
-        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
-        residency.release(writer)
-        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
-        check(residency)
-
-    def test_or_from_the_start_if_the_rules_say_so(self) -> None:
-        residency, _ = make(replace(RULES, readable="start"), 2)
-        start(residency, "ab")
-        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
 
     def test_lives_from_the_start_of_a_request_and_anew_with_each_that_reads_it(self) -> None:
         residency, clock = make(RULES, 2)
@@ -165,26 +145,12 @@ class TestResidency:
         assert paths(residency.tree) == {""}
         check(residency)
 
-    def test_documents_behind_the_last_mark_leave_it_with_the_request(self) -> None:
-        residency, _ = make(RULES, 1)
-        lease = start(residency, "abc")
-        assert "abc" in paths(residency.tree)
-        residency.release(lease)
-        assert paths(residency.tree) == {"", "a"}
-
     def test_shorter_prefixes_than_the_minimum_are_not_kept(self) -> None:
         residency, _ = make(replace(RULES, minimum_tokens=SYSTEM + TOKENS + 1), 0, 1, 2)
         serve(residency, "ab")
         assert start(residency, "ax").cached_tokens == 0
         assert start(residency, "ab").cached_documents == 2
         assert residency.holds(residency.tree.root), "it cannot be kept"
-
-    def test_a_request_that_fails_before_its_first_token_has_written_nothing(self) -> None:
-        residency, _ = make(RULES, 2)
-        residency.cancel(start(residency, "ab"))
-        assert paths(residency.tree) == {""}
-        assert start(residency, "ab").cached_tokens == 0
-        check(residency)
 
     def test_and_one_that_fails_behind_it_has(self) -> None:
         residency, _ = make(RULES, 2)
@@ -263,13 +229,6 @@ class TestResidency:
 
 
 class TestIntervals:
-    def test_resume_at_whole_ones(self) -> None:
-        residency, _ = make(INTERVAL)
-        assert start(residency, "ab").cached_tokens == 0
-        serve(residency, "abc")
-        assert start(residency, "abx").cached_tokens == (SYSTEM + 2 * TOKENS) // 128 * 128
-        assert start(residency, "abc").cached_tokens == (SYSTEM + 3 * TOKENS) // 128 * 128
-
     def test_and_not_below_the_minimum(self) -> None:
         residency, _ = make(INTERVAL)
         serve(residency, "abc")
@@ -342,14 +301,6 @@ class TestJunctions:
         feedback.release(start(residency, "abc"), 0)
         assert start(residency, "abc").cached_tokens == 1536, "it has computed it again"
         assert start(residency, "abx").cached_tokens == 0
-
-    def test_a_copy_has_its_own(self) -> None:
-        residency, _ = make(self.RULES)
-        serve(residency, "abc")
-        copy = residency.copy()
-        assert start(copy, "abc").cached_tokens == 1536
-        serve(copy, "xyz")
-        assert start(residency, "xyz").cached_tokens == 0
 
 
 class TestReports:
@@ -540,8 +491,7 @@ class TestChoice:
         assert moved[0] == (2,), "it has more to lose than to gain"
         assert moved[-1] == (3,)
 
-    @pytest.mark.parametrize("lookback_parts", [1, 2, 3, 20])
-    @pytest.mark.parametrize("marks", [1, 2, 3, 4])
+    @pytest.mark.parametrize(("marks", "lookback_parts"), grid(list(product([1, 2, 3, 4], [1, 2, 3, 20])), 6))
     def test_what_is_written_can_be_found_again(self, marks: int, lookback_parts: int) -> None:
         rules = replace(RULES, marks=marks, lookback_parts=lookback_parts)
         rng = random.Random(0)
@@ -636,14 +586,6 @@ class TestRates:
 
 
 class TestBudget:
-    def test_bounds_what_writes_may_lose(self) -> None:
-        budget, total, cost = WriteBudget(), 0.0, 0.0
-        for _ in range(1000):
-            surcharge = 250.0 if budget.allows(250.0, 1000.0) else 0.0
-            budget.add(1000.0, 1000.0 + surcharge)
-            total, cost = total + 1000, cost + 1000 + surcharge
-        assert total < cost <= 1.015 * total + 8 * 1000
-
     def test_does_so_however_much_was_saved_before(self) -> None:
         budget = WriteBudget()
         for _ in range(10_000):
@@ -665,12 +607,6 @@ class TestBudget:
 
 
 class TestRules:
-    def test_break_even(self) -> None:
-        assert RULES.break_even == pytest.approx(0.25 / 0.9)
-        assert replace(RULES, write=2.0).break_even == pytest.approx(1 / 0.9)
-        assert replace(RULES, write=1.0).break_even == 0
-        assert replace(RULES, read=1.0).break_even == float("inf")
-
     def test_cost(self) -> None:
         assert RULES.cost(1000) == 1000
         assert RULES.cost(1000, cached_tokens=400, written_tokens=200) == pytest.approx(40 + 250 + 400)

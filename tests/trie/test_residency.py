@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -99,53 +99,12 @@ class ResidencyContract:
     def residency(self) -> LRUResidency:
         return self.make()
 
-    def test_nothing_is_held_at_first(self, residency: LRUResidency) -> None:
-        lease = start(residency, "abc")
-        assert (lease.cached_documents, lease.cached_tokens) == (0, 0)
-
-    def test_what_is_in_flight_counts_as_held(self, residency: LRUResidency) -> None:
-        start(residency, "abc")
-        lease = start(residency, "abd")
-        assert (lease.cached_documents, lease.cached_tokens) == (2, (PREFIX + 60) // BLOCK * BLOCK)
-
-    def test_what_was_served_is_held(self, residency: LRUResidency) -> None:
-        serve(residency, "abc")
-        lease = start(residency, "abc")
-        assert (lease.cached_documents, lease.cached_tokens) == (3, (PREFIX + 90) // BLOCK * BLOCK)
-
-    def test_other_documents_share_the_system_prompt(self, residency: LRUResidency) -> None:
-        serve(residency, "abc")
-        lease = start(residency, "cba")
-        assert (lease.cached_documents, lease.cached_tokens) == (0, PREFIX // BLOCK * BLOCK)
-
-    def test_a_request_without_documents_holds_the_system_prompt(self, residency: LRUResidency) -> None:
-        first, second = serve(residency, ""), start(residency, "")
-        assert (first.cached_tokens, second.cached_tokens) == (0, PREFIX // BLOCK * BLOCK)
-
-    def test_a_lease_pins_its_path_and_release_unpins_it(self, residency: LRUResidency) -> None:
-        one, other = start(residency, "ab"), start(residency, "ac")
-        assert {path: node.leases for path, node in paths(residency.tree).items()} == {
-            "": 2,
-            "a": 2,
-            "ab": 1,
-            "ac": 1,
-        }
-        residency.release(one)
-        residency.cancel(other)
-        assert all(node.leases == 0 for node in residency.tree.walk())
-
     def test_cancel_takes_back_what_only_this_request_would_have_computed(self, residency: LRUResidency) -> None:
         serve(residency, "ab")
         used = residency.pool.used_blocks
         residency.cancel(start(residency, "abcd"))
         assert sorted(paths(residency.tree)) == ["", "a", "ab"]
         assert residency.pool.used_blocks == used == recomputed_blocks(residency)
-
-    def test_cancel_of_the_first_request_leaves_nothing(self, residency: LRUResidency) -> None:
-        residency.cancel(start(residency, "abc"))
-        assert residency.pool.used_blocks == held_blocks(residency.tree) == 0
-        assert residency.tree.size == 0
-        assert start(residency, "abc").cached_tokens == 0
 
     def test_cancel_keeps_what_another_request_in_flight_uses(self, residency: LRUResidency) -> None:
         one, other = start(residency, "abc"), start(residency, "abd")
@@ -159,23 +118,6 @@ class ResidencyContract:
         residency.release(other)
         residency.cancel(one)
         assert start(residency, "abc").cached_documents == 3
-
-    @pytest.mark.parametrize("first", [0, 1])
-    def test_requests_that_shared_and_all_failed_leave_nothing(self, residency: LRUResidency, first: int) -> None:
-        leases = [start(residency, "abc"), start(residency, "abd")]
-        residency.cancel(leases[first])
-        residency.cancel(leases[1 - first])
-        assert start(residency, "ab").cached_tokens == 0
-
-    @pytest.mark.parametrize("ends", [("release", "release"), ("release", "cancel"), ("cancel", "release")])
-    def test_ending_a_lease_again_does_nothing(self, residency: LRUResidency, ends: tuple[str, str]) -> None:
-        serve(residency, "ab")
-        lease = start(residency, "acd")
-        getattr(residency, ends[0])(lease)
-        before = sorted(paths(residency.tree)), residency.pool.used_blocks, list(residency.pool.log)
-        getattr(residency, ends[1])(lease)
-        assert (sorted(paths(residency.tree)), residency.pool.used_blocks, list(residency.pool.log)) == before
-        assert all(node.leases == 0 for node in residency.tree.walk())
 
     def test_a_forgotten_lease_counts_as_served_in_the_end(self, residency: LRUResidency) -> None:
         forgotten = start(residency, "abc")
@@ -193,14 +135,6 @@ class ResidencyContract:
             residency.release(lease)
         check_invariants(residency, [])
 
-    def test_counts_a_shared_block_once(self, residency: LRUResidency) -> None:
-        one, other = start(residency, "abc"), start(residency, "abd")
-        shared = (PREFIX + 60) // BLOCK
-        assert residency.pool.used_blocks == 2 * prompt_blocks(90) - shared
-        residency.release(one)
-        residency.release(other)
-        assert residency.pool.used_blocks == recomputed_blocks(residency)
-
     def test_the_log_is_bounded(self, residency: LRUResidency) -> None:
         for number in range(20_000):
             serve(residency, "abcde"[number % 5 :] + "fgh"[number % 3])
@@ -214,12 +148,6 @@ class ResidencyContract:
         path = residency.tree.insert(range(10_000), [1] * 10_000, range(10_000))
         residency.release(residency.lease(path, SUFFIX))
         assert residency.lease(path, SUFFIX).cached_documents == 10_000
-
-    def test_documents_shorter_than_a_block(self, residency: LRUResidency) -> None:
-        serve(residency, "abcdefgh", tokens=3)
-        lease = start(residency, "abcdxyz", tokens=3)
-        assert lease.cached_tokens == (PREFIX + 12) // BLOCK * BLOCK
-        check_invariants(residency, [(lease, lease.path)])
 
 
 class BoundedContract(ResidencyContract):
@@ -240,28 +168,6 @@ class BoundedContract(ResidencyContract):
             gone += [document for document in "abc" if document not in paths(residency.tree) and document not in gone]
         assert gone == ["b", "c", "a"]
 
-    def test_a_request_is_given_up_block_by_block_from_its_tail(self) -> None:
-        residency = self.make(30)
-        serve(residency, "abc")
-        held = [(PREFIX + 90) // BLOCK]
-        for number in range(300):
-            path = residency.tree.insert([number], [0], [0])
-            residency.release(residency.lease(path, 8))
-            nodes = paths(residency.tree)
-            deepest = max((path for path in nodes if path in ("a", "ab", "abc")), key=len, default="")
-            held.append(residency.tree.cached_tokens(nodes[deepest]) // BLOCK)
-        assert [before for before, after in pairwise(held) if after < before] == list(
-            range(held[0], PREFIX // BLOCK, -1)
-        )
-
-    def test_blocks_in_flight_are_not_given_up(self) -> None:
-        residency = self.make(2 * prompt_blocks(60))
-        pinned = start(residency, "ab")
-        for documents in "cdefgh":
-            serve(residency, documents)
-        assert pinned.open
-        assert start(residency, "ab").cached_documents == 2
-
     def test_the_oldest_request_in_flight_counts_as_served_when_its_room_is_needed(self) -> None:
         residency = self.make(prompt_blocks(60) + 4)
         oldest, newest = start(residency, "ab"), start(residency, "xy")
@@ -270,36 +176,6 @@ class BoundedContract(ResidencyContract):
         residency.release(oldest)
         residency.cancel(oldest)
         check_invariants(residency, [(newest, newest.path)])
-
-    def test_of_a_request_larger_than_the_cache_the_head_stays(self) -> None:
-        residency = self.make(8)
-        lease = start(residency, "abcdefgh")
-        assert residency.pool.used_blocks <= 8
-        residency.release(lease)
-        again = start(residency, "abcdefgh")
-        assert again.cached_tokens == 8 * BLOCK
-        check_invariants(residency, [])
-
-    def test_one_document_larger_than_the_cache(self) -> None:
-        residency = self.make(8)
-        residency.release(start(residency, "a", tokens=10_000))
-        assert start(residency, "a", tokens=10_000).cached_tokens == 8 * BLOCK
-        assert start(residency, "b").cached_documents == 0
-
-    def test_a_cache_smaller_than_a_block_holds_nothing(self) -> None:
-        residency = self.make(0)
-        for _ in range(3):
-            assert serve(residency, "ab").cached_tokens == 0
-        check_invariants(residency, [])
-
-    def test_never_above_its_capacity(self) -> None:
-        residency = self.make(50)
-        rng = random.Random(0)
-        for _ in range(2_000):
-            serve(residency, "".join(rng.sample("abcdefgh", rng.randint(0, 6))), rng.choice([0, 3, 30, 200]))
-            assert residency.pool.used_blocks <= 50
-            assert residency.pool.used_blocks == recomputed_blocks(residency)
-        check_invariants(residency, [])
 
     def test_an_answer_takes_the_room_that_it_is_reported_with(self) -> None:
         residency = self.make(2 * prompt_blocks(30))
@@ -329,14 +205,6 @@ class BoundedContract(ResidencyContract):
         assert residency.pool.used_blocks == 20
         check_invariants(residency, [])
         assert start(residency, "abc").cached_documents == 3
-
-    def test_the_tree_mirrors_the_cache_and_no_more(self) -> None:
-        residency = self.make(100)
-        for number in range(3_000):
-            path = residency.tree.insert([number], [30], [0])
-            residency.release(residency.lease(path, SUFFIX))
-        assert residency.tree.size <= 100
-        assert len(residency.pool.log) <= 2_048
 
 
 class TestLRU(BoundedContract):
@@ -371,21 +239,6 @@ class TestLRUWithPartialBlocksInLine(BoundedContract):
 class TestLRUWithoutCapacity(ResidencyContract):
     def make(self) -> LRUResidency:
         return LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK))
-
-    def test_nothing_is_ever_given_up(self) -> None:
-        residency = self.make()
-        serve(residency, "a")
-        for number in range(5_000):
-            residency.release(residency.lease(residency.tree.insert([number], [500], [0]), SUFFIX))
-        assert start(residency, "a").cached_documents == 1
-
-    def test_only_the_number_of_nodes_is_bounded(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK, max_nodes=100))
-        for number in range(1_000):
-            residency.release(residency.lease(residency.tree.insert([number], [500], [0]), SUFFIX))
-        assert 50 <= residency.tree.size <= 100
-        assert residency.lease(residency.tree.insert([999], [500], [0]), SUFFIX).cached_documents == 1
-        assert residency.lease(residency.tree.insert([0], [500], [0]), SUFFIX).cached_documents == 0
 
 
 class Invariants(RuleBasedStateMachine):
@@ -630,30 +483,20 @@ class TestAgreementWithTheEngine:
     Only a document without tokens is a difference that the engine cannot see; here each has at least one.
     """
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(STREAMS, st.lists(st.integers(1, 60), min_size=8, max_size=8), BLOCK_COUNTS, st.sampled_from([1, 2, 8]))
-    def test_every_request_is_predicted_to_the_token(
+    def test_every_request_is_predicted_to_the_token_and_every_path_is_held_as_far_as_the_tree_says(
         self, stream: list[list[int]], lengths: list[int], blocks: int | None, in_flight: int
     ) -> None:
         mirrored = Mirrored(lengths, None if blocks is None else blocks * BLOCK, in_flight)
-        served = [mirrored.serve(documents) for documents in stream]
-        assert [predicted for predicted, _ in served] == [true for _, true in served]
-
-    @settings(max_examples=examples(150), deadline=None)
-    @given(STREAMS, st.lists(st.integers(1, 60), min_size=8, max_size=8), BLOCK_COUNTS, st.sampled_from([1, 2, 8]))
-    def test_every_path_of_the_tree_is_held_as_far_as_it_says(
-        self, stream: list[list[int]], lengths: list[int], blocks: int | None, in_flight: int
-    ) -> None:
-        mirrored = Mirrored(lengths, None if blocks is None else blocks * BLOCK, in_flight)
-        for documents in stream:
-            mirrored.serve(documents)
+        for predicted, true in map(mirrored.serve, stream):
+            assert predicted == true
         for documents, node in mirrored.known_paths():
-            held = mirrored.engine.cached_tokens(mirrored.prompt(documents))
-            assert held == mirrored.tree.cached_tokens(node)
+            assert mirrored.engine.cached_tokens(mirrored.prompt(documents)) == mirrored.tree.cached_tokens(node)
 
     @pytest.mark.parametrize(
         ("name", "in_flight", "capacity_tokens"),
-        grid(list(product(["paper-shuf", "mix8", "zipf10", "geo"], [1, 8], [3_000, 20_000, 100_000, None])), 11),
+        grid(list(product(["paper-shuf", "mix8", "zipf10", "geo"], [1, 8], [3_000, 20_000, 100_000, None])), 5),
     )
     def test_workloads(self, name: str, capacity_tokens: int | None, in_flight: int) -> None:
         workload = make_workload(name, seed=0, requests=250)
@@ -662,18 +505,15 @@ class TestAgreementWithTheEngine:
         served = [mirrored.serve(ranking) for ranking in workload.rankings]
         assert [predicted for predicted, _ in served] == [true for _, true in served]
         assert sum(true for _, true in served) > PREFIX * 100
-        in_pool = sum(use.suffix_blocks for use in mirrored.residency.pool.log) + held_blocks(mirrored.tree)
-        in_flight_blocks = sum(
-            lease.suffix_blocks + lease.partial_blocks for lease, _ in mirrored._running if lease.open
-        )
         if capacity_tokens is not None:
-            assert mirrored.residency.pool.used_blocks == in_pool + in_flight_blocks
+            assert mirrored.residency.pool.used_blocks == recomputed_blocks(mirrored.residency)
 
 
 class TestFeedback:
     """Other users of the engine push our documents out behind the residency's back."""
 
     @staticmethod
+    @cache
     def errors(feedback: bool, foreign_tokens: int) -> list[int]:
         """How far the first predictions after foreign traffic are off, in tokens."""
         workload = make_workload("zipf10", seed=1, requests=400, top_k=5)
@@ -685,7 +525,7 @@ class TestFeedback:
         mirrored.serve_foreign(foreign_tokens)
         return [abs(predicted - true) for predicted, true in map(mirrored.serve, workload.rankings[200:])]
 
-    @pytest.mark.parametrize("foreign_tokens", [30_000, 39_000])
+    @pytest.mark.parametrize("foreign_tokens", grid([30_000, 39_000], 1))
     def test_predictions_are_right_again_sooner_than_without(self, foreign_tokens: int) -> None:
         without, corrected = self.errors(False, foreign_tokens), self.errors(True, foreign_tokens)
         assert sum(without) > 0
@@ -706,17 +546,6 @@ class TestFeedback:
         assert (predicted, true) == ((PREFIX + 400) // BLOCK * BLOCK, 0)
         right = [predicted == true for predicted, true in map(mirrored.serve, ([4, 5], [2, 3], [0, 1]))]
         assert right == [feedback] * 3
-
-    def test_what_was_used_before_the_lost_blocks_is_lost_as_well(self) -> None:
-        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK)))
-        for documents in ("ab", "cd", "ef", "gh"):
-            serve(residency, documents)
-        lease = start(residency, "ef")
-        residency.release(lease, cached_tokens=PREFIX // BLOCK * BLOCK)
-        assert start(residency, "ab").cached_documents == 0
-        assert start(residency, "cd").cached_documents == 0
-        assert start(residency, "gh").cached_documents == 2
-        assert start(residency, "ef").cached_documents == 2
 
     @pytest.mark.parametrize("reported", [None, 0, 10**9])
     def test_what_was_predicted_and_more_changes_nothing(self, reported: int | None) -> None:
