@@ -31,7 +31,7 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.eval.suites.quality.compare import bootstrap_difference
 from ragorder.eval.suites.quality.metrics import SCORERS, extract_answer
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
 from ragorder.prompt import PromptBuilder
 

@@ -33,9 +33,8 @@ from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
-from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
-from ragorder.kernels.offload.stream import LayerStreamer
+from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 from ragorder.pipelining.placement.plan import STAGES

@@ -719,16 +719,6 @@ class TestFusion:
             text = (await client.get("/metrics")).text
         assert f'ragorder_engine_questions_total{{event="used"}} {stats.questions_used:.1f}' in text
 
-    async def test_documents_are_built_while_nothing_is_due(self, load: Callable[..., EngineWorker]) -> None:
-        worker = load(reuse="fused", build_idle=100.0)
-        for names in ("a", "b", "ba"):
-            await self.ask(worker, names)
-        assert await asyncio.to_thread(eventually, lambda: worker.stats().idle_documents == 2, 60)
-        async with reaching(make_engine_app(worker)) as client:
-            text = (await client.get("/metrics")).text
-        assert 'ragorder_engine_idle_documents_total{event="built"} 2.0' in text
-        assert f"ragorder_engine_idle_tokens_total {worker.stats().idle_tokens:.1f}" in text
-
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
@@ -1973,7 +1963,6 @@ class TestOptions:
             "--recompute": "0.2",
             "--select": "deviation",
             "--select-rounds": "2",
-            "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
@@ -1997,7 +1986,6 @@ class TestOptions:
             recompute=0.2,
             select="deviation",
             select_rounds=2,
-            build_idle=0.5,
             dtype="float32",
             device="cpu",
         )
@@ -2034,8 +2022,6 @@ class TestOptions:
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
-            (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
-            (None, ["--reuse", "fused", "--build-idle", "-1"], "--build-idle"),
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is not a size"),
