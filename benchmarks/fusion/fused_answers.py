@@ -268,7 +268,7 @@ class Asking:
         from ragorder.kernels.engine_settings import EngineSettings
         from ragorder.kernels.models.model import PatchedModel
         from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
-        from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+        from ragorder.kernels.preprocessing.neighbours import PreprocessingSettings
 
         documents, near = self._corpus.documents, self._neighbours()
         wanted = dict.fromkeys(

@@ -22,8 +22,6 @@ Span = tuple[int, int, int]
 class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
 
-        PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
-
     - `query_starts` int32 (R + 1,): first new token of each request, then T.
     - `context_lengths` int32 (R,): cached tokens. `longest_query`, `longest_context`: maxima.
     - `block_tables` int32 (R, blocks): blocks of the context; further entries are ignored.

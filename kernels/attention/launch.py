@@ -50,14 +50,10 @@ def triton_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    family, multiprocessors = _device(q.device)
-    if tile is None:
-        tile = choose_tile(family, head_dim, q.element_size(), batch.longest_query * group)
+    keys = batch.longest_context + batch.longest_query
+    keys = keys if window is None else min(keys, window)
+    tile, splits = _plan(q, batch, kv_heads, batch.longest_query * group, keys, tile, splits)
     tiles = tokens * group // tile.rows + batch.requests
-    if splits is None:
-        keys = batch.longest_context + batch.longest_query
-        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
-        splits = choose_splits(tile, programs, keys if window is None else min(keys, window), multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, parts = _parts(out, splits)
     with _on(q.device):
@@ -95,14 +91,9 @@ def triton_sparse_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    family, multiprocessors = _device(q.device)
-    if tile is None:
-        rows = min(batch.longest_query * group, SCATTERED_ROWS)
-        tile = choose_tile(family, head_dim, q.element_size(), rows)
+    rows = min(batch.longest_query * group, SCATTERED_ROWS)
+    tile, splits = _plan(q, batch, kv_heads, rows, batch.longest_context, tile, splits)
     tiles = tokens * group // tile.rows + batch.requests
-    if splits is None:
-        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
-        splits = choose_splits(tile, programs, batch.longest_context, multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, parts = _parts(out, splits)
     with _on(q.device):
@@ -121,6 +112,16 @@ def triton_sparse_attention(
         if splits > 1:
             _merge(parts, lse, out)
     return out
+
+
+def _plan(
+    q: Tensor, batch: PackedBatch, kv_heads: int, rows: int, keys: int, tile: Tile | None, splits: int | None
+) -> tuple[Tile, int]:
+    tokens, heads, head_dim = q.shape
+    family, multiprocessors = _device(q.device)
+    tile = tile or choose_tile(family, head_dim, q.element_size(), rows)
+    programs = count_programs(tile, tokens, batch.requests, heads // kv_heads, kv_heads)
+    return tile, splits or choose_splits(tile, programs, keys, multiprocessors)
 
 
 def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:

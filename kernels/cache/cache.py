@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from ragorder.kernels.cache.contents import Contents, CopyKind, DocumentIndex
+from ragorder.kernels.cache.contents import Contents, DocumentIndex
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
@@ -165,8 +165,9 @@ class KnowledgeCache:
     def find_copies(self, path: Sequence[Segment]) -> TierTokens:
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
-    def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        return self._index.kinds(path)
+    def have_copies(self, path: Sequence[Segment]) -> list[bool]:
+        """Return whether any tier has a copy of each segment's document."""
+        return self._index.known(path)
 
     def acquire(self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0) -> KVLease:
         """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit

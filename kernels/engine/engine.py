@@ -100,7 +100,6 @@ class TieredEngine:
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
         make = cache_maker(model, settings, self.profile, self._streamer)
         self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
-        self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         ends = model.end_tokens(self.tokenizer)
         self._validator = RequestValidator(
@@ -152,6 +151,10 @@ class TieredEngine:
         except BaseException:
             streamed.streamer.close()
             raise
+
+    @property
+    def device_tokens(self) -> int:
+        return self._cache.pool.blocks * self.block_size
 
     @property
     def has_unfinished(self) -> bool:
@@ -263,10 +266,7 @@ class TieredEngine:
         with self._lock:
             self._failures.check_device()
             self._forget_work()
-            try:
-                self._memory.resize(device_tokens, host_bytes, self._sequences.values())
-            finally:
-                self._pool_changed()
+            self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
@@ -276,10 +276,7 @@ class TieredEngine:
         with self._lock:
             self._failures.check_device()
             self._forget_work()
-            try:
-                self._memory.place(placement, self._sequences.values())
-            finally:
-                self._pool_changed()
+            self._memory.place(placement, self._sequences.values())
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
@@ -336,12 +333,10 @@ class TieredEngine:
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
-            if self._memory.restore_pool(self._sequences.values()):
-                self._pool_changed()
+            self._memory.restore_pool(self._sequences.values())
             chunks = scheduler.plan()
         except OutOfBlocksError:
             if self._memory.make_blocks():
-                self._pool_changed()
                 return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
             why = "the request does not fit into the pool: give the engine more device_tokens"
@@ -374,8 +369,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        if self._memory.step_succeeded():
-            self._pool_changed()
+        self._memory.step_succeeded()
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -408,20 +402,13 @@ class TieredEngine:
         return update
 
     def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
-        given = self._memory.shrink(tokens, self._sequences.values(), failed=failed)
-        self._pool_changed()
-        return given
+        return self._memory.shrink(tokens, self._sequences.values(), failed=failed)
 
     def _hold(self, sequence: Sequence) -> None:
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
-        if needed > self.device_tokens:
-            if not self._memory.fit(needed):
-                why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
-                raise ShortOfMemoryError(why) from MemoryError(why)
-            self._pool_changed()
-
-    def _pool_changed(self) -> None:
-        self.device_tokens = self._cache.pool.blocks * self.block_size
+        if needed > self.device_tokens and not self._memory.fit(needed):
+            why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
+            raise ShortOfMemoryError(why) from MemoryError(why)
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, fault: Fault | None = None

@@ -204,9 +204,9 @@ class Fuser:
         prefix = sequence.tokens[: sum(segment.tokens for segment in front)]
         helpers, start = [], 0
         # A document with KV but no room for its copy is computed in place.
-        for segment, kind in zip(path, self._cache.copy_kinds(path), strict=True):
+        for segment, known in zip(path, self._cache.have_copies(path), strict=True):
             end = start + segment.tokens
-            if start > first and kind is None:
+            if start > first and not known:
                 request = Request([*prefix, *sequence.tokens[start:end]])
                 alone = (*front, segment._replace(key=segment.content))
                 helpers.append(Sequence(-1, request, alone, None, frozenset(), owner=sequence))

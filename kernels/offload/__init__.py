@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("torch", "streaming weights"):
     import torch  # noqa: F401
     import transformers  # noqa: F401
-except ImportError as error:
-    message = f"streamed weights need {error.name}: {install_hint('torch')}"
-    raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError

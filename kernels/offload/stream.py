@@ -152,7 +152,8 @@ class LayerStreamer:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
         self._wanted = slots
-        return self._keep_slots(slots)
+        self._keep_slots(slots)
+        return self._least
 
     def move(self, residency: Residency) -> Residency:
         """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
@@ -203,22 +204,20 @@ class LayerStreamer:
         self._keep_slots(max(1, len(self._ring) // 2))
         return True
 
-    def regain(self, residency: Residency) -> bool:
-        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False without a
-        change."""
+    def regain(self, residency: Residency) -> None:
+        """Take back slots, else a quarter of the layers that `residency` has off the disk."""
         if self.streamed and self._least < self._wanted:
             self._end()
-            slots = self._least
-            return self._keep_slots(self._wanted) > slots
+            self._keep_slots(self._wanted)
+            return
         now = list(self.residency.places)
         missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
         for layer in missing[: -(-len(missing) // 4)]:
             now[layer] = residency[layer]
-        if not missing:
+        if missing:
+            self.move(Residency(tuple(now)))
+        else:
             self._short = False
-            return False
-        before = self.residency
-        return self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -282,10 +281,9 @@ class LayerStreamer:
             self._calm = 0
             self._set_slots(wanted)
 
-    def _keep_slots(self, slots: int) -> int:
+    def _keep_slots(self, slots: int) -> None:
         self._set_slots(slots)
         self._least = len(self._ring)
-        return self._least
 
     def _set_slots(self, slots: int) -> None:
         self._ring.shrink(slots)

@@ -59,9 +59,8 @@ from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
 from ragorder.kernels.models import loading
-from ragorder.kernels.preprocessing.builder import FusionBuilder
+from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
-from ragorder.kernels.preprocessing.plan import SourceDocument
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
 from ragorder.trie.profile import PrefillProfile

@@ -586,17 +586,6 @@ def flip(path: Path, place: int, mask: int) -> None:
     path.write_bytes(data)
 
 
-LIMITED = """
-import json, resource, sys
-from pathlib import Path
-from ragorder.kernels.store import ChunkStore
-store = ChunkStore(Path(sys.argv[1]), 1 << 20, "a model")
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-large, small = store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000))
-print(json.dumps([large, small, store.counters.failed_writes]))
-"""
-
-
 class TestADiskThatFails:
     """Nothing raises, everything is counted, and what can still be read is."""
 
@@ -729,11 +718,6 @@ class TestADiskThatFails:
         now[0] = 10.0
         assert all(put(store, b"%d" % number) for number in range(100))
         store.close()
-
-    def test_a_limit_of_the_process(self, folder: Path, python: Any) -> None:
-        done = python("-c", LIMITED, folder)
-        assert json.loads(done.stdout) == [False, True, {"EFBIG": 1}], done.stderr
-        assert len(files(folder)) == 1
 
     def test_after_some_failures_in_a_row_it_does_not_write_for_a_while(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

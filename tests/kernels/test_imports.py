@@ -41,4 +41,4 @@ def test_streamed_weights_need_neither_the_engine_nor_its_cache() -> None:
 
 def test_streamed_weights_without_torch_name_the_extra() -> None:
     code = "import sys; sys.modules['torch'] = None; import ragorder.kernels.offload"
-    assert "streamed weights need torch: in a clone of ragorder, pip install '.[torch]'" in run(code)
+    assert "streaming weights needs torch: in a clone of ragorder, pip install '.[torch]'" in run(code)

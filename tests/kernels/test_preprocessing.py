@@ -26,12 +26,10 @@ from ragorder.kernels.cache import DiskSettings, KnowledgeCache, segments_of
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.models.identity import identity
 from ragorder.kernels.models.model import PatchedModel
-from ragorder.kernels.preprocessing.builder import FusionBuilder, WriteFailedError
+from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument, WriteFailedError
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, ManifestError
-from ragorder.kernels.preprocessing.neighbours import GivenNeighbours, Neighbours
-from ragorder.kernels.preprocessing.plan import SourceDocument
+from ragorder.kernels.preprocessing.neighbours import GivenNeighbours, Neighbours, PreprocessingSettings
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor
-from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 from ragorder.kernels.store import StoreRefusedError
 from ragorder.kernels.store.format import ChunkName, Header
 
