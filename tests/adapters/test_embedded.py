@@ -1107,7 +1107,7 @@ class TestWorker:
     ) -> None:
         worker = load()
         monkeypatch.setattr(worker.engine._memory, "fit", lambda tokens: False)
-        monkeypatch.setattr(worker.engine, "device_tokens", 1)
+        monkeypatch.setattr(TieredEngine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
         error = response.json()["error"]

@@ -374,6 +374,13 @@ class TestResize:
             assert pool.references(there) == 1 + (block in twice)
         assert sorted([*pool.allocate(pool.free_blocks), *now.values()]) == list(range(blocks))
 
+    def test_a_block_moves_to_a_free_one(self) -> None:
+        pool = filled(6)
+        pool.release([block for block in pool.allocate(6) if 0 < block < 5])
+        contents = pool.kv[[0, 5]].clone()
+        assert pool.resize(3) == {5: 1}
+        assert torch.equal(pool.kv[[0, 1]], contents)
+
     def test_views_are_those_of_the_new_memory(self) -> None:
         pool = filled(4)
         old = pool.views
