@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ragorder.kernels.fusion.selection import SELECTIONS, selections
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import SELECTIONS, Fusion, selections
 from ragorder.kernels.tier_settings import KVTierSettings
 
 __all__ = ["EngineSettings"]
@@ -117,13 +116,6 @@ class EngineSettings(KVTierSettings):
         default=1,
         ge=1,
         description="Fused reuse: rounds of selection; later rounds use the attention of the tokens chosen so far.",
-    )
-    build_idle: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Fused reuse: while no request is due, compute requested documents after others of the same "
-        "requests (FusionRAG 3.1): maximum tokens per token that requests compute; 0 disables this.",
     )
 
     @property

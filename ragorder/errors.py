@@ -35,7 +35,7 @@ RagorderError
     ShortOfMemoryError            ragorder.kernels.engine.request
   StoreRefusedError               ragorder.kernels.store.folder
   UnsupportedModelError           ragorder.kernels.models.support
-  WriteFailedError                ragorder.kernels.preprocessing.copies
+  WriteFailedError                ragorder.kernels.preprocessing.builder
   AnswerChangedError              ragorder.pipelining.batching.requests
   PlacementError                  ragorder.pipelining.placement.plan
   QueueFullError                  ragorder.pipelining.reordering

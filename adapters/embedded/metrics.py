@@ -68,10 +68,6 @@ class EngineMetrics:
         questions = {"kept": stats.questions_kept, "used": stats.questions_used}
         says = "Questions computed ahead by warm-ups, and used by fused requests."
         yield _counters("questions", says, "event", questions)
-        idle = {"built": stats.idle_documents, "aborted": stats.idle_aborted}
-        says = "Documents computed in idle steps after others, and those ended for due work."
-        yield _counters("idle_documents", says, "event", idle)
-        yield _counter("idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)
         yield _counter("generated_tokens", "Tokens of answers.", stats.generated_tokens)
         yield _counter("computed_tokens", "Tokens of requests that went through the model.", stats.computed_tokens)
         yield _counter("steps", "Forward passes of the model.", stats.steps)

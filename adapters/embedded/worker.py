@@ -149,7 +149,7 @@ class EngineWorker:
 
     @property
     def _busy(self) -> bool:
-        return self.failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
+        return self.failure is None and self.engine.has_unfinished
 
     def _run_commands(self) -> bool:
         """Wait if the engine is idle. Returns False once the worker must end."""

@@ -31,7 +31,7 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.eval.suites.quality.compare import bootstrap_difference
 from ragorder.eval.suites.quality.metrics import SCORERS, extract_answer
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
 from ragorder.prompt import PromptBuilder
 
@@ -268,7 +268,7 @@ class Asking:
         from ragorder.kernels.engine_settings import EngineSettings
         from ragorder.kernels.models.model import PatchedModel
         from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
-        from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+        from ragorder.kernels.preprocessing.neighbours import PreprocessingSettings
 
         documents, near = self._corpus.documents, self._neighbours()
         wanted = dict.fromkeys(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ragorder.kernels.attention.batch import PackedBatch
-from ragorder.kernels.attention.ranges import Ranges
+from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 from ragorder.kernels.attention.torch_backend import Rule, torch_attention, torch_sparse_attention
 
-__all__ = ["Backend", "merge_attention", "prefix_attention", "sparse_attention"]
+__all__ = ["Backend", "prefix_attention", "sparse_attention"]
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -62,18 +61,6 @@ def prefix_attention(
     return triton_attention(q, k, v, key_cache, value_cache, batch, scale, window, softcap)
 
 
-@overload
-def sparse_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch, positions: Tensor, *,
-    low: Tensor | None = ..., high: Tensor | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    lse: Literal[False] = ..., backend: Backend = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def sparse_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch, positions: Tensor, *,
-    low: Tensor | None = ..., high: Tensor | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    lse: Literal[True], backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sparse_attention(
     q: Tensor,
     key_cache: Tensor,
@@ -81,58 +68,34 @@ def sparse_attention(
     batch: PackedBatch,
     positions: Tensor,
     *,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    lse: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the attention of rows at any positions to ranges of their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
+) -> Tensor:
+    """Return the attention of rows at any positions to their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
 
-    As `prefix_attention`, without windows, but:
-
-    - The caches already have the rows' own keys, and `batch.context_lengths` count every key of a request.
-    - Row t attends to keys from `low[t]` to before `high[t]`, int32 (T,); by default from 0 to its own position.
-    - `lse`: also return each row's log-sum-exp, float32 (T, query heads). A row without keys has 0 and -inf.
-
-    `positions` are int32 (T,). All layers of a step must get the same `positions`, `low` and `high` objects, by which
-    `batch` caches derived values.
+    As `prefix_attention`, without windows, but the caches already have the rows' own keys, `batch.context_lengths`
+    count every key of a request, and row t attends to keys up to `positions[t]`, int32 (T,). All layers of a step must
+    get the same `positions` object, by which `batch` caches derived values.
     """
     _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
     _check_numbers(scale=scale, softcap=softcap)
-    for name, tensor in (("positions", positions), ("low", low), ("high", high)):
-        if tensor is not None and (tensor.dtype is not torch.int32 or tensor.shape != q.shape[:1]):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give torch.int32 ({len(q)},)")
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: give all on one device")
+    if positions.dtype is not torch.int32 or positions.shape != q.shape[:1]:
+        raise ValueError(f"positions is {positions.dtype} {tuple(positions.shape)}: give torch.int32 ({len(q)},)")
+    if positions.device != q.device:
+        raise ValueError(f"positions is on {positions.device}, q on {q.device}: give all on one device")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     chosen = choose_backend(backend, q, key_cache)
     if not q.numel():
-        empty = torch.empty_like(q)
-        return (empty, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if lse else empty
-    ranges = Ranges.of(batch, positions, low, high)
+        return torch.empty_like(q)
+    ranges = Ranges.of(batch, positions)
     if chosen == "torch":
-        rule = Rule(scale, None, softcap)
-        found, weight = torch_sparse_attention(q, (key_cache, value_cache), batch, ranges, rule, lse)
-    else:
-        from ragorder.kernels.attention.launch import triton_sparse_attention
+        return torch_sparse_attention(q, (key_cache, value_cache), batch, ranges, Rule(scale, None, softcap))
 
-        found, weight = triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap, lse)
-    return found if weight is None else (found, weight)
+    from ragorder.kernels.attention.launch import triton_sparse_attention
 
-
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Return the attention over disjoint key ranges, from `sparse_attention`'s results per range."""
-    weights = torch.stack(tuple(lses))
-    top = weights.amax(0)
-    weights = (weights - top.masked_fill(top == -math.inf, 0)).exp()
-    total = weights.sum(0)
-    weights /= total.masked_fill(total == 0, 1)
-    parts = (out.float() * weight[..., None] for out, weight in zip(outs, weights, strict=True))
-    merged: Tensor = reduce(torch.add, parts)
-    return merged.to(outs[0].dtype)
+    return triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap)
 
 
 def choose_backend(backend: Backend, q: Tensor, key_cache: Tensor) -> Literal["triton", "torch"]:

@@ -1,8 +1,8 @@
-"""Packed sequences of one step."""
+"""Packed sequences of one step, and key ranges of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["PackedBatch", "Span"]
+__all__ = ["Chunk", "PackedBatch", "Ranges", "Span"]
 
 T = TypeVar("T")
 
@@ -21,8 +21,6 @@ Span = tuple[int, int, int]
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
-
-        PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
 
     - `query_starts` int32 (R + 1,): first new token of each request, then T.
     - `context_lengths` int32 (R,): cached tokens. `longest_query`, `longest_context`: maxima.
@@ -95,3 +93,56 @@ class PackedBatch:
     def _read_spans(self) -> list[Span]:
         starts = self.query_starts.tolist()
         return list(zip(starts, starts[1:], self.context_lengths.tolist(), strict=False))
+
+
+_SLACK_TOKENS = 128
+"""Keys masked before a chunk is split; for long ranges, an eighth of their keys."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Rows `begin` to `end` with keys before `last`; `whole`: each row attends to all of these."""
+
+    begin: int
+    end: int
+    last: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranges:
+    """Row t attends to keys before `high[t]`, int32 (T,). `positions` are kept so that their `id` stays unique."""
+
+    high: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, positions: Tensor) -> Ranges:
+        return batch.memo(("ranges", id(positions)), lambda: cls(positions + 1, positions))
+
+    def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
+        """Return each request's chunks of up to `rows` rows with similar ranges. Waits for the device once a step."""
+        return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
+
+    def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:
+        highs = self.high.tolist()
+        for begin, end, context in batch.spans:
+            ends = [min(high, context) for high in highs[begin:end]]
+            chunks, start = [], 0
+            while start < len(ends):
+                chunk = _next_chunk(ends, start, rows, begin)
+                chunks.append(chunk)
+                start = chunk.end - begin
+            yield chunks
+
+
+def _next_chunk(ends: Sequence[int], start: int, rows: int, offset: int) -> Chunk:
+    least = last = ends[start]
+    stop = start
+    for high in ends[start : start + rows]:
+        shortest, longest = min(least, high), max(last, high)
+        if longest - shortest > max(_SLACK_TOKENS, shortest // 8):
+            break
+        least, last = shortest, longest
+        stop += 1
+    return Chunk(offset + start, offset + stop, last, least == last)

@@ -86,18 +86,16 @@ def compile_variant(variant: Variant) -> Compiled:
         "SPLIT": variant.split,
         "UPCAST": False,
     }
-    if variant.sparse:
-        constexprs |= {"BOUNDED": True, "WEIGHED": not variant.split}
-    else:
+    if not variant.sparse:
         constexprs |= {"WINDOWED": variant.window}
     kernel = attend_at if variant.sparse else attend
     return _compile(kernel, _types(variant), constexprs, variant.family, options(variant.tile))
 
 
 def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
-    names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "weight_ptr": "*fp32"}
+    names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"}
     width = 1 << (head_dim - 1).bit_length()
-    constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits, "WEIGHED": True}
+    constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits}
     return _compile(merge, names, constexprs, family, {"num_warps": 4})
 
 

@@ -16,7 +16,7 @@ __all__ = ["ANYWHERE", "CHANGING", "attend", "attend_at", "merge"]
 
 # These change between steps: specialising on them would recompile the kernel each time.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
-ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
+ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "highs_ptr")
 
 
 @triton.jit
@@ -272,16 +272,15 @@ def attend(
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def attend_at(
-    q_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, lows_ptr, highs_ptr, out_ptr, lse_ptr,
+    q_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, highs_ptr, out_ptr, lse_ptr,
     scale, cap,
     requests, tokens, splits,
     q_token, q_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, out_token, out_head,
     GROUP: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
+    CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low` (FusionRAG 4.3).
-    With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax."""
+    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
@@ -303,25 +302,17 @@ def attend_at(
 
     # Rows without keys, including those past the request's end, do not change the bounds.
     row_high = tl.minimum(tl.load(highs_ptr + begin + token, mask=is_row, other=0), context)
-    row_low = tl.zeros([BLOCK_M], tl.int32)
-    if BOUNDED:
-        row_low = tl.maximum(tl.load(lows_ptr + begin + token, mask=is_row, other=0), 0)
-    sees = row_low < row_high
-    last = tl.max(tl.where(sees, row_high, 0), 0)
+    sees = row_high > 0
+    last = tl.max(row_high, 0)
     high = tl.cdiv(last, BLOCK_N) * BLOCK_N
     edge = tl.min(tl.where(sees, row_high, last), 0) // BLOCK_N * BLOCK_N
     low = 0
-    free = 0
-    if BOUNDED:
-        low = tl.min(tl.where(sees, row_low, last), 0) // BLOCK_N * BLOCK_N
-        free = tl.cdiv(tl.max(tl.where(sees, row_low, 0), 0), BLOCK_N) * BLOCK_N
     if SPLIT:
-        share = tl.cdiv((high - low) // BLOCK_N, splits) * BLOCK_N
-        low += tl.program_id(2) * share
+        share = tl.cdiv(high // BLOCK_N, splits) * BLOCK_N
+        low = tl.program_id(2) * share
         high = tl.minimum(high, low + share)
         low = tl.minimum(low, high)
-    free = tl.minimum(tl.maximum(free, low), high)
-    edge = tl.minimum(tl.maximum(edge, free), high)
+    edge = tl.minimum(tl.maximum(edge, low), high)
 
     q_at = q_ptr + token * q_token + head * q_head
     queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
@@ -338,8 +329,8 @@ def attend_at(
         tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
     slots = tl.arange(0, BLOCK_N)
 
-    following = tl.load(tables_ptr + (free + slots) // BLOCK_SIZE, mask=free + slots < edge, other=0)
-    for start in tl.range(free, edge, BLOCK_N):
+    following = tl.load(tables_ptr + (low + slots) // BLOCK_SIZE, mask=low + slots < edge, other=0)
+    for start in tl.range(low, edge, BLOCK_N):
         block = following.to(tl.int64)
         slot = (start + slots) % BLOCK_SIZE
         ahead = start + BLOCK_N + slots
@@ -351,9 +342,7 @@ def attend_at(
             CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
-    at_low = (free - low) // BLOCK_N
-    for number in tl.range(0, at_low + (high - edge) // BLOCK_N):
-        start = tl.where(number < at_low, low + number * BLOCK_N, edge + (number - at_low) * BLOCK_N)
+    for start in tl.range(edge, high, BLOCK_N):
         position = start + slots
         is_key = position < last
         block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
@@ -361,12 +350,12 @@ def attend_at(
         key_at = key_cache_ptr + (block * key_block + slot * key_slot)
         value_at = value_cache_ptr + (block * value_block + slot * value_slot)
         top, total, sums, tail_sums = see_in_part(
-            queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
-            top, total, sums, tail_sums, scale, cap, BOUNDED, CAPPED, TAIL, UPCAST,
+            queries, tail_queries, key_at, value_at, is_key, position, row_high, row_high, dims, tail_dims,
+            top, total, sums, tail_sums, scale, cap, False, CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
     # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check this.
-    is_weighed = (row_low < row_high) & (total > 0)
+    is_weighed = sees & (total > 0)
     total = tl.where(is_weighed, total, 1.0)
     shrink = tl.where(is_weighed, 1.0 / total, 0.0)
     sums = sums * shrink[:, None]
@@ -379,14 +368,10 @@ def attend_at(
     out_at = begin.to(tl.int64)
     if SPLIT:
         out_at += tl.program_id(2).to(tl.int64) * tokens
-    if SPLIT or WEIGHED:
         heads = tl.num_programs(1) * GROUP
         if not CAPPED:
             top = top * scale
-        weight = top + tl.log2(total)
-        if not SPLIT:
-            weight = weight * 0.6931471805599453
-        weight = tl.where(is_weighed, weight, float("-inf"))
+        weight = tl.where(is_weighed, top + tl.log2(total), float("-inf"))
         tl.store(lse_ptr + out_at * heads + token * heads + head, weight, mask=is_row)
     out_at = out_ptr + out_at * out_token + token * out_token + head * out_head
     tl.store(out_at[:, None] + dims[None, :], sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
@@ -397,11 +382,10 @@ def attend_at(
 
 @triton.jit(do_not_specialize=("tokens", "splits"))
 def merge(
-    parts_ptr, lse_ptr, out_ptr, weight_ptr, tokens, splits, out_token, out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, WEIGHED: tl.constexpr,
+    parts_ptr, lse_ptr, out_ptr, tokens, splits, out_token, out_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the weighted mean of its parts. WEIGHED also writes the natural logarithm of their
-    total weight to `weight` (tokens, query heads). WIDTH and MOST are powers of two."""
+    """Program (token, query head): the weighted mean of its parts. WIDTH and MOST are powers of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)
@@ -418,6 +402,3 @@ def merge(
     mean = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     out_at = out_ptr + token * out_token + head * out_head
     tl.store(out_at + dims, mean.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
-    if WEIGHED:
-        weight = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
-        tl.store(weight_ptr + token * HEADS + head, tl.where(total > 0, weight, float("-inf")))

@@ -11,9 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ragorder.kernels.attention.batch import PackedBatch
+from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.kernel import attend, attend_at, merge
-from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.table import (
     SCATTERED_ROWS,
     Tile,
@@ -51,14 +50,10 @@ def triton_attention(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    family, multiprocessors = _device(q.device)
-    if tile is None:
-        tile = choose_tile(family, head_dim, q.element_size(), batch.longest_query * group)
+    keys = batch.longest_context + batch.longest_query
+    keys = keys if window is None else min(keys, window)
+    tile, splits = _plan(q, batch, kv_heads, batch.longest_query * group, keys, tile, splits)
     tiles = tokens * group // tile.rows + batch.requests
-    if splits is None:
-        keys = batch.longest_context + batch.longest_query
-        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
-        splits = choose_splits(tile, programs, keys if window is None else min(keys, window), multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, parts = _parts(out, splits)
     with _on(q.device):
@@ -75,7 +70,7 @@ def triton_attention(
             **options(tile),
         )  # fmt: skip
         if splits > 1:
-            _merge(parts, lse, out, None)
+            _merge(parts, lse, out)
     return out
 
 
@@ -87,46 +82,46 @@ def triton_sparse_attention(
     ranges: Ranges,
     scale: float,
     softcap: float | None = None,
-    lse: bool = False,
     *,
     tile: Tile | None = None,
     splits: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     _check_alignment(key_cache, value_cache)
     q = _aligned(q)
     tokens, heads, head_dim = q.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    family, multiprocessors = _device(q.device)
-    if tile is None:
-        rows = min(batch.longest_query * group, SCATTERED_ROWS)
-        tile = choose_tile(family, head_dim, q.element_size(), rows)
+    rows = min(batch.longest_query * group, SCATTERED_ROWS)
+    tile, splits = _plan(q, batch, kv_heads, rows, batch.longest_context, tile, splits)
     tiles = tokens * group // tile.rows + batch.requests
-    if splits is None:
-        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
-        splits = choose_splits(tile, programs, batch.longest_context, multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    weight = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
-    weights, parts = _parts(out, splits)
-    if weight is not None and splits == 1:
-        weights = weight
-    low = ranges.high if ranges.low is None else ranges.low
+    lse, parts = _parts(out, splits)
     with _on(q.device):
         attend_at[(tiles, kv_heads, splits)](
-            q, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, low, ranges.high,
-            parts, weights,
+            q, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, ranges.high,
+            parts, lse,
             scale * _LOG2_E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * _LOG2_E,
             batch.requests, tokens, splits,
             q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], batch.block_tables.stride(0),
             heads * head_dim, head_dim,
             **constants(tile, group, head_dim, key_cache.shape[1]),
-            BOUNDED=ranges.low is not None, CAPPED=softcap is not None, SPLIT=splits > 1, WEIGHED=lse and splits == 1,
+            CAPPED=softcap is not None, SPLIT=splits > 1,
             UPCAST=INTERPRETED and q.dtype is torch.bfloat16,
             **options(tile),
         )  # fmt: skip
         if splits > 1:
-            _merge(parts, weights, out, weight)
-    return out, weight
+            _merge(parts, lse, out)
+    return out
+
+
+def _plan(
+    q: Tensor, batch: PackedBatch, kv_heads: int, rows: int, keys: int, tile: Tile | None, splits: int | None
+) -> tuple[Tile, int]:
+    tokens, heads, head_dim = q.shape
+    family, multiprocessors = _device(q.device)
+    tile = tile or choose_tile(family, head_dim, q.element_size(), rows)
+    programs = count_programs(tile, tokens, batch.requests, heads // kv_heads, kv_heads)
+    return tile, splits or choose_splits(tile, programs, keys, multiprocessors)
 
 
 def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -138,12 +133,11 @@ def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _merge(parts: Tensor, weights: Tensor, out: Tensor, weight: Tensor | None) -> None:
+def _merge(parts: Tensor, lse: Tensor, out: Tensor) -> None:
     tokens, heads, head_dim = out.shape
     merge[(tokens, heads)](
-        parts, weights, out, out if weight is None else weight, tokens, len(parts), heads * head_dim, head_dim,
-        HEADS=heads, HEAD_DIM=head_dim, WIDTH=_power(head_dim), MOST=_power(len(parts)), WEIGHED=weight is not None,
-        num_warps=4,
+        parts, lse, out, tokens, len(parts), heads * head_dim, head_dim,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=_power(head_dim), MOST=_power(len(parts)), num_warps=4,
     )  # fmt: skip
 
 

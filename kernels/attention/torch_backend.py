@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragorder.kernels.attention.batch import PackedBatch, Span
-from ragorder.kernels.attention.ranges import Chunk, Ranges
+from ragorder.kernels.attention.batch import Chunk, PackedBatch, Ranges, Span
 
 __all__ = ["Rule", "torch_attention", "torch_sparse_attention"]
 
@@ -65,30 +64,21 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: Pack
     return out
 
 
-def torch_sparse_attention(
-    q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, rule: Rule, lse: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, rule: Rule) -> Tensor:
     rows = _CHUNK
-    if lse or rule.softcap is not None:
+    if rule.softcap is not None:
         rows = max(1, min(_CHUNK, _SCORES // (q.shape[1] * max(1, batch.longest_context))))
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    weight = torch.full(q.shape[:2], -math.inf, device=q.device) if lse else None
     for request, chunks in enumerate(ranges.chunks(batch, rows)):
         if not chunks:
             continue
-        first, last = min(chunk.first for chunk in chunks), max(chunk.last for chunk in chunks)
-        table = batch.block_tables[request]
-        keys, values = (_gather(cache, table, first, last) for cache in caches)
+        last = max(chunk.last for chunk in chunks)
+        keys, values = (_gather(cache, batch.block_tables[request], last) for cache in caches)
         for chunk in chunks:
-            own, seen = slice(chunk.begin, chunk.end), slice(chunk.first - first, chunk.last - first)
-            mask, blind = (None, None) if chunk.whole else _range_mask(chunk, ranges, q.dtype)
-            if weight is None:
-                found = _attend(q[own], keys[seen], values[seen], mask, rule)
-                # torch versions differ in their values for rows without keys.
-                out[own] = found if blind is None else found.masked_fill(blind[:, None, None], 0)
-            else:
-                out[own], weight[own] = _attend_with_weight(q[own], keys[seen], values[seen], mask, rule)
-    return out, weight
+            own = slice(chunk.begin, chunk.end)
+            mask = None if chunk.whole else _range_mask(chunk, ranges, q.dtype)
+            out[own] = _attend(q[own], keys[: chunk.last], values[: chunk.last], mask, rule)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +200,14 @@ def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
     return keys.transpose(1, 2)
 
 
-def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-    block_size = cache.shape[1]
-    skipped = first // block_size
-    blocks = table[skipped : -(-last // block_size)]
-    begin = first - skipped * block_size
-    return cache.index_select(0, blocks).flatten(0, 1)[begin : begin + last - first]
+def _gather(cache: Tensor, table: Tensor, last: int) -> Tensor:
+    return cache.index_select(0, table[: -(-last // cache.shape[1])]).flatten(0, 1)[:last]
 
 
-def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    own = slice(chunk.begin, chunk.end)
-    high = ranges.high[own, None]
-    position = torch.arange(chunk.first, chunk.last, device=high.device)
-    hidden = position >= high
-    if ranges.low is not None:
-        hidden |= position < ranges.low[own, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf), hidden.all(1)
+def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> Tensor:
+    high = ranges.high[chunk.begin : chunk.end, None]
+    hidden = torch.arange(chunk.last, device=high.device) >= high
+    return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
@@ -256,26 +238,6 @@ def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *
     if mask is not None:
         scores += mask
     return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
-
-
-def _attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """As `_attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
-    new, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    queries = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).reshape(kv_heads, group * new, head_dim)
-    keys, values = (each.transpose(0, 1).float() for each in (k, v))
-    scores = _scores(queries.float(), keys, rule)
-    if mask is not None:
-        scores.view(kv_heads, group, *mask.shape).add_(mask)
-    top = scores.amax(-1, keepdim=True)
-    shares = scores.sub_(top.masked_fill(top == -math.inf, 0)).exp_()
-    total = shares.sum(-1, keepdim=True)
-    found = torch.matmul(shares, values).div_(total.masked_fill(total == 0, 1))
-    found = found.view(kv_heads, group, new, head_dim).permute(2, 0, 1, 3)
-    weight = top + total.log()
-    weight = weight.view(heads, new).T
-    return found.reshape(new, heads, head_dim).to(q.dtype), weight
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:

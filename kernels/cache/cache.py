@@ -9,18 +9,17 @@ from itertools import chain
 
 import torch
 
-from ragorder.kernels.cache.contents import Contents, CopyKind, DocumentIndex
+from ragorder.kernels.cache.contents import Contents, DocumentIndex
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import BlockTables, Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyLocation, CopyState, DeviceCopy
-from ragorder.kernels.cache.replicas import Replicas
+from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
 from ragorder.kernels.cache.resizing import PoolSizes, load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
-from ragorder.kernels.cache.uses import NodeUses, tokens_by_tier
+from ragorder.kernels.cache.uses import NodeUses, Replicas, tokens_by_tier
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
 from ragorder.trie.policies import Key
 from ragorder.trie.profile import LINEAR, PrefillProfile
@@ -166,21 +165,19 @@ class KnowledgeCache:
     def find_copies(self, path: Sequence[Segment]) -> TierTokens:
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
-    def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        return self._index.kinds(path)
+    def have_copies(self, path: Sequence[Segment]) -> list[bool]:
+        """Return whether any tier has a copy of each segment's document."""
+        return self._index.known(path)
 
-    def acquire(
-        self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
-    ) -> KVLease:
+    def acquire(self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0) -> KVLease:
         """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit
-        beside the request's `tokens`. A `background` lease does not count as a use and never evicts everything. Raises
-        OutOfBlocksError, changing nothing."""
-        lease = KVLease(tuple(path), self._tiers.poll, background=background)
+        beside the request's `tokens`. Raises OutOfBlocksError, changing nothing."""
+        lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has no tokens: leave out empty segments")
         self.poll()
-        self._map(lease, load_prefix(self._tiers, path, alone=not self._leases and not background))
+        self._map(lease, load_prefix(self._tiers, path, alone=not self._leases))
         self._leases[id(lease)] = lease
         if borrow:
             try:
@@ -197,8 +194,7 @@ class KnowledgeCache:
         lease.wait()
         grows = tokens > lease.tokens
         if grows and self._tables.needed(lease, tokens) > self.pool.free_blocks:
-            alone = len(self._leases) == 1 and not lease.background
-            make_room(self._tiers, self._tables, lease, tokens, alone=alone)
+            make_room(self._tiers, self._tables, lease, tokens, alone=len(self._leases) == 1)
         if not lease.started:
             self._start(lease)
             self._keep_borrowed(lease, [each for each in lease.borrowed if each.copy.ready])
@@ -212,7 +208,7 @@ class KnowledgeCache:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
             borrowed.copy.origin, borrowed.copy.prefetched = "device", False
         found = TierTokens(**tokens)
-        if lease.borrowed and not lease.background:
+        if lease.borrowed:
             self._uses.count_found(found)
             last = lease.borrowed[-1]
             self._uses.count_borrowed([borrowed.copy.node.key for borrowed in lease.borrowed], last.start + last.tokens)
@@ -267,27 +263,6 @@ class KnowledgeCache:
             for lease in self._leases.values():
                 if copy in lease.pinned:
                     lease.path = lease.path[: len(lease.pinned)]
-
-    def adopt(self, content: bytes, copy: CopyLocation, kv: BlockPool) -> bool:
-        """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
-        `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
-        (`store.variants`), or `content` for KV computed directly after `copy.parent`."""
-        if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
-            raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
-        self.poll()
-        if not self._tiers.holds(copy.key):
-            try:
-                self._tiers.make_room(kv.blocks)
-            except OutOfBlocksError:
-                return False
-            blocks = self.pool.allocate(kv.blocks)
-            self.pool.kv[blocks] = kv.kv.to(self.pool.device)
-            made = self._tiers.insert(Segment(copy.key, copy.tokens), copy.start, blocks, copy.parent)
-            made.state = CopyState.READY
-            self.pool.release(blocks)
-            self._uses.count_adopted(made.node)
-        self.contents.add(content, copy, CopyKind.STANDALONE if copy.key == content else CopyKind.PREPROCESSED)
-        return True
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
         """Announce a waiting request, until `settle`: the host evicts its nodes last, up to half of the host."""
@@ -362,9 +337,8 @@ class KnowledgeCache:
         lease.started = True
         for copy in lease.pinned:
             copy.origin, copy.prefetched = "device", False
-        if not lease.background:
-            self._uses.requests += 1
-            self._uses.count_found(lease.tokens_by_tier)
+        self._uses.requests += 1
+        self._uses.count_found(lease.tokens_by_tier)
         parent, start = None, 0
         for segment in lease.path[: len(lease.pinned)]:
             self._index.add(segment, parent, start)
@@ -381,7 +355,7 @@ class KnowledgeCache:
             try:
                 copies = self._tiers.load([node])
             except OutOfBlocksError:
-                if len(self._leases) > 1 or lease.background:
+                if len(self._leases) > 1:
                     raise
                 # No other lease will free blocks.
                 return

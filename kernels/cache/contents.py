@@ -74,8 +74,8 @@ class Contents:
             chosen.append(_preferred(copies, lengths, last))
         return chosen
 
-    def best(self, content: bytes) -> CopyKind | None:
-        return min((kind for kind, _ in self._alive(content)), default=None)
+    def has(self, content: bytes) -> bool:
+        return bool(self._alive(content))
 
     def clear(self) -> None:
         self._copies.clear()
@@ -134,10 +134,10 @@ class DocumentIndex:
                 yield start, node
             start += segment.tokens
 
-    def kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
+    def known(self, path: Sequence[Segment]) -> list[bool]:
         if self._disk is not None:
             self._find_on_disk(self._disk, path, path)
-        return [self._contents.best(segment.content) for segment in path]
+        return [self._contents.has(segment.content) for segment in path]
 
     def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
         # Copies made directly after the prefix are found by content alone, even after a restart.

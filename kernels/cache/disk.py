@@ -13,7 +13,7 @@ from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
-from ragorder.kernels.store.variants import is_variant, variant_content
+from ragorder.kernels.store.format import is_variant, variant_content
 
 __all__ = ["DiskSettings", "StoreTier", "store_identity"]
 

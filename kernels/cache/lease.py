@@ -31,7 +31,6 @@ class KVLease:
     - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
     - `pinned`: nodes of the path, root first, up to token `committed`; the running step writes the `pending` ones.
     - `borrowed`: copies of documents after the cached prefix, to be copied into own blocks.
-    - `background`: belongs to no request and does not count as a use.
     """
 
     path: tuple[Segment, ...]
@@ -45,7 +44,6 @@ class KVLease:
     pinned: list[DeviceCopy] = field(default_factory=list)
     pending: list[DeviceCopy] = field(default_factory=list)
     borrowed: list[Borrowed] = field(default_factory=list)
-    background: bool = False
     started: bool = False
     counted: bool = False
     closed: bool = False

@@ -19,15 +19,8 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 class CopyState(Enum):
-    """State of a node's copy on the device.
-
-        insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
-                      └──step failed──▶ GONE   ▲
-        load ────▶ LOADING ──copied────────────┘
-                      └──failed──▶ GONE
-
-    PENDING: the running step writes it, later steps may read it. GONE: out of the tree; leases may hold its blocks.
-    """
+    """State of a node's copy on the device. PENDING: the running step writes it, later steps may read it. GONE: out of
+    the tree; leases may hold its blocks."""
 
     PENDING = auto()
     LOADING = auto()

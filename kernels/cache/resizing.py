@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import BlockTables, KVLease
 from ragorder.kernels.cache.node import DeviceCopy
-from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.segments import Segment
+from ragorder.kernels.cache.uses import Replicas
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["PoolSizes", "load_prefix", "make_room"]

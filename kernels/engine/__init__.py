@@ -19,7 +19,7 @@ from ragorder.kernels.engine.request import (
 )
 from ragorder.kernels.engine.stats import TBT_BOUNDS_S, EngineStats
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.models.loading import ModelLoadError
 from ragorder.kernels.models.support import UnsupportedModelError
 

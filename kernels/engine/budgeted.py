@@ -33,9 +33,8 @@ from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
-from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
-from ragorder.kernels.offload.stream import LayerStreamer
+from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 from ragorder.pipelining.placement.plan import STAGES
@@ -176,30 +175,24 @@ class MemoryPressure:
                     return False
         return True
 
-    def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
-        before = self._cache.pool.blocks
-        if before >= self._blocks:
-            return False
-        if not self.fit(_needed_tokens(unfinished)):
+    def restore_pool(self, unfinished: Collection[Sequence]) -> None:
+        if self._cache.pool.blocks < self._blocks and not self.fit(_needed_tokens(unfinished)):
             raise MemoryError("not enough memory for the KV of a request")
-        return self._cache.pool.blocks != before
 
-    def step_succeeded(self) -> bool:
+    def step_succeeded(self) -> None:
         if self._streamer is None or self._residency is None:
-            return False
+            return
         self._calm += 1
         if self._calm < _STEPS_TO_GROW:
-            return False
+            return
         self._calm = 0
-        pool = self._cache.pool
-        try:
-            if pool.blocks >= self._blocks:
-                return self._streamer.regain(self._residency)
-            self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
-        except (MemoryError, RuntimeError, LayerReadError):
-            # Not needed now; a failed device also fails in the next step.
-            return False
-        return True
+        blocks = self._cache.pool.blocks
+        # Not needed now; a failed device also fails in the next step.
+        with suppress(MemoryError, RuntimeError, LayerReadError):
+            if blocks >= self._blocks:
+                self._streamer.regain(self._residency)
+            else:
+                self._cache.resize(device_blocks=min(max(1, 2 * blocks), self._blocks))
 
     def make_blocks(self) -> bool:
         """Evict layers for the only running request. Return False without layers to evict, or without memory."""

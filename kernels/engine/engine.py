@@ -15,9 +15,6 @@ import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
-from ragorder.kernels.engine.failures import Ended, FailedSteps
-from ragorder.kernels.engine.fused import Fuser, check_fusion
-from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -27,12 +24,11 @@ from ragorder.kernels.engine.request import (
     ShortOfMemoryError,
     Update,
     UpdateQueues,
-    fault_of,
 )
-from ragorder.kernels.engine.runner import ModelRunner, SampledToken
+from ragorder.kernels.engine.runner import Ended, FailedSteps, ModelRunner, SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.selecting import KeptQuestions
+from ragorder.kernels.engine.selecting import Fuser, KeptQuestions, check_fusion
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine.validation import RequestValidator
@@ -41,7 +37,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
-from ragorder.kernels.offload.residency import Residency
+from ragorder.kernels.offload.stream import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -104,7 +100,6 @@ class TieredEngine:
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
         make = cache_maker(model, settings, self.profile, self._streamer)
         self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
-        self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         ends = model.end_tokens(self.tokenizer)
         self._validator = RequestValidator(
@@ -112,7 +107,6 @@ class TieredEngine:
         )
         fuser = None
         self._questions: KeptQuestions | None = None
-        self._idle: IdleBuilder | None = None
         self._build: BuildFit | None = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, settings.max_batch_tokens)
@@ -120,8 +114,6 @@ class TieredEngine:
             fuser = Fuser(self._cache, rotation, scorer, self._questions)
         if rotation is not None and settings.disk_path is not None:
             self._build = self._find_build(settings.disk_path)
-        if rotation is not None and settings.build_idle:
-            self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         window = settings.schedule_window if settings.schedule == "cached-first" else 0
         self._scheduler = Scheduler(
             self._cache, settings.max_batch_tokens, settings.max_requests, window, self.profile, fuser
@@ -161,13 +153,12 @@ class TieredEngine:
             raise
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self._sequences or self._updates)
+    def device_tokens(self) -> int:
+        return self._cache.pool.blocks * self.block_size
 
     @property
-    def has_idle_work(self) -> bool:
-        with self._lock:
-            return self._idle is not None and self._idle.has_work
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences or self._updates)
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises RequestRefusedError; RuntimeError after `close`."""
@@ -186,8 +177,6 @@ class TieredEngine:
             self._scheduler.add(sequence)
             if self._build is not None and sequence.fusion is not None:
                 self._build.observe(sequence.path)
-            if self._idle is not None:
-                self._idle.observe(sequence)
             return request_id
 
     def abort(self, request_id: int) -> bool:
@@ -277,10 +266,7 @@ class TieredEngine:
         with self._lock:
             self._failures.check_device()
             self._forget_work()
-            try:
-                self._memory.resize(device_tokens, host_bytes, self._sequences.values())
-            finally:
-                self._pool_changed()
+            self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
@@ -290,10 +276,7 @@ class TieredEngine:
         with self._lock:
             self._failures.check_device()
             self._forget_work()
-            try:
-                self._memory.place(placement, self._sequences.values())
-            finally:
-                self._pool_changed()
+            self._memory.place(placement, self._sequences.values())
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
@@ -341,38 +324,19 @@ class TieredEngine:
         self._failures.check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
-        if self._idle is not None and not self._sequences:
-            self._build_idle(self._idle)
-            return
-        if self._idle is not None:
-            self._idle.abort()
         self._updates.put(self._advance())
 
-    def _build_idle(self, builder: IdleBuilder) -> None:
-        try:
-            if builder.has_work and not builder.step():
-                sleep(_IDLE_S)
-        except Exception as error:
-            # A build without memory wrote only its own blocks: the cache stays valid.
-            if fault_of(error) != "memory":
-                builder.give_up()
-            self._failures.recover([], error, "a document could not be built", builder.shrink)
-
     def _forget_work(self) -> None:
-        if self._idle is not None:
-            self._idle.abort()
         if self._questions is not None:
             self._questions.clear()
 
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
-            if self._memory.restore_pool(self._sequences.values()):
-                self._pool_changed()
+            self._memory.restore_pool(self._sequences.values())
             chunks = scheduler.plan()
         except OutOfBlocksError:
             if self._memory.make_blocks():
-                self._pool_changed()
                 return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
             why = "the request does not fit into the pool: give the engine more device_tokens"
@@ -405,8 +369,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        if self._memory.step_succeeded():
-            self._pool_changed()
+        self._memory.step_succeeded()
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -439,20 +402,13 @@ class TieredEngine:
         return update
 
     def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
-        given = self._memory.shrink(tokens, self._sequences.values(), failed=failed)
-        self._pool_changed()
-        return given
+        return self._memory.shrink(tokens, self._sequences.values(), failed=failed)
 
     def _hold(self, sequence: Sequence) -> None:
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
-        if needed > self.device_tokens:
-            if not self._memory.fit(needed):
-                why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
-                raise ShortOfMemoryError(why) from MemoryError(why)
-            self._pool_changed()
-
-    def _pool_changed(self) -> None:
-        self.device_tokens = self._cache.pool.blocks * self.block_size
+        if needed > self.device_tokens and not self._memory.fit(needed):
+            why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
+            raise ShortOfMemoryError(why) from MemoryError(why)
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, fault: Fault | None = None

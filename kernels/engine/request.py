@@ -14,7 +14,7 @@ import torch
 
 from ragorder.errors import RagorderError
 from ragorder.kernels.cache import TierTokens
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.offload.checkpoint import LayerReadError
 
 __all__ = [

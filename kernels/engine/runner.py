@@ -1,21 +1,25 @@
-"""Computation of a step's chunks, and choice of the next tokens."""
+"""Computation of steps, choice of the next tokens, and recovery from failed steps (RAGCache section 6)."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ragorder.kernels.engine.request import Sampling, TokenLogprobs
-from ragorder.kernels.engine.scheduler import ScheduledChunk
+from ragorder.kernels.engine.request import DeviceLostError, Fault, Sampling, TokenLogprobs, describe, fault_of
+from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.models.batch import Forward, Piece, pack
 from ragorder.kernels.models.graphs import GraphCapture, StepGraphs
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["ModelRunner", "SampledToken", "choose"]
+__all__ = ["Ended", "FailedSteps", "ModelRunner", "SampledToken", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[SampledToken]:
+def choose(logits: torch.Tensor, samplings: abc.Sequence[Sampling], numbers: abc.Sequence[float]) -> list[SampledToken]:
     """logits (N, vocabulary), numbers in [0, 1); a sample depends only on its row and number."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
@@ -41,7 +45,7 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequenc
     return [SampledToken(token if sound else None, by_row.get(row)) for row, (token, sound) in rows]
 
 
-def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, samplings: abc.Sequence[Sampling], numbers: abc.Sequence[float]) -> torch.Tensor:
     # Inverse transform sampling in fp64; int64 (rows,).
     device = logits.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
@@ -65,7 +69,7 @@ def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return probabilities.masked_fill(probabilities < least, 0.0)
 
 
-def _logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def _logprobs(logits: torch.Tensor, tokens: abc.Sequence[int], counts: abc.Sequence[int]) -> list[TokenLogprobs]:
     if not tokens:
         return []
     logprobs = logits.log_softmax(-1)
@@ -120,3 +124,74 @@ class ModelRunner:
             return Piece(sequence.tokens[start:end], start, table, chunk.last)
         token_ids = [sequence.tokens[place] for place in positions]
         return Piece(token_ids, start, table, chunk.last, positions)
+
+
+_logger = logging.getLogger("ragorder.kernels.engine")
+
+Ended = list[tuple[Sequence, str, Fault]]
+"""Requests removed from the scheduler, with reason and fault."""
+
+
+class FailedSteps:
+    """Handles failed steps. `lost` is why the device cannot be used any more, or None."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        counters: EngineCounters,
+        max_retries: int,
+        forget_device: Callable[[], None],
+    ) -> None:
+        self.lost: str | None = None
+        self._scheduler = scheduler
+        self._runner = runner
+        self._counters = counters
+        self._max_retries = max_retries
+        self._forget_device = forget_device
+
+    def check_device(self) -> None:
+        if self.lost is not None:
+            raise DeviceLostError(self.lost)
+
+    def recover(self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool]) -> Ended:
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`. Return the requests without
+        retries left. Raises DeviceLostError."""
+        fault, why = fault_of(error), describe(error, what)
+        if fault == "other":
+            return self.fail(sequences, error, what)
+        self._count(len(sequences), why)
+        try:
+            if fault == "memory" and shrink():
+                sequences = []
+            elif fault == "disk":
+                # KV of earlier steps is intact.
+                self._scheduler.requeue()
+            else:
+                self._forget_device()
+            self._runner.recover()
+        except Exception as failure:
+            self.lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
+            _logger.error("the device is lost: %s", self.lost)
+            raise DeviceLostError(self.lost) from error
+        return [(each, ended, fault) for each in sequences if (ended := self._retry(each, why)) is not None]
+
+    def fail(self, sequences: list[Sequence], error: BaseException, what: str) -> Ended:
+        why = describe(error, what)
+        self._count(len(sequences), why)
+        self._scheduler.fail(sequences)
+        return [(sequence, why, "other") for sequence in sequences]
+
+    def _retry(self, sequence: Sequence, why: str) -> str | None:
+        sequence.failures += 1
+        if sequence.failures <= self._max_retries:
+            sequence.suspect = sequence.failures > 1
+            self._counters.retries += 1
+            return None
+        self._scheduler.finish(sequence)
+        retries = f", and so did its retries ({self._max_retries} of them: max_retries)"
+        return why + retries * (self._max_retries > 0)
+
+    def _count(self, requests: int, why: str) -> None:
+        _logger.error("a step of %d requests failed: %s", requests, why)
+        self._counters.failed_steps += 1

@@ -10,7 +10,7 @@ from itertools import count
 from operator import attrgetter, mul
 
 from ragorder.kernels.cache import KnowledgeCache, Segment
-from ragorder.kernels.engine.fused import Fuser
+from ragorder.kernels.engine.selecting import Fuser
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket

@@ -14,7 +14,7 @@ import torch
 from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Request, TokenLogprobs, Update
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion
 from ragorder.trie.policies import Key
 
 __all__ = ["Positions", "ScatteredPrefill", "Sequence", "Spans"]

@@ -22,7 +22,7 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 class EngineCounters:
     """Prompt, cached, fused and recomputed tokens are of requests with a first token. `tbt_counts` counts times between
     tokens by bucket, the last one above `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used
-    `questions_used`; `idle_aborted` builds ended for due requests. `build_fits`: fused requests by their fit to the
+    `questions_used`. `build_fits`: fused requests by their fit to the
     build in the disk tier's folder (empty without one), see `BUILD_FITS`."""
 
     finished: Counter[str] = field(default_factory=Counter)
@@ -42,9 +42,6 @@ class EngineCounters:
     tbt_s_sum: float = 0.0
     questions_kept: int = 0
     questions_used: int = 0
-    idle_documents: int = 0
-    idle_tokens: int = 0
-    idle_aborted: int = 0
     build_fits: Counter[str] = field(default_factory=Counter)
 
     def first_token(self, sequence: Sequence) -> None:

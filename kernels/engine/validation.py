@@ -12,8 +12,7 @@ from ragorder.kernels.cache import Segment, segments_of
 from ragorder.kernels.engine.request import Request, RequestRefusedError
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.fusion.selection import selections
-from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.fusion.selection import Fusion, selections
 
 __all__ = ["RequestValidator"]
 

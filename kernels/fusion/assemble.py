@@ -37,8 +37,6 @@ class Assembler:
         self._rotation = rotation
 
     def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        if not documents:
-            return
         size, device = self._pool.shape.block_size, self._pool.device
         columns = np.concatenate([_columns(rows, table, size) for rows in documents], axis=1)
         for begin in range(0, columns.shape[1], _CHUNK):

@@ -67,20 +67,11 @@ class Turn:
 
 
 class Rotation:
-    """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
-
-        rotation = Rotation.of(model)
-        moved = rotation.shift(keys, new - old, layer, origin=old)
-
-    A key rotated by a difference of positions is the key at the new position (FusionRAG, appendix A.1).
-    """
+    """Rotations of a model's keys and queries by position, per layer; None for a layer without positions. A key rotated
+    by a difference of positions is the key at the new position (FusionRAG, appendix A.1)."""
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
-        self._ropes = tuple(ropes)
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        return self._ropes
+        self.ropes = tuple(ropes)
 
     @classmethod
     def of(cls, model: Any) -> Self:
@@ -102,7 +93,7 @@ class Rotation:
     def turn(self, by: Tensor | int, origin: Tensor | int | None = None) -> Turn:
         moved = torch.as_tensor(by).reshape(-1)
         start = None if origin is None else torch.as_tensor(origin, device=moved.device).reshape(-1)
-        return Turn(self._ropes, moved, start)
+        return Turn(self.ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
         """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all. With their position `origin`

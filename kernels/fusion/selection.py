@@ -1,4 +1,4 @@
-"""Selections of critical tokens to recompute, without torch."""
+"""Settings of fused requests, and selections of critical tokens, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SELECTIONS", "Measurements", "Needs", "make_selection", "selections", "top"]
+__all__ = ["SELECTIONS", "Fusion", "Measurements", "Needs", "make_selection", "selections", "top"]
 
 Needs = Literal["nothing", "question", "two layers"]
 """Measured before the choice: nothing, `attention` or `deviation`."""
@@ -128,3 +128,19 @@ SELECTIONS = tuple(selections.names)
 
 def make_selection(name: str) -> Selection:
     return selections[selections.check(name)]()
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`; in
+    further `rounds` the attention of these chooses more."""
+
+    recompute: float = 0.15
+    select: str = "query"
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recompute <= 1:
+            raise ValueError(f"recompute is {self.recompute}: give a share of the reused tokens, from 0 to 1")
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}: give 1 or more")

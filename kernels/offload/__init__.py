@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from ragorder.common.extras import install_hint
+from ragorder.common.extras import needs
 
-try:
+with needs("torch", "streaming weights"):
     import torch  # noqa: F401
     import transformers  # noqa: F401
-except ImportError as error:
-    message = f"streamed weights need {error.name}: {install_hint('torch')}"
-    raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.model_memory import ModelMemory
-from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore
-from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
+from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency, StreamStats
 
 __all__ = [
     "BudgetError",

@@ -59,11 +59,11 @@ class LayerBuffer:
 class Feeder:
     """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`."""
 
-    def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
+    def __init__(self, store: LayerStore, device: torch.device) -> None:
         self.bytes = 0
         self._store = store
         self._device = device
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ragorder-layer-reader") if readers > 1 else None
+        self._readers: ThreadPoolExecutor | None = ThreadPoolExecutor(_READERS, "ragorder-layer-reader")
         self._gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._gpu else None
         stages = [_Stage(store.slot_bytes) for _ in range(STAGES)] if self._gpu else []

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
-from ragorder.kernels.decoder_shape import ROWS, DecoderShape
+from ragorder.kernels.model_sizes import ROWS, DecoderShape
 from ragorder.kernels.models.support import UnsupportedModelError
 
 __all__ = ["ModelMemory", "decoder_layers", "skeleton"]

@@ -27,16 +27,9 @@ class Slot:
 
 
 class LayerRing:
-    """Layers read ahead in the order of use, which is endless, one per slot. One thread makes all calls.
-
-        ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
-        ring.order(range(24))
-        slot = ring.take(0)
-        ring.give_back(slot)
-
-    Taking a layer out of turn drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and
-    may stop once `stale()`.
-    """
+    """Layers read ahead in the order of use, which is endless, one per slot. One thread makes all calls. Taking a layer
+    out of turn drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's thread, and may stop once
+    `stale()`."""
 
     def __init__(self, fill: Callable[[Slot, Callable[[], bool]], None], buffers: Sequence[LayerBuffer]) -> None:
         self.hits = self.waits = 0

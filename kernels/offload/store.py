@@ -24,15 +24,7 @@ class Source(Protocol):
 
 
 class LayerStore:
-    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
-
-        store = LayerStore(checkpoint, layouts)
-        buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
-        for chunk in store.chunks(3):
-            store.read(chunk, buffer)
-
-    `source` replaces the checkpoint as reader.
-    """
+    """The layers of a model, each as a buffer of `nbytes(layer)` bytes. `source` replaces the checkpoint as reader."""
 
     def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
         self.checkpoint = checkpoint

@@ -1,20 +1,58 @@
-"""Decoder layers with weights on the device only during computation (RAGDoll 4.2, 4.3)."""
+"""Decoder layers with weights on the device only during computation, and their residency (RAGDoll 4.2, 4.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Self
 
 import torch
 
 from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
-from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
 
-__all__ = ["LayerStreamer", "StreamStats"]
+__all__ = ["LayerStreamer", "Place", "Residency", "StreamStats"]
+
+
+class Place(Enum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """The tier of each layer's weights between steps. Layers off the device are streamed."""
+
+    places: tuple[Place, ...]
+
+    @classmethod
+    def spread(cls, layers: int, device: int, host: int = 0) -> Self:
+        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
+        if device < 0 or host < 0 or device + host > layers:
+            raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
+        places = [Place.DISK] * layers
+        for layer in _evenly(range(layers), device):
+            places[layer] = Place.DEVICE
+        for layer in _evenly([layer for layer in range(layers) if places[layer] is Place.DISK], host):
+            places[layer] = Place.HOST
+        return cls(tuple(places))
+
+    def __getitem__(self, layer: int) -> Place:
+        return self.places[layer]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def count(self, place: Place) -> int:
+        return self.places.count(place)
+
+
+def _evenly(layers: range | list[int], count: int) -> list[int]:
+    return [layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count)]
 
 
 # Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
@@ -39,30 +77,11 @@ class StreamStats:
 
 class LayerStreamer:
     """Supplies the decoder layers of a model with weights from a store, one forward at a time. One thread makes all
-    calls.
+    calls. Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead,
+    also those of the next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a
+    CPU a layer in host memory is computed `in_place`; on a GPU it is copied. Raises MemoryError without a slot."""
 
-        streamer = LayerStreamer(model.model.layers, store, torch.device("cuda"))
-        streamer.resize(4)
-        streamer.move(Residency.spread(len(store), device=20, host=4))
-        with streamer.step(tokens=1):
-            model(...)
-        streamer.close()
-
-    Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead, also those
-    of the next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a CPU a
-    layer in host memory is computed in place; `in_place=False` copies it as on a GPU. Raises MemoryError without a
-    slot.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Any],
-        store: LayerStore,
-        device: torch.device,
-        *,
-        slots: int = 1,
-        in_place: bool | None = None,
-    ) -> None:
+    def __init__(self, layers: Sequence[Any], store: LayerStore, device: torch.device) -> None:
         if len(layers) != len(store):
             raise ValueError(f"the store has {len(store)} layers, but the model has {len(layers)}")
         self.room: Callable[[int], int] | None = None
@@ -70,7 +89,7 @@ class LayerStreamer:
         self.device = device
         self.residency = Residency((Place.DISK,) * len(store))
         self._gpu = device.type == "cuda"
-        self._in_place = not self._gpu if in_place is None else in_place
+        self.in_place = not self._gpu
         self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
         self._placeholders = [_placeholders(store, place, device) for place in range(len(store))]
         for layer, parameters in enumerate(self._placeholders):
@@ -85,7 +104,7 @@ class LayerStreamer:
         # Memory was given back: the ring does not grow beyond `_least`.
         self._short = False
         self._taken: tuple[int, Slot] | None = None
-        self._ring = LayerRing(self._fill, [self._buffer() for _ in range(max(1, slots))])
+        self._ring = LayerRing(self._fill, [self._buffer()])
         self._least = self._wanted = len(self._ring)
         self._hooks: list[Any] = []
         for layer, module in enumerate(layers):
@@ -133,7 +152,8 @@ class LayerStreamer:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
         self._wanted = slots
-        return self._keep_slots(slots)
+        self._keep_slots(slots)
+        return self._least
 
     def move(self, residency: Residency) -> Residency:
         """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
@@ -142,7 +162,7 @@ class LayerStreamer:
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self._end()
         self._ring.order(())
-        if all(place is Place.DEVICE or (self._in_place and place is Place.HOST) for place in residency.places):
+        if all(place is Place.DEVICE or (self.in_place and place is Place.HOST) for place in residency.places):
             # Free the ring's memory for the last layers.
             self._set_slots(0)
         reached = list(self.residency.places)
@@ -184,22 +204,20 @@ class LayerStreamer:
         self._keep_slots(max(1, len(self._ring) // 2))
         return True
 
-    def regain(self, residency: Residency) -> bool:
-        """Take back slots, else a quarter of the layers that `residency` has off the disk. Return False without a
-        change."""
+    def regain(self, residency: Residency) -> None:
+        """Take back slots, else a quarter of the layers that `residency` has off the disk."""
         if self.streamed and self._least < self._wanted:
             self._end()
-            slots = self._least
-            return self._keep_slots(self._wanted) > slots
+            self._keep_slots(self._wanted)
+            return
         now = list(self.residency.places)
         missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
         for layer in missing[: -(-len(missing) // 4)]:
             now[layer] = residency[layer]
-        if not missing:
+        if missing:
+            self.move(Residency(tuple(now)))
+        else:
             self._short = False
-            return False
-        before = self.residency
-        return self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -263,10 +281,9 @@ class LayerStreamer:
             self._calm = 0
             self._set_slots(wanted)
 
-    def _keep_slots(self, slots: int) -> int:
+    def _keep_slots(self, slots: int) -> None:
         self._set_slots(slots)
         self._least = len(self._ring)
-        return self._least
 
     def _set_slots(self, slots: int) -> None:
         self._ring.shrink(slots)
@@ -278,10 +295,10 @@ class LayerStreamer:
         try:
             if target is Place.DISK:
                 self._forget(layer)
-            elif self._in_place and source is not Place.DISK:
+            elif self.in_place and source is not Place.DISK:
                 # Host memory is the device's memory.
                 pass
-            elif target is Place.DEVICE or self._in_place:
+            elif target is Place.DEVICE or self.in_place:
                 self._bring(layer)
             else:
                 self._to_host(layer)

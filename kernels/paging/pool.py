@@ -76,14 +76,9 @@ class OutOfBlocksError(RagorderError, RuntimeError):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe.
-
-        pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
-        blocks = pool.allocate(4)
-
-    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite. On
-    a CPU, memory is only taken from the system when a block is first written, unless it is pinned.
-    """
+    """`blocks` reference-counted blocks on `device`, optionally `pinned`. Only block contents are thread-safe. `kv`
+    (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite. On a CPU,
+    memory is only taken from the system when a block is first written, unless it is pinned."""
 
     def __init__(
         self, shape: KVShape, blocks: int, device: torch.device | str = "cpu", *, pinned: bool = False

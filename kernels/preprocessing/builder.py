@@ -2,27 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from ragorder.common.lru_cache import LRUCache
+from ragorder.errors import RagorderError
+from ragorder.kernels.cache.disk import store_identity
+from ragorder.kernels.cache.segments import segments_of
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.fusion.assemble import as_blocks
 from ragorder.kernels.models.identity import identity
 from ragorder.kernels.models.loading import load_model
 from ragorder.kernels.models.model import PatchedModel, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
-from ragorder.kernels.preprocessing.copies import CopyStore
+from ragorder.kernels.paging import KVShape
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument, drop_copies, remove_documents
-from ragorder.kernels.preprocessing.neighbours import Neighbours
-from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
+from ragorder.kernels.preprocessing.neighbours import Neighbours, PreprocessingSettings
 from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
-from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+from ragorder.kernels.store import ChunkStore
+from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["FusionBuilder", "SourceDocument"]
+__all__ = ["CopyStore", "FusionBuilder", "Planner", "SourceDocument", "WriteFailedError"]
+
+
+class SourceDocument(NamedTuple):
+    id: str
+    text: str
+    token_ids: Sequence[int]
+
+
+class Planner:
+    """Plans documents with at most `count` neighbours, which fit into `most_tokens` together with the document."""
+
+    def __init__(
+        self, neighbours: Neighbours, count: int, most_tokens: int, content: Callable[[Sequence[int]], bytes]
+    ) -> None:
+        self._neighbours = neighbours
+        self._count = count
+        self._most_tokens = most_tokens
+        self._content = content
+
+    def read(self, documents: Sequence[SourceDocument]) -> list[PlannedDocument]:
+        """Return the documents without neighbours. Raises BuildError."""
+        counts = Counter(document.id for document in documents)
+        _refuse((id for id, count in counts.items() if count > 1), "occurs twice: give every document its own id")
+        _refuse((each.id for each in documents if not len(each.token_ids)), "has no tokens: leave it out")
+        _refuse(
+            (each.id for each in documents if len(each.token_ids) > self._most_tokens),
+            f"has more than the {self._most_tokens:,} tokens that fit after the system prompt: split it, or leave it "
+            "out",
+        )
+        vectors = self._neighbours.vectors([document.text for document in documents]) if documents else None
+        kept = [None] * len(documents) if vectors is None else [np.float32(vector).tobytes() for vector in vectors]
+        return [
+            PlannedDocument(document.id, self._content(document.token_ids), document.token_ids, (), vector)
+            for document, vector in zip(documents, kept, strict=True)
+        ]
+
+    def choose(self, documents: Sequence[PlannedDocument]) -> list[PlannedDocument]:
+        nearest = self._neighbours.nearest([each.id for each in documents], _vectors(documents), self._count)
+        chosen: dict[bytes, tuple[bytes, ...]] = {}
+        for document, places in zip(documents, nearest, strict=True):
+            # Documents with the same tokens share their KV.
+            if document.content not in chosen:
+                chosen[document.content] = self._fitting(document, [documents[place] for place in places])
+        return [replace(document, neighbours=chosen[document.content]) for document in documents]
+
+    def _fitting(self, document: PlannedDocument, neighbours: Iterable[PlannedDocument]) -> tuple[bytes, ...]:
+        left = self._most_tokens - len(document.token_ids)
+        fitting: list[bytes] = []
+        for other in neighbours:
+            if len(other.token_ids) <= left and other.content not in (document.content, *fitting):
+                fitting.append(other.content)
+                left -= len(other.token_ids)
+        return tuple(fitting)
+
+
+def _vectors(documents: Sequence[PlannedDocument]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]] | None:
+    vectors = [document.vector for document in documents]
+    if all(vector is None for vector in vectors):
+        return None
+    if len({len(vector or b"") for vector in vectors}) > 1:
+        raise BuildError("documents have vectors of different models: build again, with one choice of neighbours")
+    return np.stack([np.frombuffer(vector or b"", dtype=np.float32) for vector in vectors])
+
+
+def _refuse(ids: Iterable[str], problem: str) -> None:
+    found = list(ids)
+    if found:
+        others = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+        raise BuildError(f"document {found[0]!r}{others} {problem}")
+
+
+class WriteFailedError(RagorderError, OSError): ...
+
+
+class CopyStore:
+    """KV (tokens, layers, 2, KV heads, head_dim) directly after a tenant's system prompt. Nothing is evicted."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: KVShape,
+        identity: str,
+        prefix_ids: Sequence[int],
+        salt: str | None,
+        profile: PrefillProfile,
+    ) -> None:
+        self._shape = shape
+        self._prefix_ids = list(prefix_ids)
+        self._salt = salt
+        self._profile = profile
+        self._folder = folder
+        self.prefix_key = self._path([])[0]
+        self.identity = store_identity(identity, shape)
+        self.store = ChunkStore(folder, sys.maxsize, self.identity)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.store
+
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """Chunks that were damaged (and removed) or another model's, by reason."""
+        return self.store.counters.refusals()
+
+    @property
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def content(self, token_ids: Sequence[int]) -> bytes:
+        return self._path(token_ids)[1]
+
+    def bytes_on_disk(self, key: bytes, tokens: int) -> int:
+        start, parent = self._place(key)
+        blocks = len(self._shape.covering(start, tokens))
+        return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
+
+    def intact(self, key: bytes, tokens: int) -> bool:
+        start, _ = self._place(key)
+        return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
+
+    def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
+        """Store the KV of a document or of the system prompt, unless it is stored. Raises WriteFailedError."""
+        start, parent = self._place(key)
+        payload = as_blocks(kv.cpu(), start, prefix[:start].cpu(), self._shape)
+        cost = self._profile.cost(start, len(kv))
+        if not self.store.write(key, memoryview(payload.rows()), parent, cost=cost, protected=_Everything()):
+            why = ", ".join(self.store.counters.refusals()) or "unknown reason"
+            raise WriteFailedError(f"{self._folder} cannot be written ({why})")
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _path(self, token_ids: Iterable[int]) -> list[bytes]:
+        # A prompt's last token is in no node.
+        prompt = [*self._prefix_ids, *token_ids, 0]
+        return [each.key for each in segments_of(prompt, [len(self._prefix_ids), len(prompt) - 1], salt=self._salt)]
+
+    def _place(self, key: bytes) -> tuple[int, bytes | None]:
+        return (0, None) if key == self.prefix_key else (len(self._prefix_ids), self.prefix_key)
+
+
+class _Everything(Container[bytes]):
+    def __contains__(self, key: object) -> bool:
+        return True
+
 
 _MOST_ENTRIES = 1 << 30
 _WHOLE = (1, 1)
@@ -43,12 +196,6 @@ class Estimate:
 
 class FusionBuilder:
     """Preprocessed KV of documents after one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
-
-        prefix = PromptBuilder(tokenizer=tokenizer).prefix_ids
-        with FusionBuilder.load(model, Path("/var/kv"), prefix, EmbeddingNeighbours()) as builder:
-            builder.plan([SourceDocument(id, text, token_ids), …])
-            for built in builder.build():
-                print(built.id, built.bytes)
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
     alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 from ragorder.kernels.store import ChunkStore
-from ragorder.kernels.store.variants import variant_content, variant_key
+from ragorder.kernels.store.format import variant_content, variant_key
 
 __all__ = [
     "BuildError",

@@ -9,7 +9,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import JSONLines
@@ -25,6 +25,7 @@ __all__ = [
     "EmbeddingNeighbours",
     "GivenNeighbours",
     "Neighbours",
+    "PreprocessingSettings",
     "ServedTogether",
     "VectorNeighbours",
     "make_neighbours",
@@ -199,3 +200,15 @@ class VectorNeighbours(EmbeddingNeighbours):
                 f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in order"
             )
         return self._given
+
+
+class PreprocessingSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    neighbours: int = Field(
+        default=10, ge=0, description="Similar documents to compute each document after; 0: only the system prompt."
+    )
+    batch_documents: int = Field(default=10, ge=1, description="Documents computed together.")
+    host_bytes: int = Field(
+        default=1 << 30, ge=0, description="Host memory for neighbours' KV; further KV is recomputed."
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragorder.kernels.engine.fused import check_fusion
+from ragorder.kernels.engine.selecting import check_fusion
 from ragorder.kernels.fusion.assemble import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.batch import Piece, pack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragorder.common.extras import needs
@@ -30,6 +30,7 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.cuda.is_available() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
-def standard_texts() -> list[str]:
-    modules = {module: read_entries(module, path) for module, path in library_modules().items()}
-    return [chunk.text for module, entries in modules.items() for chunk in chunks_of(module, entries)]
+def standard_texts() -> Iterator[str]:
+    for module, path in library_modules().items():
+        for chunk in chunks_of(module, read_entries(module, path)):
+            yield chunk.text

@@ -48,6 +48,8 @@ def make_model(
         raise ValueError(
             f"vocab_size is {vocab_size}: give {_SMALLEST_VOCABULARY} or more, for bytes and special tokens"
         )
+    if folder.exists() and any(folder.iterdir()) and not (folder / _FINGERPRINT).exists():
+        raise FileExistsError(f"{folder} has files that were not made here: give another folder or empty it")
     texts = list(texts)
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -62,9 +64,6 @@ def make_model(
     fingerprint = {"format": _FORMAT, "seed": seed, "texts": _digest(texts), **sizes}
     if _fingerprint_of(folder) == fingerprint:
         return folder
-    if folder.exists() and any(folder.iterdir()) and not (folder / _FINGERPRINT).exists():
-        raise FileExistsError(f"{folder} has files that were not made here: give another folder or empty it")
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

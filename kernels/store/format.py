@@ -1,10 +1,10 @@
-"""Format of a chunk's file, and its name `ab/ab12….<serial>.kv`."""
+"""Format of a chunk's file, its name `ab/ab12….<serial>.kv`, and keys of variants."""
 
 from __future__ import annotations
 
 import re
 import struct
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -21,6 +21,9 @@ __all__ = [
     "Header",
     "checksum",
     "digest",
+    "is_variant",
+    "variant_content",
+    "variant_key",
 ]
 
 # A file:
@@ -143,3 +146,20 @@ class ChunkName(NamedTuple):
 
     def is_of(self, key: bytes) -> bool:
         return self.digest == digest(key).hex()
+
+
+_CONTENT_BYTES = 32
+_HOW_BYTES = 16
+
+
+def variant_key(content: bytes, how: bytes) -> bytes:
+    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path."""
+    return content + blake2b(how, digest_size=_HOW_BYTES).digest()
+
+
+def is_variant(key: bytes) -> bool:
+    return len(key) == _CONTENT_BYTES + _HOW_BYTES
+
+
+def variant_content(key: bytes) -> bytes:
+    return key[:_CONTENT_BYTES]

@@ -64,7 +64,7 @@ _COMPUTATION = (
     "device",
     "profile",
 )
-_FUSED = ("recompute", "select", "select_rounds", "build_idle")
+_FUSED = ("recompute", "select", "select_rounds")
 
 
 @with_environment("RAGORDER_ENGINE")

@@ -22,13 +22,11 @@ from ragorder.cli.values import ParamType, ProfileSource
 from ragorder.common.jsonl import JSONLines, JSONLinesError
 from ragorder.document import Document
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.preprocessing.neighbours import make_neighbours, neighbours
-from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+from ragorder.kernels.preprocessing.neighbours import PreprocessingSettings, make_neighbours, neighbours
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
-    from ragorder.kernels.preprocessing.builder import FusionBuilder
-    from ragorder.kernels.preprocessing.plan import SourceDocument
+    from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 
 __all__ = ["fuse"]
 
@@ -216,8 +214,7 @@ def opened(
 ) -> Iterator[tuple[FusionBuilder, list[SourceDocument]]]:
     with errors():
         from ragorder.kernels.models.loading import load_tokenizer
-        from ragorder.kernels.preprocessing.builder import FusionBuilder
-        from ragorder.kernels.preprocessing.plan import SourceDocument
+        from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 
         # Errors in the corpus are found before a model is loaded.
         read = _read(corpus)

@@ -57,9 +57,8 @@ from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
 from ragorder.kernels.models import loading
-from ragorder.kernels.preprocessing.builder import FusionBuilder
+from ragorder.kernels.preprocessing.builder import FusionBuilder, SourceDocument
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
-from ragorder.kernels.preprocessing.plan import SourceDocument
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import plain_retrieval
 from ragorder.trie.profile import PrefillProfile
@@ -688,16 +687,6 @@ class TestFusion:
             text = (await client.get("/metrics")).text
         assert f'ragorder_engine_questions_total{{event="used"}} {stats.questions_used:.1f}' in text
 
-    async def test_documents_are_built_while_nothing_is_due(self, load: Load) -> None:
-        worker = load(reuse="fused", build_idle=100.0)
-        for names in ("a", "b", "ba"):
-            await self.ask(worker, names)
-        assert await asyncio.to_thread(eventually, lambda: worker.stats().idle_documents == 2, 60)
-        async with reaching(make_engine_app(worker)) as client:
-            text = (await client.get("/metrics")).text
-        assert 'ragorder_engine_idle_documents_total{event="built"} 2.0' in text
-        assert f"ragorder_engine_idle_tokens_total {worker.stats().idle_tokens:.1f}" in text
-
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
@@ -1056,7 +1045,7 @@ class TestWorker:
     ) -> None:
         worker = load()
         monkeypatch.setattr(worker.engine._memory, "fit", lambda tokens: False)
-        monkeypatch.setattr(worker.engine, "device_tokens", 1)
+        monkeypatch.setattr(TieredEngine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
         error = response.json()["error"]
@@ -1766,7 +1755,6 @@ class TestOptions:
             "--recompute": "0.2",
             "--select": "deviation",
             "--select-rounds": "2",
-            "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
@@ -1790,7 +1778,6 @@ class TestOptions:
             recompute=0.2,
             select="deviation",
             select_rounds=2,
-            build_idle=0.5,
             dtype="float32",
             device="cpu",
         )
@@ -1831,8 +1818,6 @@ class TestOptions:
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
-            (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
-            (None, ["--reuse", "fused", "--build-idle", "-1"], "--build-idle"),
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is not a size"),

@@ -76,17 +76,11 @@ def test_a_kernel_spills_nothing_and_fits(choice: str, compiled: dict[str, list[
         assert (line["mma"] > 0) == (not wide and line["dtype"] != "fp32")
 
 
+@pytest.mark.slow
 def test_under_the_interpreter_nothing_is_compiled(python: Any) -> None:
     done = python(*COMMAND, TRITON_INTERPRET="1")
     assert done.returncode == 1
     assert "TRITON_INTERPRET is set" in done.stderr
-
-
-@pytest.mark.slow
-def test_help_says_what_there_is(python: Any) -> None:
-    done = python(*COMMAND, "--help")
-    assert done.returncode == 0
-    assert "--family" in done.stdout
 
 
 def test_the_whole_table_is_each_of_its_tiles_once() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import shake_128
 from pathlib import Path
@@ -87,12 +87,6 @@ class TestAStoreIsADictionaryOnDisk:
         assert not holds(store, THIRD)
         assert (store.counters.stored, store.counters.hits, store.counters.misses) == (2, 2, 1)
 
-    def test_a_chunk_that_is_there_is_not_written_again(self, folder: Path) -> None:
-        store = open_store(folder)
-        assert put(store, KEY) and put(store, KEY)
-        assert store.counters.stored == 1
-        assert len(files(folder)) == 1
-
     def test_any_buffer_of_bytes_will_do(self, folder: Path) -> None:
         numpy = pytest.importorskip("numpy")
         rows = numpy.arange(8192, dtype=numpy.int8).reshape(2, 4096)
@@ -101,11 +95,6 @@ class TestAStoreIsADictionaryOnDisk:
         back = numpy.zeros_like(rows)
         assert store.read(KEY, memoryview(back))
         assert (back == rows).all()
-
-    def test_an_empty_chunk_is_one(self, folder: Path) -> None:
-        store = open_store(folder)
-        assert store.write(KEY, b"")
-        assert store.read(KEY, bytearray())
 
     def test_a_buffer_of_another_size_gets_nothing(self, folder: Path) -> None:
         store = open_store(folder)
@@ -150,26 +139,23 @@ class TestAStoreIsADictionaryOnDisk:
             assert store.used_bytes == expected
             assert stored_bytes(Path(name) / "store").keys() == {ChunkName.of(KEY, 0).digest}
 
-    @pytest.mark.parametrize("key", [b"", bytes(1025)])
-    def test_keys_have_1_to_1024_bytes(self, folder: Path, key: bytes) -> None:
+    @pytest.mark.parametrize(
+        ("call", "said"),
+        [
+            *((lambda store, key=key: store.write(key, b"x"), "1 to 1024") for key in (b"", bytes(1025))),
+            *((lambda store, key=key: store.write(KEY, b"x", key), "1 to 1024") for key in (b"", bytes(1025))),
+            (lambda store: put(store, KEY, cost=float("nan")), "finite"),
+            (lambda store: put(store, KEY, KEY), "own parent"),
+            (lambda _: open_store(Path("x"), -1), "0 or more"),
+            (lambda _: open_store(Path("x"), policy="mru"), "forecast, gdsf, lfu, lru, pgdsf"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, folder: Path, call: Callable[[ChunkStore], object], said: str) -> None:
         store = open_store(folder)
-        with pytest.raises(ValueError, match="1 to 1024"):
-            store.write(key, b"x")
-        with pytest.raises(ValueError, match="1 to 1024"):
-            store.write(KEY, b"x", key)
+        with pytest.raises(ValueError, match=said):
+            call(store)
         assert put(store, b"k") and put(store, bytes(1024), bytes(1023) + b"p")
         assert holds(store, b"k") and holds(store, bytes(1024))
-
-    def test_settings_that_cannot_be_are_refused(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="0 or more"):
-            open_store(folder, -1)
-        with pytest.raises(ValueError, match="forecast, gdsf, lfu, lru, pgdsf"):
-            open_store(folder, policy="mru")
-        store = open_store(folder)
-        with pytest.raises(ValueError, match="finite"):
-            put(store, KEY, cost=float("nan"))
-        with pytest.raises(ValueError, match="own parent"):
-            put(store, KEY, KEY)
 
     def test_only_its_owner_can_look_into_it(self, folder: Path) -> None:
         before = os.umask(0)
@@ -313,16 +299,6 @@ TestItEvictsLikeADictionaryWithThatTier = Machine.TestCase
 
 
 class TestWhatGoesFirst:
-    def test_children_go_before_their_parents_and_hot_ones_stay(self, folder: Path) -> None:
-        store = open_store(folder, 3 * 2 * BLOCK, policy="lfu")
-        put(store, KEY)
-        put(store, OTHER, KEY)
-        put(store, THIRD)
-        store.use([THIRD])
-        assert put(store, b"new")
-        assert OTHER not in store and KEY in store and THIRD in store
-        assert store.counters.evicted == 1
-
     def test_what_is_protected_or_held_does_not_make_room(self, folder: Path) -> None:
         store = open_store(folder, 2 * 2 * BLOCK)
         put(store, KEY)
@@ -335,12 +311,6 @@ class TestWhatGoesFirst:
         store.unpin([KEY])
         assert put(store, OTHER, protected={THIRD})
         assert KEY not in store
-
-    def test_a_chunk_larger_than_the_store_is_not_written(self, folder: Path) -> None:
-        store = open_store(folder, 2 * BLOCK)
-        assert put(store, KEY)
-        assert not put(store, OTHER, size=2 * BLOCK)
-        assert KEY in store
 
     def test_removals_are_reported_to_the_callback(self, folder: Path) -> None:
         gone: list[bytes] = []
@@ -366,15 +336,6 @@ class TestAnotherProcessFindsItAll:
         assert put(store, b"new") and OTHER not in store
         assert put(store, b"newer") and KEY not in store
         assert put(store, b"newest") and THIRD not in store
-
-    def test_the_cost_outlives_the_process(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY, cost=0.1)
-        put(store, OTHER, cost=0.001)
-        store.close()
-        store = open_store(folder, 2 * 2 * BLOCK)
-        assert put(store, THIRD, cost=0.01)
-        assert KEY in store and OTHER not in store
 
     def test_a_smaller_store_keeps_what_fits(self, folder: Path) -> None:
         store = open_store(folder, policy="lru")
@@ -473,7 +434,7 @@ class TestAnotherIdentity:
         assert store.counters.refusals() == {"format": 1}
         assert put(store, KEY) and holds(store, KEY)
 
-    @pytest.mark.parametrize("note", [b"", b"\xff", b"[" * 4096, b"{}", b"[1]", b'{"format": 1, "identity"'])
+    @pytest.mark.parametrize("note", [b"\xff", b"[" * 4096, b"{}", b"[1]"])
     def test_where_the_folder_does_not_say_every_chunk_does(self, folder: Path, note: bytes) -> None:
         store = open_store(folder)
         put(store, KEY)
@@ -513,6 +474,10 @@ class TestAnotherIdentity:
 class TestWrongBytesAreNeverGivenBack:
     """The file of a chunk is damaged: under an open store, and before one is opened."""
 
+    @pytest.fixture(params=[True, False])
+    def opened(self, request: pytest.FixtureRequest) -> bool:
+        return bool(request.param)
+
     @contextmanager
     def damaged(self, folder: Path, opened: bool) -> Iterator[tuple[Path, list[ChunkStore]]]:
         stores = [open_store(folder)]
@@ -527,14 +492,12 @@ class TestWrongBytesAreNeverGivenBack:
         assert not found
         assert sum(stores[0].counters.refusals().values()) == 1
 
-    @pytest.mark.parametrize("opened", [True, False])
     def test_whichever_bit_of_the_header_is_flipped(self, folder: Path, opened: bool) -> None:
         header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
         for place in range(header):
             with self.damaged(folder / str(place), opened) as (path, _):
                 flip(path, place, 1 << place % 8)
 
-    @pytest.mark.parametrize("opened", [True, False])
     def test_whichever_bit_of_the_payload_is_flipped(self, folder: Path, opened: bool) -> None:
         header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
         chance = random.Random(0)
@@ -544,7 +507,6 @@ class TestWrongBytesAreNeverGivenBack:
                 flip(path, place, 1 << chance.randrange(8))
             assert stores[0].counters.refused["checksum"] == 1
 
-    @pytest.mark.parametrize("opened", [True, False])
     def test_wherever_the_file_is_cut_off(self, folder: Path, opened: bool) -> None:
         header = Header(KEY, OTHER, 5000, 0.0, bytes(16), bytes(16)).header_bytes
         fields = [0, 1, 8, 10, 12, 14, 16, 24, 32, 48, 64, 64 + len(KEY), header - 16, header - 1, header, header + 1]
@@ -555,20 +517,16 @@ class TestWrongBytesAreNeverGivenBack:
             assert stores[0].counters.refused["truncated"] == 1
             assert not path.exists()
 
-    @pytest.mark.parametrize("opened", [True, False])
-    @pytest.mark.parametrize("longer", [1, 5000])
-    def test_a_file_that_has_grown(self, folder: Path, opened: bool, longer: int) -> None:
+    def test_a_file_that_has_grown(self, folder: Path, opened: bool) -> None:
         with self.damaged(folder, opened) as (path, stores):
-            path.write_bytes(path.read_bytes() + bytes(longer))
+            path.write_bytes(path.read_bytes() + bytes(1))
         assert stores[0].counters.refused["truncated"] == 1
 
-    @pytest.mark.parametrize("opened", [True, False])
     @pytest.mark.parametrize("rubbish", [bytes(6000), b"\x89ragKV\r\n" * 700, random.Random(2).randbytes(6000)])
     def test_a_file_that_is_something_else(self, folder: Path, opened: bool, rubbish: bytes) -> None:
         with self.damaged(folder, opened) as (path, _):
             path.write_bytes(rubbish[: path.stat().st_size])
 
-    @pytest.mark.parametrize("opened", [True, False])
     def test_the_file_of_another_chunk_under_this_name(self, folder: Path, opened: bool) -> None:
         with self.damaged(folder, opened) as (path, stores):
             spare, key = open_store(folder / "spare"), b"KEY" * 12
@@ -576,7 +534,6 @@ class TestWrongBytesAreNeverGivenBack:
             shutil.copy(file_of(folder / "spare", key), path)
         assert stores[0].counters.refusals() == {"foreign": 1}
 
-    @pytest.mark.parametrize("opened", [True, False])
     @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
     def test_what_is_no_file(self, folder: Path, opened: bool, kind: str) -> None:
         with self.damaged(folder, opened) as (path, _):
@@ -629,17 +586,6 @@ def flip(path: Path, place: int, mask: int) -> None:
     path.write_bytes(data)
 
 
-LIMITED = """
-import json, resource, sys
-from pathlib import Path
-from ragorder.kernels.store import ChunkStore
-store = ChunkStore(Path(sys.argv[1]), 1 << 20, "a model")
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-large, small = store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000))
-print(json.dumps([large, small, store.counters.failed_writes]))
-"""
-
-
 class TestADiskThatFails:
     """Nothing raises, everything is counted, and what can still be read is."""
 
@@ -654,34 +600,28 @@ class TestADiskThatFails:
             patch.setattr(os, call, refuse)
             yield
 
-    @pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EROFS])
-    def test_a_write_that_fails_leaves_nothing(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
-    ) -> None:
+    def test_a_write_that_fails_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_store(folder)
         put(store, KEY)
-        with self.broken(monkeypatch, "writev", number):
+        with self.broken(monkeypatch, "writev", errno.EIO):
             assert not put(store, OTHER)
-        assert store.counters.failed_writes == {errno.errorcode[number]: 1}
+        assert store.counters.failed_writes == {"EIO": 1}
         assert OTHER not in store and len(files(folder)) == 1
         assert store.used_bytes == bytes_on_disk(folder)
         assert put(store, OTHER) and holds(store, OTHER) and holds(store, KEY)
 
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_room_that_does_not_help_is_made_once_a_pause(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
-    ) -> None:
+    def test_room_that_does_not_help_is_made_once_a_pause(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
         store = open_store(folder, breaker=CircuitBreaker(3, 10.0, 30.0, clock=lambda: now[0]))
         old = [b"%d" % each for each in range(6)]
         assert all(put(store, key) for key in old)
-        with self.broken(monkeypatch, "writev", number):
+        with self.broken(monkeypatch, "writev", errno.ENOSPC):
             for seconds in (10.0, 20.0, 30.0):
                 assert not any(put(store, b"new %d" % each) for each in range(9))
                 now[0] += seconds
         assert [holds(store, key) for key in old] == [False] * 3 + [True] * 3
         assert store.counters.evicted == 3
-        assert store.counters.failed_writes == {errno.errorcode[number]: 5}
+        assert store.counters.failed_writes == {"ENOSPC": 5}
         assert store.used_bytes == bytes_on_disk(folder)
         assert put(store, KEY) and holds(store, KEY)
 
@@ -779,11 +719,6 @@ class TestADiskThatFails:
         assert all(put(store, b"%d" % number) for number in range(100))
         store.close()
 
-    def test_a_limit_of_the_process(self, folder: Path, python: Any) -> None:
-        done = python("-c", LIMITED, folder)
-        assert json.loads(done.stdout) == [False, True, {"EFBIG": 1}], done.stderr
-        assert len(files(folder)) == 1
-
     def test_after_some_failures_in_a_row_it_does_not_write_for_a_while(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -858,13 +793,6 @@ class TestADiskThatFails:
         assert list(folder.iterdir()) == []
         store.close()
 
-    def test_a_subfolder_that_vanishes_is_made_again(self, folder: Path) -> None:
-        store = open_store(folder)
-        put(store, KEY)
-        shutil.rmtree(file_of(folder, KEY).parent)
-        assert not holds(store, KEY)
-        assert put(store, KEY) and holds(store, KEY)
-
     @pytest.mark.parametrize(
         ("number", "reason"),
         [(errno.EROFS, "read-only"), (errno.EACCES, "read-only"), (errno.ENOSPC, "full"), (errno.EIO, "unusable")],
@@ -876,13 +804,6 @@ class TestADiskThatFails:
             open_store(folder)
         assert refused.value.reason == reason
         assert str(folder) in str(refused.value) and os.strerror(number) in str(refused.value)
-
-    def test_a_path_below_a_file_is_unusable(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        for path in (tmp_path / "file", tmp_path / "file" / "store"):
-            with pytest.raises(StoreRefusedError) as refused:
-                open_store(path)
-            assert refused.value.reason == "unusable"
 
     def test_a_file_system_that_is_read_only(self, folder: Path) -> None:
         open_store(folder).close()

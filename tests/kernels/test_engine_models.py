@@ -12,12 +12,12 @@ import pytest
 from support.families import DYNAMIC, FAMILIES, SIZES, VOCABULARY, WINDOW, family, make_model
 from support.inside import cache_of
 from support.rings import grid
+from support.small_engine import ask, difference, exactly, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import (
-    Completion,
     EngineSettings,
     Request,
     RequestRefusedError,
@@ -45,27 +45,9 @@ def plain(model: Any, name: str = "") -> Any:
     return clone
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def ask(documents: Sequence[Sequence[int]], question: Sequence[int], **sampling: Any) -> Request:
-    """A request for the documents one after the other, then the question."""
-    prompt = [token for document in documents for token in document]
-    ends = [sum(map(len, documents[: place + 1])) for place in range(len(documents))]
-    options = {"max_tokens": 1} | sampling
-    return Request([*prompt, *question], ends, Sampling(**options), keep_logits=True)
-
-
 def last_logits(model: Any, prompt: Sequence[int]) -> Any:
     with torch.no_grad():
         return model(torch.tensor([list(prompt)])).logits[0, -1].float()
-
-
-def difference(completion: Completion, model: Any, request: Request) -> float:
-    assert completion.error is None, completion.error
-    assert completion.logits is not None
-    return float((completion.logits - last_logits(model, request.token_ids)).abs().max())
 
 
 SETTINGS = EngineSettings(device_tokens=2048, host_bytes=0)
@@ -87,9 +69,8 @@ class TestFamilies:
         if cached:
             engine.generate([ask(documents[:cached], tokens(9, 1))])
         request = ask(documents, tokens(13, 2))
-        [completion] = engine.generate([request])
+        [completion] = exactly(engine, reference, request)
         assert completion.cached.total == completion.cached.device == sum(DOCUMENTS[:cached])
-        assert difference(completion, reference, request) <= 1e-4
 
     def test_logits_are_transformers_own_in_a_batch_that_shares_blocks(self, served: Any) -> None:
         engine, reference = served
@@ -101,21 +82,14 @@ class TestFamilies:
             ask([], tokens(61, 6)),
         ]
         for _ in range(2):
-            for completion, request in zip(engine.generate(requests), requests, strict=True):
-                assert difference(completion, reference, request) <= 1e-4
+            exactly(engine, reference, *requests)
         # Whether in the same step or one later: the first document was computed once.
         assert [each.cached.total for each in engine.generate(requests)] == [83, 72, 110, 0]
 
     def test_an_answer_is_transformers_greedy_one(self, served: Any) -> None:
         engine, reference = served
         requests = [ask([tokens(40, seed)], tokens(9, seed + 1), max_tokens=24) for seed in (31, 32)]
-        for completion, request in zip(engine.generate(requests), requests, strict=True):
-            prompt = torch.tensor([list(request.token_ids)])
-            with torch.no_grad():
-                answer = reference.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False
-                )
-            assert list(completion.token_ids) == answer[0, prompt.shape[1] :].tolist()
+        for completion in exactly(engine, reference, *requests):
             assert completion.finish_reason == "length"
 
 
@@ -199,16 +173,9 @@ class TestStepsOfFixedShape:
             engine.generate([ask(documents, tokens(9, 1))])
             for seed in range(4):
                 requests = [ask(documents[:count], tokens(5 + count, seed)) for count in (4, 2, 1)]
-                for completion, request in zip(engine.generate(requests), requests, strict=True):
-                    assert difference(completion, reference, request) <= 1e-4
+                exactly(engine, reference, *requests)
             requests = [ask(documents, tokens(9, 1), max_tokens=12), ask([], tokens(30, 6), max_tokens=12)]
-            for completion, request in zip(engine.generate(requests), requests, strict=True):
-                prompt = torch.tensor([list(request.token_ids)])
-                with torch.no_grad():
-                    answer = reference.generate(
-                        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
-                    )
-                assert list(completion.token_ids) == answer[0, prompt.shape[1] :].tolist()
+            exactly(engine, reference, *requests)
         assert graphs.captured and graphs.replayed > graphs.captured
 
     def test_that_cannot_be_captured_are_computed_in_their_own_shape(
@@ -220,8 +187,7 @@ class TestStepsOfFixedShape:
         request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=9)
         with TieredEngine(model, settings=SETTINGS) as engine, caplog.at_level(logging.WARNING):
             for _ in range(2):
-                [completion] = engine.generate([request])
-                assert difference(completion, reference, request) <= 1e-4
+                [_completion] = exactly(engine, reference, request)
         assert (graphs.captured, graphs.replayed) == (1, 0)
         [warning] = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
         assert "operation not permitted" in warning

@@ -115,10 +115,6 @@ def test_none_measures_nothing(make: Make, profiles: Path, chosen: str | None) -
     assert not profiles.exists()
 
 
-def test_a_library_measures_only_if_asked_to() -> None:
-    assert EngineSettings().profile is None
-
-
 def test_a_file_is_read(make: Make, profiles: Path, tmp_path: Path) -> None:
     written = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
     written.to_file(tmp_path / "auto.json")

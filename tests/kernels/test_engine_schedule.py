@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from support.inside import cache_of
 from support.rings import length
 from support.small_engine import BLOCK, Make, ask, block_bytes, greedy, run, small_tiers, tokens
@@ -15,7 +14,7 @@ from support.small_engine import BLOCK, Make, ask, block_bytes, greedy, run, sma
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ragorder.kernels.engine import EngineSettings, Request, TieredEngine
+from ragorder.kernels.engine import Request, TieredEngine
 from ragorder.trie.profile import PrefillProfile
 
 A, B, C = tokens(40, 1), tokens(40, 2), tokens(40, 3)
@@ -179,8 +178,3 @@ class TestATurn:
             engine = make(schedule=schedule, **sizes)
             answers.append([completion.token_ids for completion in engine.generate(requests)])
         assert answers[0] == answers[1]
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValidationError, match="fcfs"):
-        EngineSettings(schedule="random")  # type: ignore[arg-type]

@@ -99,10 +99,6 @@ class TestOrder:
         ring.give_back(slot)
         assert ring.ahead == [1]
 
-    def test_of_few_layers_none_is_read_twice_at_a_time(self, make: Make) -> None:
-        ring = make(Source(), 5, 2)
-        assert ring.ahead == [0, 1]
-
     def test_a_layer_out_of_turn_drops_what_is_ahead_of_it(self, make: Make) -> None:
         """A forward that ended in layer 1, and the next one from layer 0; and one that skips."""
         ring = make(Source(), 3, 6)
@@ -127,12 +123,6 @@ class TestOrder:
     def test_a_layer_that_is_not_streamed_is_refused(self, make: Make) -> None:
         with pytest.raises(ValueError, match="layer 7 is not streamed"):
             make(Source(), 2, 3).take(7)
-
-    def test_another_order_replaces_the_first(self, make: Make) -> None:
-        ring = make(Source(), 2, 6)
-        use(ring, 0)
-        ring.order([1, 4])
-        assert [use(ring, layer) for layer in (1, 4, 1, 4)] == [1, 4, 1, 4]
 
 
 class TestFaults:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.families import FAMILIES, family, make_model
+from support.families import STREAMED, family
 from support.rings import grid
 from support.streamed import saved
 
@@ -29,31 +30,9 @@ from ragorder.kernels.offload import (
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import decoder_layers, skeleton
 
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            "head_dim": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "gpt-neox": ("GPTNeoX", {}),
-}
-
 
 def read_layer(store: LayerStore, layer: int, buffer: Any) -> int:
     return sum(store.read(chunk, buffer) for chunk in store.chunks(layer))
-
-
-def model_of(name: str) -> Any:
-    if name in FAMILIES:
-        return family(name)
-    kind, settings = MORE[name]
-    return make_model(kind, **settings)
 
 
 def opened(folder: Path, dtype: Any = None) -> tuple[LayerStore, CheckpointMap]:
@@ -65,9 +44,9 @@ def opened(folder: Path, dtype: Any = None) -> tuple[LayerStore, CheckpointMap]:
 
 
 class TestLayers:
-    @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 17))
+    @pytest.mark.parametrize("name", grid(list(STREAMED), 6))
     def test_hold_the_weights_of_the_whole_model(self, name: str, tmp_path: Path) -> None:
-        model = model_of(name)
+        model = family(name)
         store, _ = opened(saved(model, tmp_path / "model", max_shard_size="100KB"))
         assert (tmp_path / "model" / "model.safetensors.index.json").exists()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -100,11 +79,6 @@ class TestLayers:
         assert store.stored_bytes(1) == sum(each.numel() * 4 for each in layers[1].parameters())
         store.close()
 
-    def test_everything_else_is_the_rest(self, tmp_path: Path) -> None:
-        store, found = opened(saved(family("llama"), tmp_path / "model"))
-        assert found.rest == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
-        store.close()
-
     def test_weights_that_two_layers_share_are_refused_by_name(self, tmp_path: Path) -> None:
         folder = saved(family("llama"), tmp_path / "model")
         empty = skeleton(transformers.AutoConfig.from_pretrained(folder))
@@ -134,9 +108,9 @@ class TestLayers:
 
 
 class TestModelMemory:
-    @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 6))
+    @pytest.mark.parametrize("name", grid(list(STREAMED), 6))
     def test_is_that_of_the_weights(self, name: str) -> None:
-        model = model_of(name)
+        model = family(name)
         size = ModelMemory.of(model.config, torch.float32)
         assert size.weights == sum(each.numel() * 4 for each in model.parameters())
         _, layers = decoder_layers(model)
@@ -172,81 +146,78 @@ class TestModelMemory:
             decoder_layers(model)
 
 
-class TestBadFolders:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        return saved(family("llama"), tmp_path / "model", max_shard_size="100KB")
+def weights_changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """All weights in one file, after this change."""
 
-    def test_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            CheckpointError, match=r"no weights that can be streamed: give a folder with model.safetensors, or"
-        ):
-            Checkpoint(tmp_path)
-
-    def test_of_another_format(self, tmp_path: Path) -> None:
-        (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-        with pytest.raises(CheckpointError, match=r"pytorch_model.bin has another format"):
-            Checkpoint(tmp_path)
-
-    def test_with_files_missing(self, folder: Path) -> None:
-        first = min(folder.glob("model-*.safetensors"))
-        first.unlink()
-        with pytest.raises(CheckpointError, match=rf"lacks 1 of the \d+ files with its weights: {first.name}"):
-            Checkpoint(folder)
-
-    def test_with_an_index_that_is_none(self, folder: Path) -> None:
-        (folder / "model.safetensors.index.json").write_text("{}", "utf-8")
-        with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
-            Checkpoint(folder)
-
-    def test_with_a_file_that_is_cut_short(self, folder: Path) -> None:
-        last = max(folder.glob("model-*.safetensors"))
-        with last.open("r+b") as file:
-            file.truncate(last.stat().st_size - 100)
-        with pytest.raises(CheckpointError, match=r"truncated: it has \d+ bytes, but .* ends at \d+"):
-            Checkpoint(folder)
-
-    @pytest.mark.parametrize(
-        "content", [b"", b"12345678", (10**12).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
-    )
-    def test_with_a_file_that_is_no_safetensors(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="not a safetensors file"):
-            Checkpoint(tmp_path)
-
-    def test_with_weights_missing(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
+    def spoil(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
 
         weights: dict[str, Any] = {}
         for file in folder.glob("model-*.safetensors"):
             weights |= load_file(file)
-        del weights["model.layers.1.mlp.up_proj.weight"]
-        index.unlink()
-        save_file(weights, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"lacks 1 of its weights: model.layers.1.mlp.up_proj.weight"):
-            opened(folder)
-
-    def test_with_weights_of_another_shape(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}), "utf-8")
-        with pytest.raises(CheckpointError, match=r"is \(192, 64\) in the configuration, but \(128, 64\) in the"):
-            opened(folder)
-
-    def test_with_weights_that_are_turned(self, folder: Path, tmp_path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        weights: dict[str, Any] = {}
-        for file in folder.glob("model-*.safetensors"):
-            weights |= load_file(file)
-        name = "model.layers.1.mlp.up_proj.weight"
-        weights[name] = weights[name].T.contiguous()
+        change(weights)
         (folder / "model.safetensors.index.json").unlink()
         save_file(weights, folder / "model.safetensors")
-        with pytest.raises(
-            CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, but \(64, 128\)"
-        ):
+
+    return spoil
+
+
+def wider(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}), "utf-8")
+
+
+def cut_short(folder: Path) -> None:
+    last = max(folder.glob("model-*.safetensors"))
+    os.truncate(last, last.stat().st_size - 100)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+FIRST = "model-00001-of-*.safetensors"
+
+
+class TestBadFolders:
+    @pytest.mark.parametrize(
+        ("spoil", "said"),
+        [
+            (
+                lambda folder: next(folder.glob(FIRST)).unlink(),
+                r"lacks 1 of the \d+ files with its weights: model-00001",
+            ),
+            (
+                lambda folder: (folder / "model.safetensors.index.json").write_text("{}", "utf-8"),
+                r"index.json cannot be read",
+            ),
+            (cut_short, r"truncated: it has \d+ bytes, but .* ends at \d+"),
+            (weights_changed(lambda weights: weights.pop(UP)), rf"lacks 1 of its weights: {UP}"),
+            (wider, r"is \(192, 64\) in the configuration, but \(128, 64\) in the"),
+            (
+                weights_changed(lambda weights: weights.update({UP: weights[UP].T.contiguous()})),
+                r"up_proj.weight is \(128, 64\) in the configuration, but \(64, 128\)",
+            ),
+        ],
+    )
+    def test_of_a_model_are_refused(self, tmp_path: Path, spoil: Callable[[Path], object], said: str) -> None:
+        folder = saved(family("llama"), tmp_path / "model", max_shard_size="100KB")
+        spoil(folder)
+        with pytest.raises(CheckpointError, match=said):
             opened(folder)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("none", b"", "no weights that can be streamed: give a folder with model.safetensors, or"),
+            ("pytorch_model.bin", b"x", "pytorch_model.bin has another format"),
+            *(
+                ("model.safetensors", content, "not a safetensors file")
+                for content in (b"", b"12345678", (10**12).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]")
+            ),
+        ],
+    )
+    def test_without_one_are_refused(self, tmp_path: Path, name: str, content: bytes, said: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            Checkpoint(tmp_path)
 
 
 class TestFaults:
@@ -273,17 +244,6 @@ class TestFaults:
         read_layer(store, 0, again)
         nbytes = store.layouts[0].parameters[0].nbytes
         assert torch.equal(buffer[:nbytes], again[:nbytes])
-        store.close()
-
-    def test_an_error_of_the_disk_names_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store, _ = opened(saved(family("llama"), tmp_path / "model"))
-
-        def broken(*_: Any) -> int:
-            raise OSError(5, "Input/output error")
-
-        monkeypatch.setattr(os, "preadv", broken)
-        with pytest.raises(LayerReadError, match=r"layer 1 cannot be read: .*model.safetensors.*Input/output error"):
-            read_layer(store, 1, torch.empty(store.slot_bytes, dtype=torch.uint8))
         store.close()
 
     def test_after_closing_nothing_is_read(self, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from ragorder.kernels.preprocessing.neighbours import (
     ServedTogether,
     VectorNeighbours,
     make_neighbours,
-    neighbours,
 )
 
 IDS = ["a", "b", "c", "d", "e", "f"]
@@ -62,14 +61,6 @@ class TestEveryChoice:
             assert place not in row and set(row) <= set(range(len(IDS)))
         # Fewer are the first of more.
         assert found == [row[:count] for row in choice.nearest(IDS, kept, 100)]
-
-    @pytest.mark.parametrize("name", ["log", "graph", "vectors"])
-    def test_finds_the_same_again(self, name: str) -> None:
-        choice, kept = made(name)
-        assert choice.nearest(IDS, kept, 3) == choice.nearest(IDS, kept, 3)
-
-    def test_is_registered_by_its_file(self) -> None:
-        assert neighbours.names == ["embedding", "graph", "log", "vectors"]
 
     def test_an_unknown_name_lists_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"'embedding', 'graph', 'log', 'vectors'.*did you mean 'graph'"):

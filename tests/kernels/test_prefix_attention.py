@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.attention import FAR_OFF, TOLERANCE, batch_on, error, make_cache, moved, paged
+from support.attention import (
+    FAR_OFF,
+    TOLERANCE,
+    Named,
+    batch_on,
+    error,
+    interpret,
+    make_cache,
+    moved,
+    paged,
+    wrong_block,
+)
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -25,8 +36,6 @@ torch = pytest.importorskip("torch")
 from torch import Tensor
 
 from ragorder.eval.cli.eval import eval as evaluate
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
 from ragorder.kernels.attention import PackedBatch, prefix_attention, torch_backend
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
@@ -36,7 +45,6 @@ from ragorder.kernels.attention.table import (
     choose_splits,
     choose_tile,
     count_programs,
-    halves,
 )
 
 pytestmark = pytest.mark.merge
@@ -46,7 +54,7 @@ SMALL_TILES = Tile(32, 16, 4, 2)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """Requests of so many new tokens behind so many cached ones. `splits` and `tile`: instead of the table's. `spare`:
     blocks that the tables and the longest context and query have beyond the requests'."""
 
@@ -63,11 +71,6 @@ class Case:
     tile: Tile | None = None
     spare: int = 0
     seed: int = 0
-
-    def __str__(self) -> str:
-        plain = Case()
-        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
-        return " ".join(changed).replace("(", "").replace(")", "") or "plain"
 
 
 def any_case(seed: int) -> Case:
@@ -187,17 +190,6 @@ def formula(case: Case, given: Inputs) -> Tensor:
     return found
 
 
-def wrong_block(given: Inputs) -> Inputs:
-    """The first request with a context looks at another block instead of its first."""
-    row = int(given.batch.context_lengths.gt(0).nonzero()[0])
-    tables = given.batch.block_tables.clone()
-    used = set(tables.flatten().tolist())
-    tables[row, 0] = next(
-        block for block in range(len(given.key_cache)) if block not in used and not given.key_cache[block].isnan().any()
-    )
-    return replace(given, batch=replace(given.batch, block_tables=tables))
-
-
 def attend_in_torch(case: Case, given: Inputs) -> Tensor:
     return prefix_attention(
         *given.tensors, given.batch, scale=case.scale, window=case.window, softcap=case.softcap, backend="torch"
@@ -217,7 +209,7 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
     )
 
 
-CASES = grid(CASES, 10)
+CASES = grid(CASES, 7)
 
 
 def main() -> None:
@@ -235,9 +227,7 @@ def main() -> None:
 def interpreted(python: Any) -> list[dict[str, float]]:
     """What Triton's interpreter found, case by case."""
     pytest.importorskip("triton")
-    done = python(Path(__file__), path=(Path(__file__).parents[1],), timeout=580, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return interpret(python, __file__)
 
 
 @pytest.fixture(params=range(len(CASES)), ids=[str(case) for case in CASES])
@@ -390,14 +380,6 @@ class TestABatch:
         with pytest.raises(ValueError, match=message):
             replace(fitting, **arguments)
 
-    def test_needs_as_many_of_each(self) -> None:
-        with pytest.raises(ValueError, match="one block table for each request"):
-            PackedBatch.pack([1, 2], [3, 4], [[0]])
-
-
-def changed(given: Inputs, **tensors: Tensor) -> Inputs:
-    return replace(given, **tensors)
-
 
 class TestArguments:
     @pytest.mark.parametrize(
@@ -410,12 +392,16 @@ class TestArguments:
             (lambda x: {"q": x.q[:, :3]}, "3 query heads cannot share 2 KV heads"),
             (lambda x: {"k": x.k[:-1]}, "have shapes that do not match"),
             (lambda x: {"key_cache": x.key_cache[:, :, :1]}, r"must be \(blocks, block size, 2, 64\)"),
+            (
+                lambda x: {"batch": replace(x.batch, block_tables=x.batch.block_tables[:, :2])},
+                "2 blocks of 16 tokens: too few for a context of 97",
+            ),
             (lambda x: {"value_cache": x.value_cache.transpose(2, 3).contiguous().transpose(2, 3)}, "must be contig"),
         ],
     )
     def test_that_cannot_be_are_refused_by_name(self, change: Any, message: str) -> None:
         given = inputs_of(Case())
-        wrong = changed(given, **change(given))
+        wrong = replace(given, **change(given))
         with pytest.raises(ValueError, match=message):
             prefix_attention(*wrong.tensors, wrong.batch)
 
@@ -432,12 +418,6 @@ class TestArguments:
         given = inputs_of(Case())
         with pytest.raises(ValueError, match=message):
             prefix_attention(*given.tensors, given.batch, **named)
-
-    def test_a_block_table_that_is_too_short_is_refused(self) -> None:
-        given = inputs_of(Case())
-        short = replace(given.batch, block_tables=given.batch.block_tables[:, :2])
-        with pytest.raises(ValueError, match="2 blocks of 16 tokens: too few for a context of 97"):
-            prefix_attention(*given.tensors, short)
 
     @pytest.mark.parametrize(
         ("case", "message"),
@@ -475,27 +455,6 @@ class TestTheTable:
     )
     def test_knows_families_of_devices(self, capability: tuple[int, int], family: str) -> None:
         assert architecture(capability) == family
-
-    def test_cuts_a_head_into_powers_of_two(self) -> None:
-        assert [halves(head_dim) for head_dim in HEAD_DIMS] == [(64, 0), (64, 16), (64, 32), (128, 0), (256, 0)]
-
-    @pytest.mark.parametrize(
-        ("warps", "programs", "keys", "splits"),
-        [
-            (4, 8, 16_384, 28),
-            (4, 8, 4096, 14),
-            (4, 64, 8192, 4),
-            (4, 128, 32_768, 2),
-            (4, 212, 32_768, 1),
-            (8, 8, 16_384, 14),
-            (8, 64, 4096, 2),
-            (8, 106, 32_768, 1),
-            (8, 2000, 32_768, 1),
-            (8, 8, 300, 1),
-        ],
-    )
-    def test_splits_keys_where_programs_are_few(self, warps: int, programs: int, keys: int, splits: int) -> None:
-        assert choose_splits(Tile(64, 64, warps, 3), programs, keys, multiprocessors=132) == splits
 
     @pytest.mark.parametrize("warps", [4, 8])
     def test_fills_the_device_or_goes_as_far_as_keys_allow(self, warps: int) -> None:
@@ -583,16 +542,6 @@ class TestTheBenchmark:
         assert all(line["error"] < TOLERANCE["bfloat16"] for line in lines)
         assert {(line["query"], line["context"], line["heads"][0]) for line in lines} == {(3, 600, 2)}
 
-    def test_tiles_need_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.benchmarks.kernels.attention.tiles import main as tiles
-
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        done = CliRunner().invoke(tiles, ["--query", "1"])
-        assert done.exit_code == 1 and "times need a GPU" in done.output
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        done = CliRunner().invoke(tiles, ["--heads", "6", "--kv-heads", "4"])
-        assert done.exit_code == 2 and "6 query heads are no multiple of 4 KV heads" in done.output
-
     def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         from ragorder.benchmarks.kernels.attention import contenders
 
@@ -602,44 +551,6 @@ class TestTheBenchmark:
         assert done.exit_code == 1
         assert "2 of 2 results are wrong" in done.output
         assert ", wrong |" in CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
-
-    def test_times_need_a_gpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        done = CliRunner().invoke(evaluate, ["run", "attention-kernel", "-o", str(tmp_path)])
-        assert done.exit_code == 0 and "0 runs served" in done.output
-        report = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
-        assert "times need a GPU, and there is none here: attention-check checks results without one" in report
-
-    def test_shows_times_and_the_fastest_other(self) -> None:
-        from ragorder.benchmarks.kernels.attention.cells import AttentionRecord
-        from ragorder.benchmarks.kernels.attention.report import make_part
-
-        facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
-        times = {"triton": 2.0, "triton unsplit": 1.0, "flash": 3.0}
-        records = [
-            AttentionRecord(
-                suite="mine",
-                cell={"query": query, "context": context},
-                policy=name,
-                engine={"name": "attention", "device": "a GPU"},
-                facts=facts,
-                rows={"ms": [ms] * 3},
-            )
-            for query in (16, 64)
-            for context in (0, 128)
-            for name, ms in times.items()
-        ]
-        part = make_part(Suite.unlisted("mine"), Results(Path(), records=list(records)))
-        first, _, flash, *_ = [[entry.text for entry in row] for row in part.tables[0].rows]
-        assert first[4:9] == ["triton", "2.000", "1", "1", "1.50 ×"]
-        assert flash[8] == "0.33 ×"
-        (picture,) = part.pictures()
-        assert "128 cached: 1.50 at 16, 1.50 at 64" in picture.alt
-
-    def test_refuses_heads_that_are_none(self, tmp_path: Path) -> None:
-        done = CliRunner().invoke(evaluate, ["run", "attention-check", "-o", str(tmp_path), "--set", "heads=7/2"])
-        assert done.exit_code == 2
-        assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
         from ragorder.benchmarks.kernels.attention.contenders import AttentionShape

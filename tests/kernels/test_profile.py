@@ -65,22 +65,35 @@ class TestAProfile:
         for (row, cached), (column, new) in product(enumerate(profile.cached_tokens), enumerate(profile.new_tokens)):
             assert profile(cached, new) == profile.seconds[row][column]
 
-    @given(profiles, st.data())
-    def test_lies_between_its_neighbours(self, profile: PrefillProfile, data: st.DataObject) -> None:
-        place = []
-        for axis in (profile.cached_tokens, profile.new_tokens):
-            low = data.draw(st.integers(0, max(0, len(axis) - 2)))
-            high = min(low + 1, len(axis) - 1)
-            place.append((low, data.draw(st.integers(axis[low], axis[high])), high))
-        (top, cached, bottom), (left, new, right) = place
-        assert profile.seconds[top][left] - 1e-9 <= profile(cached, new) <= profile.seconds[bottom][right] + 1e-9
-
-    def test_is_bilinear(self) -> None:
-        profile = PrefillProfile((0, 100), (10, 30), ((1.0, 3.0), (2.0, 8.0)))
-        assert profile(50, 20) == (1 + 3 + 2 + 8) / 4
-        assert profile(25, 10) == 1.25
-        assert profile(0, 15) == 1.5
-        assert profile(75, 15) == 0.25 * (0.75 * 1 + 0.25 * 3) + 0.75 * (0.75 * 2 + 0.25 * 8)
+    @pytest.mark.parametrize(
+        ("cached_axis", "new_axis", "seconds", "points"),
+        [
+            # Bilinear within the grid.
+            (
+                (0, 100),
+                (10, 30),
+                ((1.0, 3.0), (2.0, 8.0)),
+                [(50, 20, 3.5), (25, 10, 1.25), (0, 15, 1.5), (75, 15, 0.25 * 1.5 + 0.75 * 3.5)],
+            ),
+            # Beyond it the last slope, with more cached tokens no flatter.
+            (
+                (0, 100),
+                (100, 200, 400),
+                ((1.0, 2.0, 6.0), (2.0, 3.0, 7.0)),
+                [(0, 1400, 26.0), (600, 100, 7.0), (600, 1400, 32.0)],
+            ),
+            ((0, 100), (100, 200), ((1.0, 9.0), (9.0, 9.0)), [(100, 300, 17.0), (0, 300, 17.0)]),
+            # Before it the fixed costs, and never less than nothing.
+            ((0,), (100, 200), ((0.2, 0.3),), [(0, 0, 0.1), (0, 50, 0.15)]),
+            ((0,), (100, 200), ((0.1, 0.3),), [(0, 0, 0.0), (0, 50, 0.05)]),
+            ((64, 128), (100,), ((0.5,), (0.7,)), [(0, 100, 0.5), (63, 100, 0.5)]),
+            # A single time is in proportion.
+            ((0,), (100,), ((0.5,),), [(999, 0, 0.0), (999, 50, 0.25), (999, 100, 0.5), (999, 300, 1.5)]),
+        ],
+    )
+    def test_at_some_points(self, cached_axis: Any, new_axis: Any, seconds: Any, points: Any) -> None:
+        profile = PrefillProfile(cached_axis, new_axis, seconds)
+        assert [profile(cached, new) for cached, new, _ in points] == [near(expected) for *_, expected in points]
 
     @given(profiles, counts, counts, counts, counts)
     def test_never_falls_as_tokens_are_added(
@@ -107,34 +120,6 @@ class TestAProfile:
         step = steepest(cached_axis, zip(*profile.seconds, strict=True))
         for cached in {max(0, cached_axis[0] - 1), cached_axis[0], cached_axis[-1]}:
             assert profile(cached + 1, new) - profile(cached, new) <= step + 1e-9
-
-    def test_goes_on_with_the_last_slope(self) -> None:
-        profile = PrefillProfile((0, 100), (100, 200, 400), ((1.0, 2.0, 6.0), (2.0, 3.0, 7.0)))
-        assert profile(0, 1400) == near(6 + 1000 * 0.02)
-        assert profile(600, 100) == near(2 + 500 * 0.01)
-        assert profile(600, 1400) == near(7 + 1000 * 0.02 + 500 * 0.01)
-
-    def test_with_more_cached_goes_on_no_flatter(self) -> None:
-        profile = PrefillProfile((0, 100), (100, 200), ((1.0, 9.0), (9.0, 9.0)))
-        assert profile(100, 300) == profile(0, 300) == near(9 + 8)
-
-    def test_leaves_the_fixed_costs_for_no_new_tokens(self) -> None:
-        profile = PrefillProfile((0,), (100, 200), ((0.2, 0.3),))
-        assert profile(0, 0) == near(0.1)
-        assert profile(0, 50) == near(0.15)
-
-    def test_never_leads_below_nothing_for_no_tokens(self) -> None:
-        profile = PrefillProfile((0,), (100, 200), ((0.1, 0.3),))
-        assert profile(0, 0) == near(0)
-        assert profile(0, 50) == near(0.05)
-
-    def test_of_a_single_time_is_in_proportion(self) -> None:
-        profile = PrefillProfile((0,), (100,), ((0.5,),))
-        assert [profile(999, new) for new in (0, 50, 100, 300)] == [near(0), near(0.25), 0.5, near(1.5)]
-
-    def test_below_its_first_cached_tokens_is_as_with_these(self) -> None:
-        profile = PrefillProfile((64, 128), (100,), ((0.5,), (0.7,)))
-        assert profile(0, 100) == profile(63, 100) == 0.5
 
     @given(profiles, counts, st.integers(0, 50_000))
     def test_costs_its_share_of_each_new_token(self, profile: PrefillProfile, cached: int, new: int) -> None:
@@ -171,10 +156,6 @@ class TestMeasuredTimes:
         made = PrefillProfile.measured((0, 64), (1, 2), [[2.0, 3.0], [1.0, 4.0]])
         assert made.seconds == ((1.5, 3.0), (1.5, 4.0))
 
-    def test_need_a_grid(self) -> None:
-        with pytest.raises(ValueError, match="a time for each of the 2 new_tokens"):
-            PrefillProfile.measured((0,), (1, 2), [[1.0]])
-
 
 def changed(**fields: Any) -> dict[str, Any]:
     profile = PrefillProfile((0, 64), (1, 2), ((1.0, 2.0), (2.0, 3.0)), {"engine": "e"})
@@ -182,12 +163,6 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 class TestAFile:
-    @given(profiles)
-    def test_holds_the_whole_profile(self, profile: PrefillProfile) -> None:
-        again = PrefillProfile.from_json(json.loads(json.dumps(profile.as_json())))
-        assert again == profile
-        assert again.facts == profile.facts
-
     def test_is_read_as_it_was_written(self, tmp_path: Path) -> None:
         profile = PrefillProfile((0, 64), (1, 2), ((0.1, 0.2), (0.3, 1 / 3)), {"engine": "größer", "seed": 0})
         profile.to_file(tmp_path / "profile.json")
@@ -199,30 +174,23 @@ class TestAFile:
         ("content", "said"),
         [
             (b"{", "this is not JSON"),
-            (b"\xff\xfe", "this is not JSON"),
             (b"[" * 100_000, "this is not JSON"),
             (b"[]", "not a prefill profile"),
             (changed(format="other"), "not a prefill profile"),
             (changed(version=2), "version 2, but this ragorder reads 1"),
             (changed(seconds=None), "a list of rows"),
-            (changed(seconds=[1.0, 2.0]), "a list of rows"),
             (changed(cached_tokens="0,64"), "lists of token counts"),
             (changed(facts=[]), "leave it out"),
             (changed(cached_tokens=[]), "cached_tokens must be one or more ascending whole numbers"),
-            (changed(cached_tokens=[64, 0]), "ascending"),
             (changed(cached_tokens=[-1, 0]), "0 or more"),
             (changed(new_tokens=[0, 1]), "new_tokens must be one or more ascending whole numbers of tokens, 1 or more"),
-            (changed(new_tokens=[1, 1]), "ascending"),
             (changed(new_tokens=[True, 2]), "whole numbers"),
-            (changed(new_tokens=[1.5, 2]), "whole numbers"),
             (changed(new_tokens=[1, HUGE]), "whole numbers"),
             (changed(seconds=[[1.0, 2.0]]), "a row for each of the 2 cached_tokens"),
             (changed(seconds=[[1.0, 2.0], [2.0]]), "a time for each of the 2 new_tokens"),
             (changed(seconds=[[1.0, 2.0], [2.0, -3.0]]), "seconds must be numbers from 0"),
             (changed(seconds=[[1.0, 2.0], [2.0, math.nan]]), "this is not JSON"),
-            (changed(seconds=[[1.0, 2.0], [2.0, math.inf]]), "this is not JSON"),
             (changed(seconds=[[1.0, 2.0], [2.0, HUGE]]), "seconds must be numbers from 0"),
-            (changed(seconds=[[1.0, 2.0], [2.0, "3"]]), "seconds must be numbers from 0"),
             (changed(seconds=[[1.0, 2.0], [2.0, False]]), "seconds must be numbers from 0"),
             (changed(seconds=[[1.0, 2.0], [2.0, 1.0]]), "fall from 2 to 1 though tokens are added"),
             (changed(seconds=[[1.0, 2.0], [0.5, 3.0]]), "PrefillProfile.measured"),
@@ -470,18 +438,6 @@ class TestTheCommand:
         assert (said in done.stdout) == (pooled["cells"] > 0)
         assert "differ much between repeats" not in done.stdout, "there was one"
 
-    def test_says_that_the_machine_was_busy(self, far: FarServer, tmp_path: Path) -> None:
-        checks, warm_up, each_round = 4, 6, 6
-        far.delay_s = lambda number: 0.1 if number > checks + warm_up + each_round else 0.0
-        done = run("--base-url", far.base_url, *SMALL, "--repeats", "2", "-o", tmp_path / "p.json")
-        assert "differ much between repeats" in done.stdout
-
-    def test_writes_over_a_profile(self, far: FarServer, tmp_path: Path) -> None:
-        path = tmp_path / "profile.json"
-        path.write_text("old", "utf-8")
-        assert run("--base-url", far.base_url, *SMALL, "-o", path).exit_code == 0
-        assert PrefillProfile.from_file(path).facts["model"] == "far"
-
     def test_says_before_it_measures_that_it_cannot_write(self, far: FarServer, tmp_path: Path) -> None:
         said = refusal("--base-url", far.base_url, *SMALL, "-o", tmp_path / "missing" / "profile.json")
         assert "No such file or directory: give another --output" in said
@@ -498,10 +454,6 @@ class TestTheCommand:
     def test_a_server_that_does_not_answer_is_reported(self, tmp_path: Path) -> None:
         pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
-
-    def test_says_that_a_prompt_is_too_long(self, far: FarServer, tmp_path: Path) -> None:
-        said = refusal("--base-url", far.base_url, "--new", "5000", "-o", tmp_path / "p.json")
-        assert "0 cached and 5,000 new tokens make a prompt that does not fit" in said
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.benchmarks.ragcache.replacement.scheduling import measure_scheduling
 from ragorder.trie.policies import POLICIES, AwaitedNodes, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
@@ -289,34 +288,6 @@ class TestWhatGoesFirst:
         assert [key for key in order if key != "x"] == ["c", "b", "a"]
         assert tier.evict(4) == order
 
-    def test_a_parent_goes_after_the_last_of_its_children(self, tier: Tier) -> None:
-        tier.insert("parent")
-        for child in "cde":
-            tier.insert(child, 1, "parent")
-        assert list(tier.victims()) == ["c", "d", "e", "parent"]
-        tier.use("c", cost=1.0, computed="c")
-        assert list(tier.victims()) == ["d", "e", "c", "parent"]
-
-    def test_of_what_is_worth_the_same_the_one_used_longest_ago(self, tier: Tier) -> None:
-        fill(tier, "a")
-        fill(tier, "b")
-        fill(tier, "c")
-        assert tier.evict(2) == ["a", "b"]
-
-    def test_as_much_as_is_needed_and_whole_nodes(self, tier: Tier) -> None:
-        tier.insert("a", 10)
-        tier.insert("b", 10)
-        tier.insert("c", 10)
-        assert tier.evict(11) == ["a", "b"]
-        assert tier.used == 10
-
-    @pytest.mark.parametrize("size", [0, -5])
-    def test_nothing_when_nothing_is_needed(self, tier: Tier, size: int) -> None:
-        assert tier.evict(size) == []
-        fill(tier, "a")
-        assert tier.evict(size) == []
-        assert "a" in tier
-
     def test_nothing_when_it_would_not_be_enough(self, tier: Tier) -> None:
         fill(tier, "abc")
         fill(tier, "x")
@@ -329,95 +300,32 @@ class TestWhatGoesFirst:
         assert (len(tier), tier.used) == (4, 4)
         assert tier.evict(2) == before
 
-    def test_pins_are_counted(self, tier: Tier) -> None:
-        fill(tier, "a")
-        tier.pin("a")
-        tier.pin("a")
-        tier.unpin("a")
-        assert tier.evict(1) is None
-        tier.unpin("a")
-        assert tier.evict(1) == ["a"]
-
-    def test_nothing_above_a_pinned_or_protected_node_goes(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        assert tier.evict(1, protected={"c"}) is None
-        tier.pin("c")
-        assert list(tier.victims()) == []
-        assert tier.evict(1) is None
-
-    def test_a_node_whose_parent_went_is_one_without_a_parent_until_it_comes_back(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        tier.remove("b")
-        assert list(tier.victims()) == ["a", "c"]
-        tier.insert("b", 1, "a")
-        assert list(tier.victims()) == ["c", "b", "a"]
-
-    def test_a_node_may_come_before_its_parent(self, tier: Tier) -> None:
-        tier.insert("child", 1, "parent")
-        tier.insert("parent")
-        assert list(tier.victims()) == ["child", "parent"]
-        tier.remove("child")
-        assert list(tier.victims()) == ["parent"]
-
     def test_a_node_may_come_back_elsewhere(self, tier: Tier) -> None:
         fill(tier, "abc")
         tier.remove("c")
         tier.insert("c", 1, "a")
         assert sorted(islice(tier.victims(), 2)) == ["b", "c"]
 
-    def test_cleared_it_is_as_new(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        tier.pin("c")
-        tier.remove("a")
-        tier.clear()
-        assert (len(tier), tier.used, list(tier.victims())) == (0, 0, [])
-        fill(tier, "abc")
-        assert list(tier.victims()) == ["c", "b", "a"]
-        node = tier.get("a")
-        assert node is not None
-        assert node.frequency == 1
-
-    def test_asking_for_victims_changes_nothing(self, tier: Tier) -> None:
-        fill(tier, "abc")
-        fill(tier, "xy")
-        assert list(islice(tier.victims(), 3)) == list(tier.victims())[:3]
-        assert tier.evict(5) == ["c", "b", "a", "y", "x"]
-        assert len(tier) == 0
-
 
 class TestWhatCannotBe:
-    def test_a_node_twice(self, tier: Tier) -> None:
-        tier.insert("a")
-        with pytest.raises(ValueError, match="already"):
-            tier.insert("a")
-
-    def test_a_node_behind_itself(self, tier: Tier) -> None:
-        with pytest.raises(ValueError, match="its own parent"):
-            tier.insert("a", parent="a")
-        assert "a" not in tier
-
-    def test_less_than_no_size(self, tier: Tier) -> None:
-        with pytest.raises(ValueError, match="-1"):
-            tier.insert("a", -1)
-        assert len(tier) == 0
-
-    @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])
-    def test_a_cost_that_is_none(self, tier: Tier, cost: float) -> None:
-        fill(tier, "a")
-        with pytest.raises(ValueError, match="finite"):
-            tier.use("a", cost=cost)
-        node = tier.get("a")
-        assert node is not None
-        assert node.frequency == 1
-
-    @pytest.mark.parametrize("action", ["remove", "pin", "unpin"])
-    def test_anything_with_a_node_that_is_not_there(self, tier: Tier, action: str) -> None:
-        with pytest.raises(KeyError):
-            getattr(tier, action)("a")
-
-    def test_an_unknown_policy(self) -> None:
-        with pytest.raises(ValueError, match="forecast, gdsf, lfu, lru, pgdsf"):
-            make_policy("arc")
+    @pytest.mark.parametrize(
+        ("call", "said"),
+        [
+            (lambda tier: tier.insert("a", parent="a"), "its own parent"),
+            (lambda tier: tier.insert("a", -1), "-1"),
+            (lambda tier: tier.use("x", cost=-1.0), "finite"),
+            (lambda tier: tier.use("x", cost=math.inf), "finite"),
+            (lambda tier: tier.use("x", cost=math.nan), "finite"),
+            (lambda _: History(-1), "-1"),
+            (lambda _: make_policy("arc"), "forecast, gdsf, lfu, lru, pgdsf"),
+        ],
+    )
+    def test_is_refused_and_changes_nothing(self, tier: Tier, call: Callable[[Tier], Any], said: str) -> None:
+        fill(tier, "x")
+        with pytest.raises(ValueError, match=said):
+            call(tier)
+        node = tier.get("x")
+        assert len(tier) == 1 and node is not None and node.frequency == 1
 
     def test_a_history_of_two_tiers(self) -> None:
         history = History(3)
@@ -425,17 +333,40 @@ class TestWhatCannotBe:
         with pytest.raises(ValueError, match="one tier"):
             Tier(make_policy("lru"), history)
 
-    def test_a_history_of_less_than_nothing(self) -> None:
-        with pytest.raises(ValueError, match="-1"):
-            History(-1)
+
+def test_a_tier_inherits_the_statistics_of_another(tier: Tier) -> None:
+    fill(tier, "a")
+    tier.use("a", expected={"a": 6.0})
+    host = Tier(make_policy("forecast"))
+    host.insert("a", known=tier.get("a"))
+    node = host.get("a")
+    assert node is not None
+    assert (node.frequency, node.misses, node.cost, node.expected) == (2, 1, 1.0, 6.0)
+
+
+def test_whatever_was_forecast_leaves_once_it_is_not_used() -> None:
+    """At most log(uses) / 0.5 turnovers later, of a third of the tier each."""
+    tier = Tier(make_policy("forecast"))
+    tier.insert("a", 100)
+    tier.use("a", cost=1.0, expected={"a": 1000.0})
+    for number in range(3 * math.ceil(math.log(1000.0) / 0.5) + 3):
+        tier.insert(number, 100)
+        tier.use([number], cost=1.0)
+        if tier.used > 200:
+            tier.evict(100)
+    assert "a" not in tier
 
 
 class TestPGDSFByHand:
     """The knowledge tree of Fig. 10: S is the system prompt, sizes are tokens, costs seconds a token."""
 
-    def served(self, history: History | None) -> tuple[Tier, Any]:
-        policy = make_policy("pgdsf")
-        tier = Tier(policy, history)
+    def priorities(self, tier: Tier) -> dict[str, float]:
+        nodes = ((key, tier.get(key)) for key in ("S", "D1", "D2", "D3"))
+        return {key: node.priority for key, node in nodes if node is not None}
+
+    def test_what_is_used_now_has_a_higher_priority_than_what_was_used_before_an_eviction(self) -> None:
+        policy: Any = make_policy("pgdsf")
+        tier = Tier(policy)
         # [S, D1, D2], nothing cached.
         tier.insert("S", 100)
         tier.insert("D1", 400, "S")
@@ -444,27 +375,8 @@ class TestPGDSFByHand:
         # [S, D3], S cached.
         tier.insert("D3", 300, "S")
         tier.use(["S", "D3"], cost=0.25, computed={"D3"})
-        return tier, policy
-
-    def priorities(self, tier: Tier) -> dict[str, float]:
-        nodes = ((key, tier.get(key)) for key in ("S", "D1", "D2", "D3"))
-        return {key: node.priority for key, node in nodes if node is not None}
-
-    def test_priorities_are_clock_and_frequency_times_cost(self) -> None:
-        tier, policy = self.served(None)
         assert self.priorities(tier) == {"S": 2 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25}
         assert policy.clock == 0
-
-    def test_the_clock_goes_on_to_the_highest_priority_that_went(self) -> None:
-        tier, policy = self.served(None)
-        # D2 and D3 are the leaves; D1 becomes one when D2 is gone.
-        assert tier.evict(600) == ["D3", "D2"]
-        assert policy.clock == 0.5
-        assert self.priorities(tier) == {"S": 1.0, "D1": 0.5}
-        assert tier.used == 500
-
-    def test_what_is_used_now_stands_above_what_was_used_before_the_clock_went_on(self) -> None:
-        tier, policy = self.served(None)
         assert tier.evict(300) == ["D3"]
         assert policy.clock == 0.25
         tier.insert("D3", 300, "S")
@@ -472,44 +384,6 @@ class TestPGDSFByHand:
         assert self.priorities(tier) == {"S": 0.25 + 3 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25 + 1 * 0.75}
         assert tier.evict(600) == ["D2", "D1"]
         assert policy.clock == 0.5
-
-    def test_with_a_history_frequency_and_mean_cost_outlive_the_eviction(self) -> None:
-        tier, _ = self.served(History(10))
-        tier.evict(300)
-        tier.insert("D3", 300, "S")
-        tier.use(["S", "D3"], cost=0.75, computed={"D3"})
-        assert self.priorities(tier)["D3"] == 0.25 + 2 * (0.25 + 0.75) / 2
-
-    def test_the_clock_never_goes_back(self) -> None:
-        policy: Any = make_policy("pgdsf")
-        tier = Tier(policy)
-        tier.insert("S")
-        tier.use(["S"], cost=1.0, computed={"S"})
-        tier.insert("D1", 1, "S")
-        tier.use(["D1"], cost=5.0, computed={"D1"})
-        # S has the lower priority, and goes after its child all the same.
-        assert tier.evict(2) == ["D1", "S"]
-        assert policy.clock == 5.0
-
-    def test_only_requests_that_computed_a_node_count_in_its_cost(self) -> None:
-        tier = Tier(make_policy("pgdsf"))
-        tier.insert("a")
-        for cost, computed in ((1.0, "a"), (100.0, ""), (2.0, "a"), (6.0, "a")):
-            tier.use("a", cost=cost, computed=computed)
-        node = tier.get("a")
-        assert node is not None
-        assert (node.frequency, node.misses) == (4, 3)
-        assert node.cost == pytest.approx((1.0 + 2.0 + 6.0) / 3)
-
-    def test_a_node_without_a_computed_cost_has_an_estimate(self) -> None:
-        tier = Tier(make_policy("pgdsf"))
-        tier.insert("a")
-        tier.use("a", cost=3.0)
-        node = tier.get("a")
-        assert node is not None
-        assert (node.cost, node.priority) == (3.0, 3.0)
-        tier.use("a", cost=5.0, computed="a")
-        assert (node.cost, node.priority) == (5.0, 10.0)
 
 
 class TestTheOtherPolicies:
@@ -527,100 +401,8 @@ class TestTheOtherPolicies:
             tier.use(key, cost=cost, computed=key)
         assert "".join(map(str, tier.victims())) == order
 
-    @pytest.mark.parametrize(("name", "stays"), [("gdsf", False), ("lfu", True), ("forecast", False)])
-    def test_what_was_used_often_but_long_ago_stays_only_without_a_clock(self, name: str, stays: bool) -> None:
-        tier = Tier(make_policy(name))
-        fill(tier, "a")
-        for _ in range(20):
-            tier.use("a")
-        for number in range(100):
-            if tier.used >= 3:
-                tier.evict(1)
-            fill(tier, [f"scan {number}"])
-            tier.use([f"scan {number}"])
-        assert ("a" in tier) == stays
-
-
-class TestForecastByHand:
-    """Sizes are tokens, costs seconds a token; what is expected are uses."""
-
-    def tier(self, keys: str = "abc", history: History | None = None) -> Tier:
-        tier = Tier(make_policy("forecast"), history)
-        for key in keys:
-            tier.insert(key, 100)
-        return tier
-
-    def priority(self, tier: Tier, key: str) -> float:
-        node = tier.get(key)
-        assert node is not None
-        return node.priority
-
-    def test_priorities_are_those_of_the_uses_to_come_and_what_they_save(self) -> None:
-        tier = self.tier()
-        tier.use("abc", cost=0.5, computed="abc", expected={"a": 2.0, "b": 40.0})
-        assert self.priority(tier, "a") == pytest.approx(math.log(2.0 * 0.5))
-        assert self.priority(tier, "b") == pytest.approx(math.log(40.0 * 0.5))
-        assert list(tier.victims()) == ["c", "a", "b"], "without a forecast, c counts as used once"
-
-    def test_a_forecast_counts_more_than_the_past(self) -> None:
-        tier = self.tier("ab")
-        for _ in range(9):
-            tier.use("a", cost=1.0, expected={"a": 2.0})
-        tier.use("b", cost=1.0, expected={"b": 3.0})
-        assert list(tier.victims()) == ["a", "b"]
-
-    def test_the_last_forecast_holds_and_requests_without_one_leave_it(self) -> None:
-        tier = self.tier("ab")
-        tier.use("b", cost=1.0, expected={"b": 4.0})
-        tier.use("a", cost=1.0, expected={"a": 90.0})
-        tier.use("a", cost=1.0, expected={"a": 5.0})
-        tier.use("a", cost=1.0)
-        assert self.priority(tier, "a") == pytest.approx(math.log(5.0))
-
-    def test_what_was_used_earlier_counts_less_by_the_turnovers_since(self) -> None:
-        tier = self.tier("abc")
-        tier.use("abc", cost=1.0, expected={"a": 8.0, "b": 1.0, "c": 1.0})
-        assert tier.evict(100) == ["b"]
-        assert tier.evict(100) == ["c"]
-        tier.insert("d", 100)
-        tier.use("d", cost=1.0, expected={"d": 1.0})
-        assert self.priority(tier, "d") == pytest.approx(0.5 * (1 / 3 + 1 / 2))
-        assert self.priority(tier, "a") == pytest.approx(math.log(8.0))
-
-    def test_a_forecast_survives_eviction_in_the_history_and_goes_with_a_node_to_the_next_tier(self) -> None:
-        tier = self.tier("a", History(5))
-        tier.use("a", cost=1.0, expected={"a": 6.0})
-        below = Tier(make_policy("forecast"))
-        below.insert("a", 100, known=tier.get("a"))
-        tier.evict(100)
-        tier.insert("a", 100)
-        for each in (tier, below):
-            node = each.get("a")
-            assert node is not None
-            assert node.expected == 6.0
-
-    def test_whatever_was_expected_leaves_once_it_is_not_used(self) -> None:
-        """At most log(uses) / 0.5 turnovers later, of a third of the tier each."""
-        tier = self.tier("a")
-        tier.use("a", cost=1.0, expected={"a": 1000.0})
-        for number in range(3 * math.ceil(math.log(1000.0) / 0.5) + 3):
-            tier.insert(number, 100)
-            tier.use([number], cost=1.0)
-            if tier.used > 200:
-                tier.evict(100)
-        assert "a" not in tier
-
 
 class TestAwaitedNodes:
-    def test_are_those_of_all_waiting_requests_until_the_last_of_them_ends(self) -> None:
-        awaited = AwaitedNodes(10)
-        first, second = awaited.add([("a", 4), ("b", 3)]), awaited.add([("a", 4), ("c", 3)])
-        assert (first, second) == (("a", "b"), ("a", "c"))
-        awaited.remove(first)
-        assert [key in awaited for key in "abc"] == [True, False, True]
-        awaited.remove(second)
-        assert not len(awaited)
-
     def test_have_a_bound_and_the_first_requests_have_precedence(self) -> None:
         awaited = AwaitedNodes(10)
         first = awaited.add([("a", 4), ("b", 4), ("c", 4), ("d", 1)])
@@ -644,94 +426,6 @@ class TestAwaitedNodes:
             awaited.remove(added)
         assert not len(awaited)
         assert awaited.add([("all", 12)]) == ("all",), "all room is back"
-
-    def test_that_are_none_cannot_be_removed(self) -> None:
-        with pytest.raises(KeyError):
-            AwaitedNodes(1).remove(["a"])
-
-
-@pytest.mark.parametrize("name", POLICIES)
-class TestHistory:
-    def frequency(self, tier: Tier, key: str) -> int:
-        node = tier.get(key)
-        assert node is not None
-        return node.frequency
-
-    def test_without_one_frequency_and_cost_die_with_the_node(self, name: str) -> None:
-        tier = Tier(make_policy(name))
-        fill(tier, "a")
-        tier.evict(1)
-        tier.use("a", cost=1.0)
-        tier.insert("a")
-        node = tier.get("a")
-        assert node is not None
-        assert (node.frequency, node.misses, node.cost) == (0, 0, 0.0)
-
-    @pytest.mark.parametrize("leave", ["evict", "remove"])
-    def test_with_one_they_survive(self, name: str, leave: str) -> None:
-        tier = Tier(make_policy(name), History(5))
-        fill(tier, "a")
-        tier.use("a")
-        if leave == "evict":
-            assert tier.evict(1) == ["a"]
-        else:
-            tier.remove("a")
-        tier.insert("a")
-        node = tier.get("a")
-        assert node is not None
-        assert (node.frequency, node.misses, node.cost) == (2, 1, 1.0)
-
-    def test_uses_count_while_the_node_is_away_and_before_it_came(self, name: str) -> None:
-        tier = Tier(make_policy(name), History(5))
-        tier.use("a", cost=2.0, computed="a")
-        tier.use("a", cost=4.0, computed="a")
-        tier.insert("a")
-        node = tier.get("a")
-        assert node is not None
-        assert (node.frequency, node.cost) == (2, 3.0)
-
-    def test_it_is_bounded_and_forgets_what_was_used_longest_ago(self, name: str) -> None:
-        history = History(2)
-        tier = Tier(make_policy(name), history)
-        for key in "abc":
-            tier.insert(key)
-        for key in "abc":
-            tier.use(key)
-        for key in "cab":
-            tier.remove(key)
-        assert [key for key in "abc" if key in history] == ["b", "c"]
-        tier.use("b")
-        tier.use("d")
-        assert [key for key in "abcd" if key in history] == ["b", "d"]
-        assert len(history) == 2
-
-    def test_what_the_tier_holds_is_never_forgotten(self, name: str) -> None:
-        tier = Tier(make_policy(name), History(1))
-        fill(tier, "a")
-        for number in range(20):
-            tier.use([f"scan {number}"])
-        tier.use("a")
-        assert self.frequency(tier, "a") == 2
-
-    def test_clearing_the_tier_clears_it(self, name: str) -> None:
-        history = History(5)
-        tier = Tier(make_policy(name), history)
-        fill(tier, "ab")
-        tier.evict(1)
-        assert len(history) == 1
-        tier.clear()
-        assert len(history) == 0
-        fill(tier, "ab")
-        assert self.frequency(tier, "b") == 1
-
-    def test_a_tier_takes_over_the_statistics_of_another(self, name: str) -> None:
-        device, host = Tier(make_policy(name)), Tier(make_policy(name))
-        fill(device, "a")
-        device.use("a")
-        host.insert("a", known=device.get("a"))
-        node = host.get("a")
-        assert node is not None
-        assert (node.frequency, node.misses, node.cost) == (2, 1, 1.0)
 
 
 SCRIPT = """
@@ -807,7 +501,7 @@ class TestWhatItTakes:
 
     @pytest.fixture(scope="class")
     def tiers(self) -> dict[int, Tier]:
-        return {nodes: counted_tier(nodes) for nodes in (1_000, 10_000, 100_000)}
+        return {nodes: counted_tier(nodes) for nodes in (1_000, 30_000)}
 
     def test_an_eviction_takes_about_the_same_however_many_nodes_there_are(self, tiers: dict[int, Tier]) -> None:
         means = {}
@@ -815,7 +509,7 @@ class TestWhatItTakes:
             counts = [comparisons(lambda: tier.evict(1)) for _ in range(100)]  # noqa: B023
             assert 0 < max(counts) <= 6 * math.log2(nodes)
             means[nodes] = sum(counts) / len(counts)
-        assert means[100_000] < 2.5 * means[1_000]
+        assert means[30_000] < 2.5 * means[1_000]
 
     def test_a_request_takes_about_the_same_however_many_nodes_there_are(self, tiers: dict[int, Tier]) -> None:
         for nodes, tier in tiers.items():
@@ -863,23 +557,3 @@ class TestWhatItTakes:
             tracemalloc.stop()
         assert taken / len(keys) < most
         assert not hasattr(TierNode(0), "__dict__")
-
-
-class TestSchedulingTime:
-    @pytest.mark.parametrize("history", [True, False])
-    def test_a_full_tier_serves_requests_and_each_is_timed(self, history: bool) -> None:
-        measured = measure_scheduling(nodes=400, requests=200, history=history)
-        assert measured.nodes == pytest.approx(400, rel=0.2)
-        assert 0 < measured.p50_ms <= measured.p99_ms <= measured.max_ms
-        assert 0 < measured.cpu_p50_ms <= measured.cpu_p99_ms <= measured.cpu_max_ms
-        assert 0 < measured.hit_ratio < 1
-        assert measured.inserted == pytest.approx(5 * (1 - measured.hit_ratio))
-        assert measured.evicted == pytest.approx(measured.inserted, rel=0.2)
-
-    def test_the_same_seed_serves_the_same_requests(self) -> None:
-        first, second, other = (measure_scheduling(nodes=200, requests=50, seed=seed) for seed in (1, 1, 2))
-        assert (first.hit_ratio, first.evicted) == (second.hit_ratio, second.evicted)
-        assert (first.hit_ratio, first.evicted) != (other.hit_ratio, other.evicted)
-
-    def test_a_tier_too_small_for_a_request_serves_it_all_the_same(self) -> None:
-        assert measure_scheduling(nodes=1, top_k=1, requests=20).hit_ratio < 1

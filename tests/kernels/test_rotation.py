@@ -73,26 +73,8 @@ class TestMovedKeys:
             # From the second layer on also attention has rounded otherwise there.
             assert error(rotation.shift(old, offset, layer, origin=here), new) < 1e-3
 
-    def test_come_back(self, model: Any, rotation: Rotation) -> None:
-        here = torch.arange(DOCUMENT)
-        for layer, before in enumerate(alone(model, here)):
-            there = rotation.shift(before, 300, layer, origin=here)
-            assert error(rotation.shift(there, -300, layer, origin=here + 300), before) < EXACT
-
-    def test_one_position_off_are_others(self, model: Any, rotation: Rotation) -> None:
-        """What the comparisons above would say of a wrong position."""
-        old = torch.arange(DOCUMENT)
-        before, after = (alone(model, positions)[0] for positions in (old, old + 100))
-        assert error(rotation.shift(before, 101, 0, origin=old), after) > 0.1
-
     def test_agree_with_the_model_over_all_positions(self, model: Any, rotation: Rotation) -> None:
         rotation.verify(model)
-
-    def test_of_all_layers_share_a_turn(self, model: Any, rotation: Rotation) -> None:
-        by, old = torch.arange(DOCUMENT) * 3, torch.arange(DOCUMENT)
-        turn = rotation.turn(by, old)
-        for layer, before in enumerate(alone(model, old)):
-            assert torch.equal(turn.apply(before, layer), rotation.shift(before, by, layer, origin=old))
 
 
 class TestALayer:
@@ -134,16 +116,6 @@ class TestHalfPrecision:
         rotation = Rotation.of(model)
         assert all(rope is not None and not rope.adjacent for rope in rotation.ropes)
         rotation.verify(model)
-
-
-class TestWithoutTheOldPositions:
-    def test_a_rotation_is_exact_up_to_the_models_own_rounding(self) -> None:
-        model = family("llama")
-        rotation = Rotation.of(model)
-        old, new = torch.arange(40), torch.arange(40) + 400
-        for layer, (before, after) in enumerate(zip(alone(model, old), alone(model, new), strict=True)):
-            assert error(rotation.shift(before, 400, layer), after) < 1e-3
-            assert error(rotation.shift(before, 400, layer), rotation.shift(before, new - old, layer)) == 0
 
 
 class TestAModel:

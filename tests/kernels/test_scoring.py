@@ -20,7 +20,6 @@ from transformers import DynamicCache
 from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
 from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
@@ -140,12 +139,6 @@ class TestQuestion:
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
 
-    def test_nothing_is_written(self, engine: Engine) -> None:
-        engine.reuse(0, END)
-        before = engine.pool.kv.clone()
-        engine.question(tokens(11, 2), END)
-        assert torch.equal(engine.pool.kv, before)
-
     def test_the_forward_ends_in_the_last_layer(self, llama: Engine) -> None:
         ran = modules_run(llama.model.model)
         llama.question(tokens(11, 2), 0)
@@ -225,11 +218,6 @@ class TestDeviation:
         exact = torch.stack([second.keys[0, :, SYSTEM:], second.values[0, :, SYSTEM:]]).permute(2, 0, 1, 3)
         torch.testing.assert_close(found, (exact - held).square().sum((1, 2, 3)), rtol=1e-4, atol=1e-3)
 
-    def test_exact_kv_does_not_deviate(self, engine: Engine) -> None:
-        prompt = tokens(END, 1)
-        engine.compute(prompt)
-        assert float(engine.deviation(prompt[SYSTEM:], SYSTEM).max()) < 1e-6
-
     def test_only_the_first_layer_is_written_as_full_attention_has_it(self, engine: Engine) -> None:
         prompt = tokens(END, 1)
         engine.compute(prompt[:SYSTEM])
@@ -252,13 +240,6 @@ class TestDeviation:
         assert found[without].isnan().all()
         found[without] = expected[without]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-    def test_documents_computed_alone_deviate_behind_others(self, engine: Engine) -> None:
-        prompt = tokens(END, 1)
-        assemble(engine, prompt)
-        first, *others = engine.deviation(prompt[SYSTEM:], SYSTEM).split(DOCUMENTS)
-        assert float(first.max()) < 1e-6
-        assert all(float(other.min()) > 1e-4 for other in others)
 
     def test_the_forward_ends_in_the_second_layer(self, llama: Engine) -> None:
         ran = modules_run(llama.model.model)
@@ -335,15 +316,6 @@ class TestScorer:
         found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
         assert torch.equal(found, expected)
 
-    def test_a_part_of_the_system_prompt_suffices(self, llama: Engine) -> None:
-        """Copies may be there while the system prompt in front of them is not."""
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
-        llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
-        facts = self.scorer(llama).measure("question", self.inputs(llama, prompt, (SYSTEM, END), exact=0))
-        assert facts.attention.isfinite().all()
-        assert float(facts.attention.sum()) > 0
-
     def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
@@ -367,30 +339,6 @@ class TestScorer:
         again = scorer.measure("nothing", self.inputs(llama, list(prompt), (SYSTEM, END)))
         other = scorer.measure("nothing", self.inputs(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
         assert facts.seed == again.seed != other.seed
-
-    @pytest.mark.parametrize("needs", ["nothing", "question", "two layers"])
-    def test_a_prompt_without_reused_tokens_has_no_facts(self, llama: Engine, needs: Any) -> None:
-        facts = self.scorer(llama).measure(needs, self.inputs(llama, tokens(END + self.ASKED, 1)))
-        assert facts.reused.shape == (0,)
-
-    def test_every_selection_chooses_by_its_facts(self, llama: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(llama, prompt)
-        inputs, scorer = self.inputs(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)), self.scorer(llama)
-        for name in set(SELECTIONS) - {"none", "all"}:
-            selection = make_selection(name)
-            chosen = selection.choose(scorer.measure(selection.needs, inputs), 20)
-            assert len(chosen) == 20
-            # The first document is exact, as it stands where it was computed.
-            assert name != "deviation" or int(chosen[0]) >= 57
-
-    def test_the_model_computes_as_before(self, engine: Engine) -> None:
-        prompt = tokens(END + self.ASKED, 1)
-        assemble(engine, prompt)
-        for needs in ("question", "two layers"):
-            self.scorer(engine).measure(needs, self.inputs(engine, prompt, (SYSTEM, END)))
-        logits = engine.model.forward(*pack([Piece(prompt, 0, engine.table, True)], engine.pool))
-        torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def ended(steps: Generator[int, None, Tensor]) -> tuple[list[int], Tensor]:

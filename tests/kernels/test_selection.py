@@ -88,17 +88,9 @@ class TestSelectionsByAMeasurement:
         assert chosen(name, prompt, 3) == [21, 23, 25]
         assert chosen(name, prompt, 1) == [21]
 
-    def test_others_do_not_matter(self, name: str, fact: str) -> None:
-        others = {other: [1.0, 0.0, 0.0, 0.0] for other in MEASURED.values() if other != fact}
-        assert chosen(name, facts(4, **{fact: [0.0, 0.0, 0.0, 1.0]}, **others), 1) == [23]
-
     def test_of_equal_ones_the_first_are_chosen(self, name: str, fact: str) -> None:
         prompt = facts(200, **{fact: [0.5] * 100 + [0.7] + [0.5] * 99})
         assert chosen(name, prompt, 4) == [20, 21, 22, 120]
-
-    def test_tokens_between_documents_are_never_chosen(self, name: str, fact: str) -> None:
-        prompt = facts(2, 2, gap=5, **{fact: [1.0, 2.0, 3.0, 4.0]})
-        assert chosen(name, prompt, 3) == [21, 27, 28]
 
     def test_what_is_no_number_comes_last(self, name: str, fact: str) -> None:
         prompt = facts(4, **{fact: [math.nan, -math.inf, -1.0, math.inf]})
@@ -114,9 +106,6 @@ class TestHead:
 
     def test_what_a_short_document_leaves_goes_to_the_others(self) -> None:
         assert chosen("head", facts(1, 5, 5), 7) == [20, 21, 22, 23, 26, 27, 28]
-
-    def test_documents_need_not_be_adjacent(self) -> None:
-        assert chosen("head", facts(3, 3, gap=10), 4) == [20, 21, 33, 34]
 
 
 class TestRandom:

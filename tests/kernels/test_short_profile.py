@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -205,28 +204,11 @@ class TestCache:
         cache.path(KEY).unlink()
         assert cache.file_of(kept) is None
 
-    def test_keeps_load_times(self, tmp_path: Path) -> None:
-        with_loads = PrefillProfile((0,), (1, 2), ((1.0, 2.0),), loads={"host": 1e-6})
-        assert ProfileCache(tmp_path).keep(KEY, with_loads) == with_loads
-        assert ProfileCache(tmp_path).find(KEY) == with_loads
-
     def test_does_not_take_another_keys_file(self, tmp_path: Path) -> None:
         cache, other = ProfileCache(tmp_path), profile_key({})
         cache.keep(KEY, PROFILE)
         cache.path(KEY).rename(cache.path(other))
         assert cache.find(other) is None
-
-    def test_has_files_as_the_command_writes_them(self, tmp_path: Path) -> None:
-        cache = ProfileCache(tmp_path)
-        cache.keep(KEY, PROFILE)
-        assert PrefillProfile.from_file(cache.path(KEY)) == PROFILE
-
-    def test_reads_what_a_later_version_has_added(self, tmp_path: Path) -> None:
-        cache = ProfileCache(tmp_path)
-        cache.keep(KEY, PROFILE)
-        path = cache.path(KEY)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"loads": {"host": 1e-6}}))
-        assert cache.find(KEY) == PROFILE
 
     @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"format": "ragorder-prefill-profile"}'])
     def test_measures_again_after_damage(self, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,9 +12,10 @@ from threading import Lock
 from typing import Any
 
 import pytest
-from support.families import VOCABULARY, make_model
+from support.families import make_model
 from support.inside import cache_of, host_of, leases_of, scheduler_of, streamer_of, tiers_of
 from support.rings import length
+from support.small_engine import tokens
 from support.streamed import TOKENS, room_for, saved, streaming, whole
 
 torch = pytest.importorskip("torch")
@@ -32,11 +33,6 @@ SITES = {
     *("read of a layer", "end of a file", "buffer of a layer", "pool of blocks", "within a layer", "sampling"),
     *("planning", "read of KV", "write of KV"),
 }
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(VOCABULARY) for _ in range(count)]
 
 
 class Faults:
@@ -175,7 +171,7 @@ def test_ten_thousand_failures(
     streamer = streamer_of(engine)
     assert streamer is not None
     engine.move_layers(Residency.spread(LAYERS, 0))
-    streamer._in_place = in_place
+    streamer.in_place = in_place
     faults.install(engine, monkeypatch.setattr)
     asked: dict[int, int] = {}
     told: dict[int, list[int]] = {}

@@ -97,11 +97,6 @@ DEVICE, HOST, DISK = Loads(), Loads(host=2), Loads(disk=2)
 
 @pytest.mark.parametrize("write_through", [True, False])
 class TestWhereDocumentsAre:
-    def test_what_was_just_served_is_on_the_device(self, write_through: bool) -> None:
-        engine = Engine(3, 3, 3, write_through=write_through)
-        engine.serve("abc")
-        assert engine.loads("abc") == [DEVICE] * 3
-
     def test_a_tail_leaves_before_its_head(self, write_through: bool) -> None:
         engine = Engine(3, 9, 0, write_through=write_through)
         engine.serve("abc")
@@ -110,25 +105,11 @@ class TestWhereDocumentsAre:
         engine.serve("e")
         assert engine.loads("abc") == [DEVICE, HOST, HOST]
 
-    def test_a_load_restores(self, write_through: bool) -> None:
-        engine = Engine(3, 9, 0, write_through=write_through)
-        engine.serve("abc")
-        engine.serve("def")
-        engine.serve("abc")
-        assert engine.loads("abc") == [DEVICE] * 3
-        assert engine.loads("def") == [HOST] * 3
-
     def test_what_the_host_evicts_is_on_the_disk(self, write_through: bool) -> None:
         engine = Engine(1, 2 if write_through else 1, 9, write_through=write_through)
         for document in "abc":
             engine.serve(document)
         assert [engine.loads(document) for document in "abc"] == [[DISK], [HOST], [DEVICE]]
-
-    def test_without_a_host_tier_it_is_on_the_disk(self, write_through: bool) -> None:
-        engine = Engine(1, 0, 9, write_through=write_through)
-        engine.serve("a")
-        engine.serve("b")
-        assert engine.loads("a") == [DISK]
 
     def test_only_held_blocks_are_loaded(self, write_through: bool) -> None:
         engine = Engine(1, 9, 0, write_through=write_through)
@@ -145,16 +126,6 @@ class TestWhereDocumentsAre:
         assert engine.loads("ab") == [DEVICE] * 2, "the question went first"
         engine.serve("d")
         assert engine.loads("ab") == [DEVICE, HOST]
-
-    def test_the_policy_is_that_of_the_tiers(self, write_through: bool) -> None:
-        """GDSF keeps the document that is used often; LRU does not."""
-        places = {}
-        for policy in ("gdsf", "lru"):
-            engine = Engine(2, 9, 0, write_through=write_through, policy=policy)
-            for documents in ("a", "a", "a", "b", "c"):
-                engine.serve(documents)
-            places[policy] = engine.loads("a")
-        assert places == {"gdsf": [DEVICE], "lru": [HOST]}
 
     def test_tenants_have_nodes_of_their_own_and_share_the_room(self, write_through: bool) -> None:
         engine = Engine(1, 9, 0, write_through=write_through)
@@ -182,12 +153,6 @@ class TestWhatIsHeld:
             engine.serve(documents)
         assert engine.held("a") == kept
         assert engine.serve("a") == kept
-
-    def test_a_forecast_decides(self, write_through: bool) -> None:
-        engine = Engine(1, 2, 0, write_through=write_through, policy="forecast")
-        for documents, expected in (("a", 100.0), ("b", 1.0), ("c", 1.0), ("d", 1.0), ("e", 1.0)):
-            engine.serve(documents, expected=[expected])
-        assert engine.held("a") == 1
 
     def test_what_is_expensive_to_compute_stays(self, write_through: bool) -> None:
         """A token behind 64 cached ones takes ten times as long here."""
@@ -288,17 +253,6 @@ class TestReports:
         engine.residency.correct(lease)
         engine.residency.release(lease)
         assert [engine.held(document) for document in "abcd"] == [0, 0, 1, 1]
-
-    def test_others_have_that_room(self, write_through: bool) -> None:
-        engine = Engine(2, 4, 0, write_through=write_through)
-        for document in "abcd":
-            engine.serve(document)
-        lease = engine.begin("c")
-        engine.residency.correct(lease)
-        engine.residency.release(lease)
-        used = sum(tier.tier.used for tier in engine.mirror.tiers)
-        engine.serve("e")
-        assert sum(tier.tier.used for tier in engine.mirror.tiers) <= used + 2 * TOKENS
 
     def test_of_one_scope_alone(self, write_through: bool) -> None:
         engine = Engine(3, 9, 0, write_through=write_through)

@@ -9,13 +9,12 @@ import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from support.inside import cache_of, runner_of, scheduler_of
 from support.small_engine import (
     BLOCK,
@@ -23,7 +22,9 @@ from support.small_engine import (
     Make,
     ask,
     block_bytes,
+    crowd,
     difference,
+    exactly,
     greedy,
     run,
     small_tiers,
@@ -41,7 +42,6 @@ from ragorder.kernels.engine import (
     Sampling,
     TieredEngine,
     UnsupportedModelError,
-    Update,
 )
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.runner import choose
@@ -92,17 +92,15 @@ class Held:
 
 
 class TestExactness:
-    @pytest.mark.parametrize("max_batch_tokens", [1, 7, 16, 64])
+    @pytest.mark.parametrize("max_batch_tokens", [1, 16, 64])
     def test_a_prompt_computed_in_chunks_is_the_same(self, make: Make, plain: Any, max_batch_tokens: int) -> None:
         engine = make(max_batch_tokens=max_batch_tokens)
         documents = [tokens(33, 1), tokens(20, 2)]
         requests = [ask(documents, tokens(9, 3)), ask(documents[:1], tokens(30, 4), max_tokens=3)]
         for _ in range(2):
-            for completion, request in zip(engine.generate(requests), requests, strict=True):
-                assert difference(completion, plain, request) <= 1e-4
-                assert list(completion.token_ids) == greedy(plain, request)
+            exactly(engine, plain, *requests)
 
-    @pytest.mark.parametrize("block_size", [1, 16, 48, 128])
+    @pytest.mark.parametrize("block_size", [1, 48])
     def test_boundaries_may_lie_anywhere_in_a_block(self, make: Make, plain: Any, block_size: int) -> None:
         engine = make(block_size=block_size)
         system = tokens(5, 1)
@@ -110,9 +108,7 @@ class TestExactness:
             document = tokens(length, length)
             for question in (tokens(1, 7), tokens(12, 8)):
                 request = ask([system, document], question, max_tokens=2)
-                [completion] = engine.generate([request])
-                assert difference(completion, plain, request) <= 1e-4
-                assert list(completion.token_ids) == greedy(plain, request)
+                exactly(engine, plain, request)
 
     def test_many_requests_of_one_step_that_part_within_a_block(self, make: Make, plain: Any) -> None:
         """They arrive together: a later request may use what is computed for an earlier one in the same step."""
@@ -125,26 +121,17 @@ class TestExactness:
             for b in range(3)
             if a != b
         ]
-        for completion, request in zip(engine.generate(requests), requests, strict=True):
-            assert difference(completion, plain, request) <= 1e-4
-            assert list(completion.token_ids) == greedy(plain, request)
+        exactly(engine, plain, *requests)
         # The system prompt and each first document at most once a step in which nobody knew of them.
         assert engine.stats().cached.total >= 4 * 21
-
-    def test_the_same_prompt_at_once_is_computed_with_one_logit_row_each(self, make: Make, plain: Any) -> None:
-        engine = make()
-        request = ask([tokens(40, 1)], tokens(3, 2))
-        for completion in engine.generate([request] * 4):
-            assert difference(completion, plain, request) <= 1e-4
 
     def test_without_documents_a_prompt_is_cached_in_chunks(self, make: Make, plain: Any) -> None:
         engine = make(chunk_tokens=32)
         prompt = tokens(100, 1)
         engine.generate([Request(prompt)])
         request = Request(prompt[:70] + tokens(20, 2), keep_logits=True)
-        [completion] = engine.generate([request])
+        [completion] = exactly(engine, plain, request)
         assert completion.cached.device == 64
-        assert difference(completion, plain, request) <= 1e-4
 
     def test_salts_share_nothing(self, make: Make, plain: Any) -> None:
         engine = make()
@@ -178,20 +165,6 @@ class TestExactness:
 
 
 class TestTiers:
-    def test_what_left_the_device_comes_back_from_the_host(self, make: Make, plain: Any, model: Any) -> None:
-        engine = make(device_tokens=8 * BLOCK, host_bytes=64 * block_bytes(model))
-        first = ask([tokens(37, 1), tokens(30, 2)], tokens(9, 3))
-        others = [ask([tokens(90, 10 + seed)], tokens(9, 3)) for seed in range(3)]
-        engine.generate([first])
-        for other in others:
-            engine.generate([other])
-        [again] = engine.generate([first])
-        assert again.cached == (0, 67, 0)
-        assert difference(again, plain, first) <= 1e-4
-        stats = engine.stats()
-        assert stats.cached.host == 67
-        assert stats.cache.device.evicted >= 4
-
     def test_what_left_the_host_comes_back_from_the_disk_and_survives_the_engine(
         self, make: Make, plain: Any, model: Any, tmp_path: Path
     ) -> None:
@@ -201,45 +174,15 @@ class TestTiers:
         engine.generate([first])
         for seed in range(5):
             engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
-        [again] = engine.generate([first])
+        [again] = exactly(engine, plain, first)
         assert again.cached == (0, 0, 67)
-        assert difference(again, plain, first) <= 1e-4
         engine.close()
 
         restarted = make(**tiers)
         last = ask([tokens(90, 12)], tokens(4, 8))
         for request, cached in ((first, 67), (last, 90)):
-            [completion] = restarted.generate([request])
+            [completion] = exactly(restarted, plain, request)
             assert completion.cached == (0, 0, cached)
-            assert difference(completion, plain, request) <= 1e-4
-
-    @pytest.mark.parametrize("change", ["weights", "rope", "block size"])
-    def test_kv_of_another_model_is_not_taken_from_a_disk(
-        self, make: Make, model: Any, tmp_path: Path, change: str
-    ) -> None:
-        tiers = {"device_tokens": 8 * BLOCK, "disk_path": tmp_path / "kv", "disk_bytes": 1 << 24}
-        engine = make(**tiers)
-        request = ask([tokens(90, 1)], tokens(9, 3))
-        engine.generate([request])
-        for seed in range(3):
-            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
-        engine.close()
-
-        other = copy.deepcopy(model)
-        if change == "weights":
-            with torch.no_grad():
-                other.model.layers[0].mlp.up_proj.weight.add_(1e-3)
-        elif change == "rope":
-            config = copy.deepcopy(model.config)
-            config.rope_parameters = {"rope_type": "default", "rope_theta": 20000.0}
-            other = transformers.Qwen2ForCausalLM(config)
-            other.load_state_dict(model.state_dict())
-        else:
-            tiers["block_size"] = 8
-        changed = make(of=other, **tiers)
-        [completion] = changed.generate([request])
-        assert completion.finish_reason == "length"
-        assert completion.cached.total == 0
 
     @pytest.mark.parametrize(("backlog", "kept"), [("1KiB", False), ("1MiB", True)])
     def test_what_waits_for_the_disk_is_bounded(
@@ -249,31 +192,10 @@ class TestTiers:
         engine = make(**tiers, disk_backlog_bytes=backlog)
         request = ask([tokens(90, 1)], tokens(9, 3))
         engine.generate([request])
-        for seed in range(3):
-            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
-        [completion] = engine.generate([request])
+        crowd(engine)
+        [completion] = exactly(engine, plain, request)
         assert (completion.cached.disk > 0) == kept
         assert ((engine.stats().cache.disk.refused or {}).get("backlog", 0) > 0) != kept
-        assert difference(completion, plain, request) <= 1e-4
-
-    def test_a_full_disk_costs_nothing_but_what_it_would_have_kept(
-        self, make: Make, plain: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from ragorder.kernels.store.folder import ChunkFolder
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(ChunkFolder, "write", full)
-        engine = make(device_tokens=8 * BLOCK, disk_path=tmp_path / "kv", disk_bytes=1 << 24)
-        for seed in (*range(5), 0):
-            request = ask([tokens(90, seed)], tokens(9, 3))
-            [completion] = engine.generate([request])
-            assert difference(completion, plain, request) <= 1e-4
-            assert completion.cached.total == 0
-        disk = engine.stats().cache.disk
-        assert disk.nodes == 0
-        assert sum((disk.refused or {}).values()) > 0
 
     def test_a_prefix_being_loaded_delays_no_other_request(
         self, make: Make, plain: Any, model: Any, monkeypatch: pytest.MonkeyPatch
@@ -281,8 +203,7 @@ class TestTiers:
         engine = make(device_tokens=16 * BLOCK, host_bytes=64 * block_bytes(model))
         slow = ask([tokens(90, 1)], tokens(9, 3))
         engine.generate([slow])
-        for seed in range(3):
-            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
+        crowd(engine)
         gate = hold_loads(engine, monkeypatch)
         loading = engine.add(slow)
         quick = engine.add(ask([], tokens(20, 4)))
@@ -312,23 +233,12 @@ class TestTiers:
         system, first, second = tokens(20, 1), tokens(30, 2), tokens(30, 3)
         engine.generate([Request([*system, *first, *second, 5], [50, 80], prefix_tokens=20)])
         request = Request([*system, *second, 5], [50], prefix_tokens=20, keep_logits=True)
-        [completion] = engine.generate([request])
+        [completion] = exactly(engine, plain, request)
         assert completion.cached.total == 20
-        assert difference(completion, plain, request) <= 1e-4
         assert engine.generate([Request([*system, *first, 6], [50], prefix_tokens=20)])[0].cached.total == 50
         for prefix_tokens in (-1, 50, 999):
             [completion] = engine.generate([Request([*system, *second, 5], [50], prefix_tokens=prefix_tokens)])
             assert completion.finish_reason == "length"
-
-    def test_clear_cache_forgets_all_tiers(self, make: Make, model: Any, tmp_path: Path) -> None:
-        engine = make(**small_tiers(model, tmp_path, 8))
-        requests = [ask([tokens(90, seed)], tokens(9, 3)) for seed in range(4)]
-        for request in requests:
-            engine.generate([request])
-        engine.clear_cache()
-        cache = engine.stats().cache
-        assert (cache.device.nodes, cache.host.nodes, cache.disk.nodes) == (0, 0, 0)
-        assert [engine.generate([request])[0].cached.total for request in requests] == [0, 0, 0, 0]
 
 
 class TestScheduling:
@@ -357,15 +267,6 @@ class TestScheduling:
         assert computed[0] == 32
         assert firsts == ids
 
-    def test_no_more_than_max_requests_run(self, make: Make) -> None:
-        engine = make(max_requests=2)
-        for seed in range(5):
-            engine.add(ask([], tokens(10, seed), max_tokens=4))
-        while engine.has_unfinished:
-            engine.step()
-            assert engine.stats().running <= 2
-        assert engine.stats().finished == {"length": 5}
-
     def test_when_blocks_run_out_the_youngest_waits_and_nothing_is_lost(self, make: Make, plain: Any) -> None:
         engine = make(device_tokens=10 * BLOCK)
         requests = [ask([tokens(20, seed)], tokens(10, seed + 9), max_tokens=60) for seed in range(3)]
@@ -390,9 +291,7 @@ class TestScheduling:
         for seed in range(4):
             documents = [system, tokens(20, 20 + seed), tokens(21, 30 + seed)]
             request = ask(documents, tokens(6 * BLOCK - 46 - 9, seed), max_tokens=10)
-            [completion] = engine.generate([request])
-            assert difference(completion, plain, request) <= 1e-4
-            assert list(completion.token_ids) == greedy(plain, request)
+            [completion] = exactly(engine, plain, request)
         full = ask([system, tokens(40, 50)], tokens(51 - 4, 7), max_tokens=5)
         parted = ask([system, tokens(40, 51)], tokens(51 - 4, 7), max_tokens=5)
         for completion, request in zip(engine.generate([full, parted, full]), [full, parted, full], strict=True):
@@ -411,8 +310,7 @@ class TestScheduling:
             assert list(completion.token_ids) == greedy(plain, request)
         assert used_blocks(engine) == 0
         # What it gave up is computed again.
-        [completion] = engine.generate([short])
-        assert list(completion.token_ids) == greedy(plain, short)
+        [completion] = exactly(engine, plain, short)
 
     def test_counts(self, make: Make) -> None:
         engine = make()
@@ -436,8 +334,7 @@ class TestAbort:
         engine = make(device_tokens=16 * BLOCK, host_bytes=64 * block_bytes(model), max_batch_tokens=24, max_requests=3)
         cached = ask([tokens(90, 1)], tokens(9, 3))
         engine.generate([cached])
-        for seed in range(3):
-            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
+        crowd(engine)
         gate = hold_loads(engine, monkeypatch)
         decoding = engine.add(ask([], tokens(4, 5), max_tokens=50))
         engine.step()
@@ -468,9 +365,8 @@ class TestAbort:
         engine.step()
         engine.abort(request_id)
         request = ask([document], tokens(8, 3))
-        [completion] = engine.generate([request])
+        [completion] = exactly(engine, plain, request)
         assert completion.cached.device == 40
-        assert difference(completion, plain, request) <= 1e-4
 
     def test_requests_that_cannot_all_be_added_leave_none_behind(self, make: Make) -> None:
         engine = make()
@@ -537,14 +433,6 @@ class TestSampling:
             # Five standard deviations.
             assert abs(seen[token] / 4000 - probability) <= 5 * math.sqrt(probability * (1 - probability) / 4000)
 
-    def test_greedy_and_drawn_requests_in_one_batch(self, make: Make, plain: Any) -> None:
-        engine = make()
-        request = ask([], tokens(20, 1), max_tokens=6)
-        drawn = ask([], tokens(20, 1), max_tokens=6, temperature=5.0, seed=1)
-        first, second, third = engine.generate([request, drawn, request])
-        assert list(first.token_ids) == list(third.token_ids) == greedy(plain, request)
-        assert second.token_ids != first.token_ids
-
     def test_logprobs_are_those_of_the_model(self, make: Make, plain: Any) -> None:
         engine = make()
         request = ask([], tokens(20, 1), max_tokens=3, logprobs=4, temperature=0.7, seed=3)
@@ -564,39 +452,17 @@ class TestSampling:
         assert engine.generate([ask([], tokens(20, 1))])[0].logprobs is None
 
     @pytest.mark.parametrize("ends", ["one", "several"])
-    def test_the_models_own_end_tokens_end_an_answer(self, make: Make, plain: Any, model: Any, ends: str) -> None:
+    def test_end_tokens_of_model_and_request_end_an_answer(self, make: Make, plain: Any, model: Any, ends: str) -> None:
         answer = greedy(plain, ask([], tokens(20, 1), max_tokens=8))
         end = answer[3]
         ending = copy.deepcopy(model)
         ending.generation_config.eos_token_id = end if ends == "one" else [VOCABULARY - 1, end]
         engine = make(of=ending)
-        stopped, ignoring = engine.generate(
-            [ask([], tokens(20, 1), max_tokens=8), ask([], tokens(20, 1), max_tokens=8, ignore_eos=True)]
-        )
+        ways = {}, {"ignore_eos": True}, {"ignore_eos": True, "stop": [answer[2]]}
+        stopped, ignoring, own = engine.generate([ask([], tokens(20, 1), max_tokens=8, **way) for way in ways])
         assert (list(stopped.token_ids), stopped.finish_reason) == (answer[: answer.index(end) + 1], "stop")
         assert (list(ignoring.token_ids), ignoring.finish_reason) == (answer, "length")
-
-    def test_stop_tokens_of_a_request(self, make: Make, plain: Any) -> None:
-        answer = greedy(plain, ask([], tokens(20, 1), max_tokens=8))
-        [completion] = make().generate([ask([], tokens(20, 1), max_tokens=8, stop=[answer[2]], ignore_eos=True)])
-        assert list(completion.token_ids) == answer[: answer.index(answer[2]) + 1]
-        assert completion.finish_reason == "stop"
-
-    @pytest.mark.parametrize(
-        ("wrong", "named"),
-        [
-            ({"max_tokens": 0}, "max_tokens"),
-            ({"temperature": -1}, "temperature"),
-            ({"temperature": math.nan}, "temperature"),
-            ({"top_p": 0}, "top_p"),
-            ({"top_p": 1.5}, "top_p"),
-            ({"stop": [""]}, "stop"),
-            ({"logprobs": -1}, "logprobs"),
-        ],
-    )
-    def test_values_that_cannot_be(self, wrong: dict[str, Any], named: str) -> None:
-        with pytest.raises(ValueError, match=named):
-            Sampling(**wrong)
+        assert (list(own.token_ids), own.finish_reason) == (answer[: answer.index(answer[2]) + 1], "stop")
 
 
 TEXTS = [
@@ -799,8 +665,7 @@ class TestFailures:
         assert {request_id: each.finish_reason for request_id, each in done.items()} == {running: "error", new: "error"}
         assert all("could not be planned (MemoryError" in (each.error or "") for each in done.values())
         request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=3)
-        [completion] = engine.generate([request])
-        assert list(completion.token_ids) == greedy(plain, request)
+        exactly(engine, plain, request)
         assert used_blocks(engine) == 0
 
     def test_an_interrupt_leaves_an_engine_that_works(self, make: Make, plain: Any) -> None:
@@ -836,9 +701,8 @@ class TestFailures:
         assert failed.finish_reason == "error"
         assert "NaN or inf" in (failed.error or "")
         assert difference(served, plain, good) <= 1e-4
-        [again] = engine.generate([bad])
+        [again] = exactly(engine, plain, bad)
         assert again.cached.total == 0
-        assert difference(again, plain, bad) <= 1e-4
 
     def test_and_leave_nothing_of_earlier_steps(self, make: Make, plain: Any) -> None:
         """What another request had computed stays, and what others computed behind its documents goes."""
@@ -870,9 +734,8 @@ class TestFailures:
         assert served.cached.total == len(known) + len(first)
         assert engine.stats().cache.device.nodes == 1
         for request in (bad, behind):
-            [again] = engine.generate([request])
+            [again] = exactly(engine, plain, request)
             assert again.cached.total >= len(known)
-            assert difference(again, plain, request) <= 1e-4
         assert engine.stats().cache.device.nodes == 4
 
     def test_and_leave_nothing_that_was_computed_before_a_preemption(self, make: Make) -> None:
@@ -922,6 +785,8 @@ class TestFailures:
             (Request([1] * 1024), "1040, more than the model's context of 1024"),
             (Request([1] * 90, sampling=Sampling(max_tokens=600)), "pool holds 512"),
             (Request([1], sampling=Sampling(stop=["x"])), "tokenizer"),
+            (Request([1], deadline_s=0), "deadline_s"),
+            (Request([1], deadline_s=math.nan), "deadline_s"),
         ],
     )
     def test_a_request_that_can_never_be_served_is_refused_alone(
@@ -942,8 +807,7 @@ class TestFailures:
         prompt = tokens(60, 1)
         for ends in ([50, 20], [-3], [0, 0], [999], [60]):
             request = Request(prompt, ends, keep_logits=True)
-            [completion] = engine.generate([request])
-            assert difference(completion, plain, request) <= 1e-4
+            exactly(engine, plain, request)
 
     def test_after_close_nothing_is_served(self, make: Make, model: Any) -> None:
         engine = make()
@@ -961,6 +825,31 @@ def folder(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def configure(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def cannot_be_read(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("{")
+
+
+def lacks(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
 class TestLoading:
     def test_a_folder_is_loaded_as_it_was_saved(self, folder: Path, plain: Any) -> None:
         with TieredEngine.load(folder, EngineSettings(device_tokens=512, host_bytes=0)) as engine:
@@ -968,8 +857,7 @@ class TestLoading:
             assert engine.model_name == str(folder)
             assert (engine.max_model_len, engine.block_size, engine.device_tokens) == (1024, 16, 512)
             request = ask([tokens(40, 1)], tokens(9, 2))
-            [completion] = engine.generate([request])
-            assert difference(completion, plain, request) <= 1e-4
+            [completion] = exactly(engine, plain, request)
             assert completion.text == ""
 
     @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
@@ -977,25 +865,6 @@ class TestLoading:
         tokenizer.save_pretrained(folder)
         with TieredEngine.load(folder, EngineSettings(device_tokens=512, host_bytes=0)) as engine:
             assert engine.tokenizer.encode("The cat") == tokenizer.encode("The cat")
-
-    def test_no_model_at_all(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelLoadError, match=r"no config\.json"):
-            TieredEngine.load(tmp_path)
-
-    def test_a_name_that_is_nowhere(self) -> None:
-        with pytest.raises(ModelLoadError, match="nobody/has-this"):
-            TieredEngine.load("nobody/has-this")
-
-    def test_no_weights(self, folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        with pytest.raises(ModelLoadError, match=r"weights cannot be read.*model\.safetensors"):
-            TieredEngine.load(folder)
-
-    def test_half_a_file_of_weights(self, folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:5000])
-        with pytest.raises(ModelLoadError, match="cannot be"):
-            TieredEngine.load(folder)
 
     def test_a_part_of_the_weights(self, folder: Path, model: Any) -> None:
         """transformers would fill in random ones."""
@@ -1007,49 +876,52 @@ class TestLoading:
         with pytest.raises(ModelLoadError, match=r"lacks 1 of its weights: model\.layers\.1\.mlp\.up_proj\.weight"):
             TieredEngine.load(folder)
 
-    def test_a_configuration_that_is_none(self, folder: Path) -> None:
-        (folder / "config.json").write_text("{")
-        with pytest.raises(ModelLoadError, match="configuration"):
-            TieredEngine.load(folder)
-
-    def test_no_causal_language_model(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
-        with pytest.raises(UnsupportedModelError, match="vit"):
-            TieredEngine.load(folder)
-
-    def test_a_broken_tokenizer(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{")
-        with pytest.raises(ModelLoadError, match="tokenizer"):
-            TieredEngine.load(folder, EngineSettings(device_tokens=512, host_bytes=0))
-
     @pytest.mark.parametrize(
-        ("settings", "named"),
+        ("spoil", "settings", "error", "said"),
         [
-            ({"dtype": "int8"}, "float32, bfloat16, float16"),
-            ({"dtype": "float64"}, "float32, bfloat16, float16"),
-            ({"policy": "fifo"}, "pgdsf"),
-            ({"device_tokens": 8}, "block_size 16"),
-            ({"block_size": 0}, "block_size"),
-            ({"max_batch_token": 5}, "max_batch_token"),
+            (lacks("config.json"), {}, ModelLoadError, r"no config\.json"),
+            (cannot_be_read("config.json"), {}, ModelLoadError, "configuration"),
+            (configure(model_type="vit"), {}, UnsupportedModelError, "vit"),
+            (lacks("model.safetensors"), {}, ModelLoadError, r"weights cannot be read.*model\.safetensors"),
+            (cut, {}, ModelLoadError, "cannot be"),
+            (cannot_be_read("tokenizer.json"), {}, ModelLoadError, "tokenizer"),
+            *((nothing, {"device": device}, ValueError, device) for device in ("cuda:77", "meta", "toaster")),
+            (nothing, {"max_model_len": 2000}, ValueError, "exact only up to 1024"),
         ],
     )
-    def test_settings_that_cannot_be(self, settings: dict[str, Any], named: str) -> None:
-        with pytest.raises(ValidationError, match=named):
-            EngineSettings(**settings)
+    def test_what_cannot_be_loaded_is_refused(
+        self, folder: Path, spoil: Callable[[Path], object], settings: dict[str, Any], error: type[Exception], said: str
+    ) -> None:
+        spoil(folder)
+        with pytest.raises(error, match=said):
+            TieredEngine.load(folder, EngineSettings(device_tokens=512, host_bytes=0, **settings))
 
-    @pytest.mark.parametrize("device", ["cuda:77", "meta", "toaster"])
-    def test_a_device_that_is_not_here(self, folder: Path, device: str) -> None:
-        with pytest.raises(ValueError, match=device):
-            TieredEngine.load(folder, EngineSettings(device=device))
+    def test_a_name_that_is_nowhere_is_refused(self) -> None:
+        with pytest.raises(ModelLoadError, match="nobody/has-this"):
+            TieredEngine.load("nobody/has-this")
 
-    def test_a_dtype_that_is_not_served(self, model: Any) -> None:
+    def test_a_dtype_that_is_not_served_is_refused(self, model: Any) -> None:
         with pytest.raises(UnsupportedModelError, match=r"KV of torch\.float64; load it as float32"):
             TieredEngine(copy.deepcopy(model).double(), settings=EngineSettings(device_tokens=512, host_bytes=0))
 
-    def test_a_context_longer_than_the_models(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="exact only up to 1024"):
-            TieredEngine.load(folder, EngineSettings(max_model_len=2000))
+    @pytest.mark.parametrize(
+        ("make_settings", "wrong", "named"),
+        [
+            (EngineSettings, {"dtype": "int8"}, "float32, bfloat16, float16"),
+            (EngineSettings, {"policy": "fifo"}, "pgdsf"),
+            (EngineSettings, {"device_tokens": 8}, "block_size 16"),
+            (EngineSettings, {"block_size": 0}, "block_size"),
+            (EngineSettings, {"max_batch_token": 5}, "max_batch_token"),
+            (Sampling, {"max_tokens": 0}, "max_tokens"),
+            *((Sampling, {"temperature": wrong}, "temperature") for wrong in (-1, math.nan)),
+            *((Sampling, {"top_p": wrong}, "top_p") for wrong in (0, 1.5)),
+            (Sampling, {"stop": [""]}, "stop"),
+            (Sampling, {"logprobs": -1}, "logprobs"),
+        ],
+    )
+    def test_impossible_settings_are_refused(self, make_settings: Any, wrong: dict[str, Any], named: str) -> None:
+        with pytest.raises(ValueError, match=named):
+            make_settings(**wrong)
 
     def test_the_dtype_is_the_stored_one_or_that_of_the_settings(self, folder: Path, model: Any) -> None:
         shutil.rmtree(folder)
@@ -1061,16 +933,3 @@ class TestLoading:
 
     def test_without_device_tokens_the_pool_holds_four_prompts_on_a_cpu(self, make: Make) -> None:
         assert make(device_tokens=None).device_tokens == 4 * 1024
-
-
-def test_updates_arrive_in_order(make: Make) -> None:
-    """The contract of a step: each update once, completions last."""
-    engine = make()
-    ids = [engine.add(ask([], tokens(9, seed), max_tokens=3)) for seed in range(3)]
-    told: dict[int, list[Update]] = {request_id: [] for request_id in ids}
-    while engine.has_unfinished:
-        for update in engine.step():
-            told[update.request_id].append(update)
-    for updates in told.values():
-        assert [len(update.token_ids) for update in updates] == [1, 1, 1]
-        assert [update.completion is None for update in updates] == [True, True, False]

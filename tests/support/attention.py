@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +47,32 @@ def make_cache(
             shape = 2, min(block_size, tokens - place * block_size), kv_heads, head_dim
             pool[block, 1, :, : shape[1]] = torch.randn(shape, generator=rng).to(dtype)
     return pool[:, 1, 0], pool[:, 1, 1], tables
+
+
+class Named:
+    """A case whose name is what it changes of the plain one."""
+
+    def __str__(self) -> str:
+        plain = type(self)()
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
+        return " ".join(changed).replace("(", "").replace(")", "") or "plain"
+
+
+def wrong_block(given: Any) -> Any:
+    """The first request with a context looks at another block instead of its first."""
+    row = int(given.batch.context_lengths.gt(0).nonzero()[0])
+    tables = given.batch.block_tables.clone()
+    used = set(tables.flatten().tolist())
+    others = (block for block in range(len(given.key_cache)) if block not in used)
+    tables[row, 0] = next(block for block in others if not given.key_cache[block].isnan().any())
+    return replace(given, batch=replace(given.batch, block_tables=tables))
+
+
+def interpret(python: Any, file: str) -> list[dict[str, float]]:
+    """What the file says, run as a script in Triton's interpreter, case by case."""
+    done = python(Path(file), path=(Path(__file__).parents[1],), timeout=580, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def moved(tensor: Tensor, device: str) -> Tensor:

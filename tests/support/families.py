@@ -52,6 +52,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
 }
 
+# Models of streamed layers have experts, tied embeddings and biases as well.
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = FAMILIES | {
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+}
+
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PER_LAYER = {
     "num_hidden_layers": 4,
@@ -94,6 +110,6 @@ def make_model(name: str, sizes: dict[str, Any] | None = None, *, seed: int = 0,
     return model.eval()
 
 
-def family(name: str) -> Any:
-    kind, settings = (FAMILIES | ROTATED)[name]
-    return make_model(kind, **settings)
+def family(name: str, **changes: Any) -> Any:
+    kind, settings = (STREAMED | ROTATED)[name]
+    return make_model(kind, **settings | changes)

@@ -49,6 +49,10 @@ def copies_of(cache: Any) -> Any:
     return cache._copies
 
 
+def running_copies(cache: Any) -> Any:
+    return cache._copies._running
+
+
 def file_of(search: Any) -> Any:
     """The index file of a search by partition."""
     return search._file

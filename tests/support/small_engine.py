@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,22 @@ def greedy(plain: Any, request: Request) -> list[int]:
             do_sample=False,
         )
     return answer[0, prompt.shape[1] :].tolist()
+
+
+def exactly(engine: TieredEngine, plain: Any, *requests: Request) -> list[Completion]:
+    """The engine's completions, which are those of transformers: logits and greedy answers."""
+    found = engine.generate(requests)
+    for completion, request in zip(found, requests, strict=True):
+        assert difference(completion, plain, request) <= 1e-4
+        if request.sampling.max_tokens > 1:
+            assert list(completion.token_ids) == greedy(plain, request)
+    return found
+
+
+def crowd(engine: TieredEngine, seeds: Iterable[int] = range(10, 13)) -> None:
+    """Have documents of 90 tokens evict others."""
+    for seed in seeds:
+        engine.generate([ask([tokens(90, seed)], tokens(9, 3))])
 
 
 def run(engine: TieredEngine) -> dict[int, Completion]:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
 from ragorder.kernels.attention.attention import Backend
-from ragorder.kernels.attention.ranges import Ranges
+from ragorder.kernels.attention.batch import Ranges
 
 __all__ = ["CONTENDERS", "AttentionProblem", "AttentionShape", "MissingError", "make_problem"]
 
@@ -148,8 +148,8 @@ def _triton(splits: int | None) -> Contender:
             return _ours(problem, "triton")
         caches, scale = (problem.key_cache, problem.value_cache), 1 / math.sqrt(problem.shape.head_dim)
         if problem.shape.scattered:
-            ranges = Ranges.of(problem.batch, problem.positions, None, None)
-            return lambda: triton_sparse_attention(problem.q, *caches, problem.batch, ranges, scale, splits=splits)[0]
+            ranges = Ranges.of(problem.batch, problem.positions)
+            return lambda: triton_sparse_attention(problem.q, *caches, problem.batch, ranges, scale, splits=splits)
         return lambda: triton_attention(problem.q, problem.k, problem.v, *caches, problem.batch, scale, splits=splits)
 
     return prepare
