@@ -21,10 +21,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class Attempt(Generic[Q, D, R]):
-    """One generation: speculations on provisional documents, and the answer with the final ones.
-
-    A speculation is used only if its request equals the final one. `abort` ends all requests that have begun.
-    """
+    """One generation: speculations on provisional documents, and the answer, which uses one with an equal request."""
 
     def __init__(
         self,

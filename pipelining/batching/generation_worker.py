@@ -24,10 +24,7 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
-    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request.
-
-    `arrivals_s()`: expected arrivals of requests in retrieval; `made_room`: called when requests leave the queue.
-    """
+    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request."""
 
     name = "generation"
 
@@ -73,12 +70,9 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
     def _kv_of(self, requests: Iterable[BatchedRequest[Q, D]]) -> int | None:
         if self._kv is None or self.kv_limit is None:
             return None
-        try:
-            return self._kv([Context(request.question, request.documents) for request in requests])
-        except Exception as error:
-            # Without lengths requests run without the limit.
-            self._warn("kv_tokens", error)
-            return None
+        # Without lengths requests run without the limit.
+        contexts = [Context(request.question, request.documents) for request in requests]
+        return self._warn.guard("kv_tokens", self._kv, contexts)
 
     def _start_request(self, request: BatchedRequest[Q, D]) -> None:
         request.trace.generation_began_s = self._clock()

@@ -21,10 +21,7 @@ _BUDGET = 256
 
 
 class _RunningTrie:
-    """The documents of each request as a path of a trie; `tokens`: of all nodes.
-
-    A request that joins alone extends the path that shares most tokens with it; several requests are planned again.
-    """
+    """The documents of each request as a path of a trie, with the `tokens` of all nodes."""
 
     def __init__(self) -> None:
         self.tokens = 0

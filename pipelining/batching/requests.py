@@ -17,25 +17,24 @@ __all__ = [
     "BatchedAnswer",
     "BatchedRequest",
     "BatchedStream",
+    "EventName",
     "RequestOutcome",
     "RequestTrace",
     "WorkerName",
 ]
 
 WorkerName = Literal["retrieval", "generation"]
+EventName = Literal["began", "ended", "failed", "relieved", "reorganised"]
 RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """State of a worker after a batch began, ended or failed, memory was freed, or a hook ran.
-
-    `batch` is the chosen limit of running requests, `seconds` those of the batch or request that has ended.
-    """
+    """A worker after an event. `batch`: the most requests that may run; `seconds`: of the batch or request."""
 
     at_s: float
     worker: WorkerName
-    event: Literal["began", "ended", "failed", "relieved", "reorganised"]
+    event: EventName
     batch: int
     running: int
     waiting: int
@@ -68,8 +67,7 @@ class RequestTrace:
 
     @property
     def waited_s(self) -> float | None:
-        times = self.retrieval_began_s, self.found_s, self.generation_began_s
-        began_s, found_s, sent_s = times
+        began_s, found_s, sent_s = self.retrieval_began_s, self.found_s, self.generation_began_s
         if began_s is None or found_s is None or sent_s is None:
             return None
         return began_s - self.arrived_s + sent_s - found_s
@@ -142,14 +140,12 @@ class BatchedRequest(Generic[Q, D]):
         self._text.append(chunk.text)
         if self.chunks is None:
             return
-        if len(text := "".join(self._text)) <= len(self._streamed):
-            if not self._streamed.startswith(text):
-                raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
-            return
-        if not text.startswith(self._streamed):
+        text, before = "".join(self._text), self._streamed
+        if text[: len(before)] != before[: len(text)]:
             raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
-        self.chunks.put_nowait(text[len(self._streamed) :])
-        self._streamed = text
+        if len(text) > len(before):
+            self.chunks.put_nowait(text[len(before) :])
+            self._streamed = text
 
     def finish(self, now_s: float) -> None:
         if self.ended.done():

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
-from ragorder.pipelining.batching.degradation import Relief, is_shortage
+from ragorder.pipelining.batching.degradation import Relief
 from ragorder.pipelining.batching.generation_worker import (
     GenerationWorker,
     JoiningGenerationWorker,
@@ -30,6 +30,8 @@ __all__ = ["DecoupledServer", "ServingPlacement"]
 Q = TypeVar("Q")
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
+
+_EVENTS = 4096
 
 
 class ServingPlacement(Protocol):
@@ -58,7 +60,7 @@ class DecoupledServer(Generic[Q, D, R]):
     - `kv`, `kv_limit`: KV tokens of the requests that run together
     - `lengths`: the largest cached share goes first, within `window`
     - `reliefs`: free memory, before `relieve` of engine and retrieval
-    - `shortage`: errors after which a request is retried, `max_retries` times alone
+    - `max_retries`: of a request alone, after a shortage (`is_shortage`)
     - `max_contexts`: requests that wait for generation
     - `observer`: called with each `BatchEvent` and final `RequestTrace`
     """
@@ -78,21 +80,19 @@ class DecoupledServer(Generic[Q, D, R]):
         lengths: Callable[[Q, Sequence[D]], CachedLengths] | None = None,
         window: int = 32,
         reliefs: Sequence[Relief] = (),
-        shortage: Callable[[BaseException], bool] = is_shortage,
         max_retries: int = 2,
         max_requests: int = 1024,
         max_contexts: int = 256,
         observer: Callable[[BatchEvent | RequestTrace], None] | None = None,
-        events: int = 4096,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, value in (("max_requests", max_requests), ("max_contexts", max_contexts), ("events", events)):
+        for name, value in (("max_requests", max_requests), ("max_contexts", max_contexts)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if kv_limit is not None and (kv is None or kv_limit < 1):
             raise ValueError(f"kv_limit is {kv_limit}: give at least 1, and kv, which counts tokens (TrieKV)")
         self.max_requests = max_requests
-        self.trace: deque[BatchEvent] = deque(maxlen=events)
+        self.trace: deque[BatchEvent] = deque(maxlen=_EVENTS)
         self._engine = engine
         self._lengths = lengths
         self._observer = observer
@@ -105,12 +105,7 @@ class DecoupledServer(Generic[Q, D, R]):
             self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
             self._searched = ConcurrentRetrieval(retrieval)
-        common: dict[str, Any] = {
-            "max_retries": max_retries,
-            "shortage": shortage,
-            "observe": self._record,
-            "clock": clock,
-        }
+        common: dict[str, Any] = {"max_retries": max_retries, "observe": self._record, "clock": clock}
         own = [each for each in (engine, self._searched) if callable(getattr(each, "relieve", None))]
         chosen = (*reliefs, *cast("list[Relief]", own))
         worker: type[GenerationWorker[Q, D, R]] = JoiningGenerationWorker if joins else StaticGenerationWorker
@@ -150,10 +145,7 @@ class DecoupledServer(Generic[Q, D, R]):
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed.
-
-        Cancelling it ends its generation.
-        """
+        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed."""
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
@@ -304,9 +296,5 @@ class DecoupledServer(Generic[Q, D, R]):
         self._observe(event)
 
     def _observe(self, observed: BatchEvent | RequestTrace) -> None:
-        if self._observer is None:
-            return
-        try:
-            self._observer(observed)
-        except Exception as error:
-            self._warn("an observer", error)
+        if self._observer is not None:
+            self._warn.guard("an observer", self._observer, observed)

@@ -36,10 +36,7 @@ _AGEING = 0.1
 def fill(
     searches: Sequence[RunningSearch], limit: PieceLimit, *, cores: int, code_s: float, order: PieceOrder, now_s: float
 ) -> list[tuple[RunningSearch, int]]:
-    """Return the searches of a piece, each with the cluster before which its part ends.
-
-    `searches`: oldest first, filled one after the other; speculative searches get the rest.
-    """
+    """Return the searches of a piece, due ones first, each with the cluster before which its part ends."""
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
     if order == "shortest":
@@ -205,10 +202,7 @@ class ContinuousIVF:
 
     def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
         handle = SearchHandle(self._wait_by, due=due, whole=whole)
-        self._enter(RunningSearch(handle, request, self._patience, self._clock()))
-        return handle
-
-    def _enter(self, search: RunningSearch) -> None:
+        search = RunningSearch(handle, request, self._patience, self._clock())
         with self._lock:
             if self._closed:
                 raise RuntimeError("this search is closed")
@@ -216,6 +210,7 @@ class ContinuousIVF:
                 self._driver.submit(self._drive)
                 self._driven = True
             self._joining.append(search)
+        return handle
 
     def _drive(self) -> None:
         while True:

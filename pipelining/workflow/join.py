@@ -35,6 +35,10 @@ class NodeRun:
     round: int
     state: State = field(compare=False, repr=False)
 
+    @property
+    def key(self) -> tuple[NodeId, int]:
+        return self.id, self.round
+
 
 class Tokens:
     """The positions of one request in its graph.
@@ -97,7 +101,7 @@ class Tokens:
         """Return a copy in which nothing but this run has begun."""
         other = self.copy()
         other._waiting, other._ended = {}, []
-        other._running = {(run.id, run.round): run}
+        other._running = {run.key: run}
         return other
 
     def take(self) -> list[NodeRun]:
@@ -116,17 +120,17 @@ class Tokens:
             tokens = self._waiting.pop(position)
             self._runs[id] += 1
             run = NodeRun(self._graph.nodes[id], id, round, _joined(tokens, self._age_before(id, again)))
-            self._running[id, round] = run
+            self._running[run.key] = run
             started.append(run)
         return started
 
     def leave(self, run: NodeRun) -> None:
         """End the branch before this run."""
-        del self._running[run.id, run.round]
+        del self._running[run.key]
         self._ended.append((self._graph.topology.order[run.id], run.round, run.state))
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        del self._running[run.id, run.round]
+        del self._running[run.key]
         state = run.state.updated(values)
         self._ages[run.id] = state.age
         self._send(run.id, run.round, state)

@@ -88,8 +88,7 @@ def deadline_error(graph: CompiledGraph, options: RunOptions) -> DeadlineError:
 class WorkflowRun(Generic[D, R]):
     """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, if no later node can change it. `ends_s`: the deadline,
-    by the event loop's clock. `streams` returns whether a transformation reads a generation's tokens as they come.
+    `emit` is called with the answer's text as it is generated, if no later node can change it.
     """
 
     def __init__(
@@ -128,10 +127,7 @@ class WorkflowRun(Generic[D, R]):
         )
 
     async def run(self) -> State:
-        """Run the graph to its end, or to a limit. Raises GraphError, DeadlineError and NodeError.
-
-        All work has ended when this returns or raises.
-        """
+        """Run the graph to its end or a limit, with no work left. Raises GraphError, DeadlineError, NodeError."""
         self._tokens: Tokens
         loop = asyncio.get_running_loop()
         error = deadline_error(self.graph, self._options)
@@ -176,7 +172,7 @@ class WorkflowRun(Generic[D, R]):
     def _state_so_far(self) -> State:
         """What has been shown of an answer counts as the answer."""
         state = self._tokens.state_so_far
-        return state if self._shown is None else state.with_(self.graph.answer, "".join(self._shown.text).strip())
+        return state if self._shown is None else state.updated({self.graph.answer: "".join(self._shown.text).strip()})
 
     @property
     def searches(self) -> int:

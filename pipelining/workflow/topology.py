@@ -106,10 +106,7 @@ class Topology:
         return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Return whether one branch must wait while the other can still reach it.
-
-        The next round of a loop waits for all of this round.
-        """
+        """Return whether one branch must wait while the other can reach it; a loop's next round waits for this one."""
         (vertex, again), (other_vertex, other_again) = one, other
         loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
         if again and loop is not None and other_vertex in loop.nodes:

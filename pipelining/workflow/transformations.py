@@ -216,15 +216,13 @@ class SpeculateGeneration:
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
         graph = search.request.graph
-        if not self.across or not any(
-            isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
-        ):
+        followed = [id for id in graph.next_nodes(search.run.id) if isinstance(graph.nodes[id], Generation)]
+        if not self.across or not followed:
             return 0.0
         if not self.odds:
             return math.inf
         odds = measured.odds(search)
         parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
-        followed = (id for id in graph.next_nodes(search.run.id) if isinstance(graph.nodes[id], Generation))
         answer_tokens = max(measured.tokens.of((graph.name, id))[1] for id in followed)
         gains_s = [_gain_s(odds, part, measured, answer_tokens) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]

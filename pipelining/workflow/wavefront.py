@@ -28,10 +28,7 @@ T = TypeVar("T")
 
 
 class EngineQueue(Generic[T]):
-    """Generations that wait while `limit` are on the engine (None: none waits).
-
-    The next one has the largest cached / computed length, but first one that `window` later ones have overtaken.
-    """
+    """Generations that wait while `limit` are on the engine (None: none waits), the most cached first."""
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
         if limit is not None and limit < 1:
@@ -41,10 +38,6 @@ class EngineQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def largest_overtaking(self) -> int:
-        return self._waiting.largest_overtaking
 
     def has_room(self, running: int) -> bool:
         return self.limit is None or running < self.limit
@@ -158,10 +151,7 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """Work items to start, and items whose progress may lead to others.
-
-    `changed` is called when a scheduling cycle is needed. Due generations wait in `queue` while the engine has no room.
-    """
+    """Work items to start, and items whose progress may lead to others; `changed` asks for a scheduling cycle."""
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
         self.new: list[WorkItem] = []
@@ -223,10 +213,7 @@ class Wavefront:
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
     def take(self) -> list[WorkItem]:
-        """Return the items to start in this cycle, due ones first.
-
-        At most one waiting generation starts, so that the next choice sees its effect on the cache.
-        """
+        """Return the items to start in this cycle; of waiting generations one: the next choice sees its effect."""
         items = [item for item in self.starting if not item.ended and not self._waits(item)]
         self.new, self._added = [], []
         self._progressed.clear()

@@ -411,7 +411,6 @@ class TestLimits:
         [
             ({"max_requests": 0}, "max_requests must be at least 1"),
             ({"max_contexts": 0}, "max_contexts must be at least 1"),
-            ({"events": 0}, "events must be at least 1"),
             ({"kv_limit": 100}, "and kv"),
             ({"kv_limit": -1, "kv": len}, "give at least 1"),
             ({"max_retries": -1}, "max_retries must not be negative"),

@@ -86,8 +86,9 @@ class PlayedCommitment:
 
 @dataclass
 class PlayedPrompts:
-    """Documents in alphabetical order, or, once `turned`, the other way round."""
+    """Documents in alphabetical order, or, once `turned`, the other way round; `gate` opens with the first answer."""
 
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
     finished: list[str] = field(default_factory=list)
     turned: bool = False
     broken: bool = False
@@ -98,6 +99,7 @@ class PlayedPrompts:
         return Sent(question, tuple(sorted(documents, reverse=self.turned)))
 
     def commit(self, question: str, documents: Sequence[str], /) -> PlayedCommitment:
+        self.gate.set()
         return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.finished)
 
 
@@ -152,8 +154,8 @@ class TestSpeculation:
         await no_tasks_left()
 
     async def test_a_wrong_speculation_is_aborted_and_the_answer_generated_anew(self) -> None:
-        engine, prompts = PlayedEngine(free=False), PlayedPrompts()
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
+        engine = PlayedEngine(free=False)
+        prompts = PlayedPrompts(engine.gate)
         stream = await pipeline(Search("AC", "AB"), engine, prompts=prompts).answer("q")
         assert stream.text == "A B "
         assert engine.ended == [Sent("q", ("A", "B"))] and engine.aborted == [Sent("q", ("A", "C"))]
@@ -232,8 +234,8 @@ class TestLoad:
 
     async def test_an_aborted_speculation_leaves_its_place(self) -> None:
         engine, load = PlayedEngine(free=False), EngineLoad(1)
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
-        stream = await pipeline(Search("A", "B", "C", "D"), engine, load=load).answer("q")
+        one = pipeline(Search("A", "B", "C", "D"), engine, load=load, prompts=PlayedPrompts(engine.gate))
+        stream = await one.answer("q")
         assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
 
     def test_what_is_admitted_is_pending_until_it_is_sent(self) -> None:
@@ -368,8 +370,7 @@ class TestFaults:
             yield AnswerChunk("whole")
 
         engine.stream = stream  # type: ignore[method-assign]
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
-        answered = await pipeline(Search("A", "A"), engine).answer("q")
+        answered = await pipeline(Search("A", "A"), engine, prompts=PlayedPrompts(engine.gate)).answer("q")
         assert answered.text == "whole" and not answered.trace.right
 
     async def test_one_that_breaks_after_its_first_piece_raises(self) -> None:

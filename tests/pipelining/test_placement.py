@@ -52,12 +52,12 @@ def with_ring(placement: Placement) -> Placement:
 class TestFootprint:
     def test_is_equations_2_and_3_with_what_passes_through(self) -> None:
         placement = Placement(Spread(4, 3, 1), Spread(64, 32, 16), partitions=1, batch=2, step_tokens=64, slots=2)
-        footprint = Footprint(MODEL, INDEX)
+        used = Footprint(MODEL, INDEX).total(placement)
         # Weights outside, 4 layers, 2 buffers, KV, workspace.
-        assert footprint.device(placement) == 50 + 400 + 200 + 64 + 30
+        assert used.device == 50 + 400 + 200 + 64 + 30
         # 3 layers, KV, the rest of the index, the largest partition, and the next two, which pass through.
-        assert footprint.host(placement) == 300 + 32 + 20 + 60 + (50 + 50)
-        assert footprint.disk(placement) == 16
+        assert used.host == 300 + 32 + 20 + 60 + (50 + 50)
+        assert used.disk == 16
 
     def test_fits_where_each_place_does(self) -> None:
         placement = Placement(Spread(8), Spread(64), partitions=4, batch=2, step_tokens=64)

@@ -350,7 +350,7 @@ class TestRuns:
         )
         node = chain(graph, "one", "two", "answer").compile().nodes["answer"]
         shared, own = object(), object()
-        state = State.of(QUESTION).with_("left", (shared,)).with_("docs", (own, shared))
+        state = State.of(QUESTION).updated({"left": (shared,), "docs": (own, shared)})
         assert documents_of(node, state) == (shared, own)
         assert question_of(node, state).text == "the documents above|the documents above"
 
@@ -378,7 +378,7 @@ class TestRuns:
         state = State.of("secret")
         with pytest.raises(TypeError):
             state["query"] = "other"  # type: ignore[index]
-        assert state.with_("a", 1)["a"] == 1
+        assert state.updated({"a": 1})["a"] == 1
         assert "a" not in state
         assert "secret" not in repr(state)
 
