@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, StreamingEngine, Usage
+from ragorder.pipelining.protocols import AnswerChunk, R, StreamingEngine, Usage
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
-
-R = TypeVar("R", bound=EngineRequest)
 
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:

@@ -58,9 +58,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 class Degradation:
     """The reactions of one worker to failures.
 
-    A request of a failed batch runs again in a batch of half the size, down to 1. Then, if out of memory, each of
-    `reliefs` is called until one frees memory; then the request is retried `max_retries` times. `limit` bounds all
-    batches meanwhile.
+    A request runs again in a batch of half the size, down to 1; then, if out of memory, after one of `reliefs`; then
+    `max_retries` times. `limit` bounds all batches meanwhile.
     """
 
     def __init__(self, reliefs: Sequence[Relief], max_retries: int, on_relief: Callable[[], None]) -> None:

@@ -6,21 +6,17 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.worker import Occupancy, Worker
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.servers import end_all
 
 __all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
-
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):

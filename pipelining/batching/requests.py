@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 from ragorder.errors import RagorderError
-from ragorder.pipelining.protocols import AnswerChunk, PipelineTrace, Usage
+from ragorder.pipelining.protocols import AnswerChunk, D, PipelineTrace, Q, Usage
 from ragorder.pipelining.servers import AnswerStream
 
 __all__ = [
@@ -47,8 +47,7 @@ class BatchEvent:
 class RequestTrace:
     """Times of one request by the server's clock, in seconds (None: has not happened).
 
-    `retrieval_batch` and `generation_batch` are the most requests that ran at the same time, itself included;
-    `failures` are failed batches, after which it went back into its queue.
+    `retrieval_batch`, `generation_batch`: the most requests beside it, itself included; `failures`: of its batches.
     """
 
     arrived_s: float
@@ -77,9 +76,6 @@ class RequestTrace:
         names = [name for name in self.__slots__ if name != "generation"]
         return {name: getattr(self, name) for name in names}
 
-
-Q = TypeVar("Q")
-D = TypeVar("D")
 
 _NO_LIMIT = 1 << 30
 

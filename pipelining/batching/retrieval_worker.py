@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
+from ragorder.pipelining.protocols import D, Q
 
 __all__ = ["RetrievalWorker"]
-
-Q = TypeVar("Q")
-D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from contextlib import asynccontextmanager
+from typing import Any, Generic, Protocol, Self, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
 from ragorder.pipelining.batching.degradation import Relief
@@ -20,16 +20,13 @@ from ragorder.pipelining.batching.kv import Context, KVTokens
 from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest, BatchedStream, BatchEvent, RequestTrace
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval
 from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.servers import FirstFailures, run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 _EVENTS = 4096
 
@@ -220,8 +217,19 @@ class DecoupledServer(Generic[Q, D, R]):
         self, question: Q, chunks: asyncio.Queue[str | None] | None = None, *, patient: bool = False
     ) -> AsyncIterator[BatchedRequest[Q, D]]:
         """Keep a request in the server until the block ends, with the caller's outcome or without."""
-        async with self._slot(patient=patient):
-            request = self._enter(question, chunks)
+        self._check_open()
+        if not patient and not self._limiter.has_room:
+            raise QueueFullError(
+                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
+            )
+        async with self._limiter.slot(None):
+            self._check_open()
+            ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
+            request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
+            self._requests[request] = None
+            self.retrieving.start()
+            self.generating.start()
+            self.retrieving.enter(request)
             told = False
             try:
                 yield request
@@ -232,27 +240,9 @@ class DecoupledServer(Generic[Q, D, R]):
             finally:
                 await self._leave(request, told)
 
-    def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
-        self._check_open()
-        if not patient and not self._limiter.has_room:
-            raise QueueFullError(
-                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
-            )
-        return self._limiter.slot(None)
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this server is closed")
-
-    def _enter(self, question: Q, chunks: asyncio.Queue[str | None] | None = None) -> BatchedRequest[Q, D]:
-        self._check_open()
-        ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
-        request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
-        self._requests[request] = None
-        self.retrieving.start()
-        self.generating.start()
-        self.retrieving.enter(request)
-        return request
 
     async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
         """Remove a request from all queues and workers. `told`: the caller has its outcome."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 from ragorder.pipelining.batching.batchers import Backlog, Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, EventName, WorkerName
+from ragorder.pipelining.protocols import D, Q
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 from ragorder.pipelining.servers import FirstFailures, call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
 T = TypeVar("T")
 
 
@@ -70,12 +69,6 @@ class Worker(ABC, Generic[Q, D]):
 
     def wake(self) -> None:
         self._changed.set()
-
-    @overload
-    async def between_batches(self, hook: Callable[[], Awaitable[T]]) -> T: ...
-
-    @overload
-    async def between_batches(self, hook: Callable[[], T]) -> T: ...
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
         """Call `hook` once while no batch runs and return its result.

@@ -117,11 +117,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates.
-
-    A step takes the longer of its computation and the copy of its layers; a retrieval takes the read of absent
-    partitions, plus the scan of all.
-    """
+    """Times from sizes and rates: a step is computation or the copy of its layers, a retrieval read and scan."""
 
     model: ModelSizes
     rates: Rates

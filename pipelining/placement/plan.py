@@ -53,11 +53,9 @@ class DeviceFit:
 def fit_device(
     device_bytes: int, *, fixed: int, slot: int, layers: int, workspace: Callable[[int], int], steps: Iterable[int]
 ) -> DeviceFit | None:
-    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2). Return None without room
-    for one.
+    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2); None: not even one fits.
 
-    All layers with the largest step that leaves room for them; else the largest step with a moderate workspace, or the
-    smallest one.
+    All layers with the largest step that leaves room; else a step with a moderate workspace, or the smallest one.
     """
     best: tuple[bool, bool, int, int] | None = None
     for step in steps:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from ragorder.pipelining.attempt import Attempt
-from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
@@ -15,9 +15,6 @@ from ragorder.pipelining.workflow.nodes import Generation, NodeError, NodeQuesti
 from ragorder.pipelining.workflow.result import WorkflowResult
 
 __all__ = ["interpret"]
-
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 async def interpret(

@@ -43,17 +43,13 @@ class NodeRun:
 class Tokens:
     """The positions of one request in its graph.
 
-        tokens = Tokens(graph, state)
         while runs := tokens.take():
             for run in runs:
                 tokens.finish(run, values_of(run))
-        tokens.state
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
-    become one, and their states are joined. At the head of a loop a token waits for all others in the loop. So results
-    do not depend on the order or duration of runs.
-
-    `until`: a name of the state. A branch ends before a node that does not write it and that no such node follows.
+    become one. So results do not depend on the order or duration of runs. `until`: a name of the state; a branch ends
+    before a node that does not write it and that no such node follows.
     """
 
     def __init__(self, graph: CompiledGraph, state: State, until: str | None = None) -> None:

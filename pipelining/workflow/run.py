@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 
-from ragorder.pipelining.protocols import EngineRequest, Usage
+from ragorder.pipelining.protocols import D, R, Usage
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import Memory, answered, call_step, documents_of, found, input_of, query_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
 
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 _CHECK_EVERY = 8
 """Tokens of a generation between two scheduling cycles."""

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, Unpack
 
 from ragorder.pipelining.load import EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import AnswerChunk, D, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph
@@ -23,9 +23,6 @@ from ragorder.pipelining.workflow.transformations import Transformation, all_tra
 from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
 __all__ = ["WorkflowServer"]
-
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 _MEASURE_EVERY = 32

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
-from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
 __all__ = ["RunKey", "Speculations", "SpeculativeGeneration", "Workers", "question_for"]
-
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 class SpeculativeGeneration(Generic[D, R]):

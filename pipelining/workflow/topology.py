@@ -51,8 +51,7 @@ class Loop:
 class Topology:
     """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge.
 
-    The head of a loop is the node at which it is entered, or of several the one that leads to all others under any
-    condition; else all are heads, and `parallel` tells whether two can be entered at once.
+    A loop's head is where it is entered, or, of several such nodes, the one that surely leads to the others; else all.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:

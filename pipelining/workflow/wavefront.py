@@ -80,17 +80,10 @@ class Request(Protocol):
 class WorkItem:
     """Work on one run of a node: due, or predicted from the progress of `after`.
 
-    - `split`, `reorder`, `ordered`: set by the transformations of these names
-    - `streamed`: of a generation: its tokens are read as they come
-    - `released`: the speculative generation has been answered, and is no longer on the engine
-    - of a speculative generation: `held`, tokens kept for it in the budget; `sent`, those of its prompt and answer when
-      the engine is done with it
-    - `known`: a search whose query does not depend on what runs
-    - `others`: on the engine when a generation became due
-    - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
-      engine
-    - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
-      distance between the last two predicted queries
+    - `split`, `reorder`, `ordered`: set by transformations; `others`: on the engine when a generation became due
+    - `released`: an answered speculation, no longer on the engine; `held`, `sent`: its tokens in the budget, and used
+    - of a search: the latest `stage`, the ids `speculated` on, `dependents` on the engine, and if its query is `known`
+    - of a generation: the `checks` for predictions, and the `drift` between the last two predicted queries
     """
 
     request: Request
@@ -246,11 +239,8 @@ _MAX_EDGES = 1024
 class Measurements:
     """Measurements of all requests; a mean is None before the first value.
 
-    - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
-      searches of its request
-    - `cached_share`: of the prompt tokens of generations that show documents
-    - `speculative_embeddings`: predicted queries that are being embedded
-    - `spending`: what due work has taken, and speculations wasted; `decoding`, `tokens`: what a generation costs
+    `settled`, `settled_near`: share of a search after which nothing changed, without and with earlier searches.
+    `cached_share`: of the prompt tokens of generations that show documents.
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any, spending: Spending | None = None) -> None:
