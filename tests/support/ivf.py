@@ -12,7 +12,7 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragorder.benchmarks.common.vectors import clustered as around_centres
@@ -115,7 +115,8 @@ class AsFaiss(ABC):
         for k in (1, 7, 40):
             self.check(index, DATA[data](30, 1), k, tmp_path, k)
 
-    @settings(max_examples=examples(300))
+    # Each search inherits it.
+    @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.differing_executors])
     @given(
         metric=st.sampled_from([L2, IP]),
         levels=st.integers(2, 6),
