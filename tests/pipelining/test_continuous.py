@@ -208,8 +208,10 @@ class TestTheResultIsThatOfFaiss:
 class TestSearchParameters:
     """Of FAISS: an nprobe and a selector for each search."""
 
-    @pytest.mark.parametrize("data", [vectors, tied])
-    @pytest.mark.parametrize("description", ["IVF24,Flat", "IVF24,PQ4x4", "IDMap2,IVF24,Flat", "PCA8,IVF24,Flat"])
+    @pytest.mark.parametrize(
+        ("description", "data"),
+        grid([*itertools.product(["PCA8,IVF24,Flat", "IVF24,PQ4x4", "IDMap2,IVF24,Flat"], [vectors, tied])], 3),
+    )
     def test_of_many_tenants_at_once(self, description: str, data: Any) -> None:
         stored, queries = data(600, 0), data(64, 1)
         ids = np.random.default_rng(0).permutation(600) if description.startswith("IDMap2") else None
