@@ -202,7 +202,10 @@ class ContinuousIVF:
 
     def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
         handle = SearchHandle(self._wait_by, due=due, whole=whole)
-        search = RunningSearch(handle, request, self._patience, self._clock())
+        self._enter(RunningSearch(handle, request, self._patience, self._clock()))
+        return handle
+
+    def _enter(self, search: RunningSearch) -> None:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this search is closed")
@@ -210,7 +213,6 @@ class ContinuousIVF:
                 self._driver.submit(self._drive)
                 self._driven = True
             self._joining.append(search)
-        return handle
 
     def _drive(self) -> None:
         while True:
