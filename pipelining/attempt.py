@@ -5,26 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Generic
 
 from ragorder.pipelining.load import Admission, EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import (
+    AnswerChunk,
+    D,
+    PipelineTrace,
+    Q,
+    R,
+    RequestBuilder,
+    StreamingEngine,
+)
 from ragorder.pipelining.speculation import Speculation, counted
 
 __all__ = ["Attempt"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 _logger = logging.getLogger("ragorder")
 
 
 class Attempt(Generic[Q, D, R]):
-    """One generation: speculations on provisional documents, and the answer with the final ones.
-
-    A speculation is used only if its request equals the final one. `abort` ends all requests that have begun.
-    """
+    """One generation: speculations on provisional documents, and the answer, which uses one with an equal request."""
 
     def __init__(
         self,
@@ -53,8 +55,7 @@ class Attempt(Generic[Q, D, R]):
     ) -> bool:
         """Begin a speculation if it is worthwhile (Algorithm 2, lines 6-10). Return False to try again later.
 
-        `admit` returns an earlier admission (default: a new one of `load`). `off_engine` is called with the
-        speculation when it has left the engine.
+        `admit` returns an earlier admission (default: a new one of `load`).
         """
         trace = self._trace
         try:

@@ -13,10 +13,7 @@ __all__ = ["Admission", "EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """Return `max_prefill_bs` of RAGCache section 5.3: prompts in one iteration of `token_budget` tokens.
-
-    In vLLM the budget is --max-num-batched-tokens.
-    """
+    """Return `max_prefill_bs` of RAGCache section 5.3: prompts in one iteration of `token_budget` tokens."""
     return max(1, token_budget // max(1, prompt_tokens))
 
 
@@ -62,10 +59,7 @@ class EngineLoad:
 
     @contextmanager
     def prefilling(self, *, streamed: bool = True) -> Iterator[Callable[[], None]]:
-        """Count a request as pending until the yielded function is called at its first token.
-
-        An answer that comes whole shows no first token: its request is pending for the mean prefill.
-        """
+        """Count a request as pending until its first token, or, if it comes whole, for the mean prefill."""
         waits = True
         self._pending += 1
         sent_s = self._clock()

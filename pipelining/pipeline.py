@@ -6,14 +6,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import (
     AnswerChunk,
-    EngineRequest,
+    D,
     PipelineTrace,
+    Q,
+    R,
     RequestBuilder,
     StreamingEngine,
     Usage,
@@ -25,9 +27,6 @@ from ragorder.pipelining.warmup import WarmUp
 
 __all__ = ["Pipeline", "PipelinedStream"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 _own_key: Callable[[Any], Hashable] = attrgetter("key")
 

@@ -54,10 +54,7 @@ class PowerLaw:
         return f"PowerLaw(a={self.a:.4g}, c={self.c:.4g})"
 
     def learn(self, size: int, seconds: float) -> None:
-        """Learn from a batch; each takes 1/128 off the weight of earlier ones.
-
-        After 16 batches, one counts at most four times the expected time or the mean.
-        """
+        """Learn from a batch; after 16 batches, one counts at most four times the expected time or the mean."""
         expected = math.inf
         if self.samples >= _WARM and size > 0:
             # If `c` was learnt from noise, the expected time of a far smaller size would be almost 0.

@@ -52,6 +52,9 @@ class EngineRequest(Protocol):
     def prompt_tokens(self) -> int | None: ...
 
 
+Q = TypeVar("Q")
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
 R_contra = TypeVar("R_contra", contravariant=True)
 R_co = TypeVar("R_co", bound=EngineRequest, covariant=True)
 Q_contra = TypeVar("Q_contra", contravariant=True)

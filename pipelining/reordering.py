@@ -164,10 +164,9 @@ class ConcurrencyLimiter(Generic[T]):
     async def slot(
         self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
     ) -> AsyncIterator[None]:
-        """Hold a slot until the block ends. Raises QueueFullError, unless `patient`.
+        """Hold a slot until the block ends. Raises QueueFullError, unless `patient`, which waits for room in order.
 
-        Code before the block's first `await` runs before the next request is chosen. Patient requests wait for room in
-        the queue, in order of arrival.
+        Code before the block's first `await` runs before the next request is chosen.
         """
         if self.has_room:
             self.in_flight += 1

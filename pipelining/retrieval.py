@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
+from ragorder.pipelining.protocols import D, Q
 from ragorder.pipelining.servers import call
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedSearch
 
-__all__ = ["Provisional", "Retrieval", "plain_retrieval", "staged_retrieval"]
-
-Q = TypeVar("Q")
-D = TypeVar("D")
+__all__ = ["Provisional", "Retrieval", "plain_retrieval", "staged_retrieval", "stages_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,8 @@ def staged_retrieval(
         vector = await asyncio.to_thread(embed, question)
         # Searches expect rows of vectors.
         vector = vector[None] if getattr(vector, "ndim", 2) == 1 else vector
-        async with aclosing(_stages(search, vector, top_k)) as found:
+        shared = getattr(search, "search_async", None)
+        async with aclosing(stages_of(search, vector, top_k) if shared is None else shared(vector, top_k)) as found:
             async for stage in found:
                 ids = stage.ids[0]
                 yield Provisional([document(int(id)) for id in ids if id >= 0], stage.final)
@@ -59,13 +58,7 @@ def staged_retrieval(
     return stages
 
 
-async def _stages(search: StagedSearch, vector: Any, top_k: int) -> AsyncGenerator[Stage, None]:
-    shared = getattr(search, "search_async", None)
-    if shared is not None:
-        async with aclosing(shared(vector, top_k)) as stages:
-            async for stage in stages:
-                yield stage
-        return
-    found = iter(search.search(vector, top_k))
+async def stages_of(search: StagedSearch, vector: Any, top_k: int) -> AsyncGenerator[Stage, None]:
+    found = iter(await asyncio.to_thread(search.search, vector, top_k))
     while (stage := await asyncio.to_thread(next, found, None)) is not None:
         yield stage

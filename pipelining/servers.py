@@ -57,10 +57,7 @@ async def run_batch(
     at_once: int,
     on_progress: Callable[[int], object] | None = None,
 ) -> AsyncGenerator[tuple[int, A | Exception], None]:
-    """Yield (number of the question, answer or error) as requests end, with at most `at_once` running.
-
-    `on_progress` is called with the number of ended requests.
-    """
+    """Yield (number of the question, answer or error) as requests end, with at most `at_once` running."""
     numbered = enumerate(questions)
     tasks: dict[asyncio.Task[A], int] = {}
     ended = 0
@@ -129,6 +126,14 @@ class FirstFailures:
         if name not in self._logged:
             self._logged.add(name)
             _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
+
+    def guard(self, name: str, function: Callable[..., T], *args: Any) -> T | None:
+        """Return the function's result, or None if it fails."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self(name, error)
+            return None
 
 
 def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:

@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, StreamingEngine, Usage
+from ragorder.pipelining.protocols import AnswerChunk, R, StreamingEngine, Usage
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
-
-R = TypeVar("R", bound=EngineRequest)
 
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
@@ -30,10 +28,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A speculative request. `off_engine` is called with it when it has left the engine.
-
-    `tokens`: of its prompt and of its answer so far, as the engine reports them, else as they are counted here.
-    """
+    """A speculative request; `off_engine` is called with it when it has left the engine."""
 
     def __init__(
         self,
@@ -133,10 +128,7 @@ class SpeculationGain:
         return self._stages[stage][1].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Return the mean seconds saved, or None before the first search.
-
-        A right speculation saves at most `saved_s`; a wrong one costs the part of `wasted_s` that exceeds the search.
-        """
+        """Return the mean seconds saved, at most `saved_s`, less those of wrong ones, or None before a search."""
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None

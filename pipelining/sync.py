@@ -7,11 +7,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from ragorder.pipelining.loop_thread import LoopThread
 from ragorder.pipelining.pipeline import Pipeline, PipelinedStream
-from ragorder.pipelining.protocols import PipelineTrace, Usage
+from ragorder.pipelining.protocols import PipelineTrace, Q, Usage
 
 __all__ = ["SyncPipeline", "SyncStream"]
 
-Q = TypeVar("Q")
 T = TypeVar("T")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
+
+from ragorder.pipelining.protocols import Q, Q_contra
 
 __all__ = ["Prefix", "WarmUp", "Warming"]
 
-Q_contra = TypeVar("Q_contra", contravariant=True)
-Q = TypeVar("Q")
 
 _logger = logging.getLogger("ragorder")
 

@@ -95,11 +95,7 @@ class _Backlog:
 
 
 class AllWaiting:
-    """Batches of all waiting requests, at most `most`.
-
-    For retrieval: a pass over the partitions takes the same time for any number of queries (RAGDoll section 4.4). With
-    `most` these are the static batches of its Table 2.
-    """
+    """Batches of all waiting requests, at most `most`: for retrieval, and as RAGDoll's static ones (Table 2)."""
 
     def __init__(self, most: int | None = None) -> None:
         if most is not None and most < 1:

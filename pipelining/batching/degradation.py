@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ragorder.pipelining.batching.requests import BatchedRequest
+from ragorder.pipelining.servers import FirstFailures
 
 __all__ = ["Degradation", "Relief", "is_out_of_memory", "is_shortage"]
-
-_logger = logging.getLogger("ragorder")
 
 # Memory is freed at most this often for one request.
 _MOST_RELIEFS = 64
@@ -60,28 +58,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 class Degradation:
     """The reactions of one worker to failures.
 
-    A request of a failed batch runs again in a batch of half the size, down to 1. Then, if out of memory, each of
-    `reliefs` is called until one frees memory; then the request is retried `max_retries` times. `limit` bounds all
-    batches meanwhile.
+    A request runs again in a batch of half the size, down to 1; then, if out of memory, after one of `reliefs`; then
+    `max_retries` times. `limit` bounds all batches meanwhile.
     """
 
-    def __init__(
-        self,
-        reliefs: Sequence[Relief],
-        *,
-        max_retries: int = 2,
-        shortage: Callable[[BaseException], bool] = is_shortage,
-        on_relief: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, reliefs: Sequence[Relief], max_retries: int, on_relief: Callable[[], None]) -> None:
         if max_retries < 0:
             raise ValueError(f"max_retries must not be negative, got {max_retries}")
         self.limit: int | None = None
         self._reliefs = tuple(reliefs)
         self._max_retries = max_retries
-        self._shortage = shortage
         self._on_relief = on_relief
         self._answered = 0
-        self._failed = False
+        self._warn = FirstFailures()
         self._relieving = asyncio.Lock()
 
     def bound(self, size: int) -> int:
@@ -97,13 +86,10 @@ class Degradation:
     async def retries(
         self, request: BatchedRequest[Any, Any], size: int, error: Exception, *, shared: bool, progress: bool = False
     ) -> bool:
-        """Return whether a request runs again after an error in a batch of `size` requests.
-
-        `shared`: another request may have caused the error. `progress`: more was done than before its last failure.
-        """
+        """Return whether a request runs again after an error. `shared`: another request may have caused it."""
         if request.abandoned or request.ended.done():
             return False
-        shortage = self._is_shortage(error)
+        shortage = is_shortage(error)
         if not shortage and not shared:
             return False
         request.trace.failures += 1
@@ -127,26 +113,15 @@ class Degradation:
         self.limit = limit if self.limit is None else min(self.limit, limit)
         self._answered = 0
 
-    def _is_shortage(self, error: Exception) -> bool:
-        try:
-            return self._shortage(error)
-        except Exception:
-            return False
-
     async def _relieve(self) -> bool:
         async with self._relieving:
             for relief in self._reliefs:
                 try:
                     helped = await asyncio.to_thread(relief.relieve)
                 except Exception as error:
-                    if not self._failed:
-                        self._failed = True
-                        _logger.warning(
-                            "no memory was relieved: %s; later failures are not logged", type(error).__name__
-                        )
+                    self._warn("relieving memory", error)
                     continue
                 if helped:
-                    if self._on_relief is not None:
-                        self._on_relief()
+                    self._on_relief()
                     return True
         return False

@@ -6,28 +6,21 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.worker import Occupancy, Worker
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.servers import end_all
 
 __all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
-
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
-    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request.
-
-    `arrivals_s()`: expected arrivals of requests in retrieval; `made_room`: called when requests leave the queue.
-    """
+    """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request."""
 
     name = "generation"
 
@@ -73,12 +66,9 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
     def _kv_of(self, requests: Iterable[BatchedRequest[Q, D]]) -> int | None:
         if self._kv is None or self.kv_limit is None:
             return None
-        try:
-            return self._kv([Context(request.question, request.documents) for request in requests])
-        except Exception as error:
-            # Without lengths requests run without the limit.
-            self._warn("kv_tokens", error)
-            return None
+        # Without lengths requests run without the limit.
+        contexts = [Context(request.question, request.documents) for request in requests]
+        return self._warn.guard("kv_tokens", self._kv, contexts)
 
     def _start_request(self, request: BatchedRequest[Q, D]) -> None:
         request.trace.generation_began_s = self._clock()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
+from ragorder.pipelining.protocols import D, Q
 from ragorder.trie.plan import plan
 from ragorder.trie.search import BestPathSearch, ranks_on_path
 from ragorder.trie.tree import Key, KnowledgeTree, Node
@@ -21,10 +22,7 @@ _BUDGET = 256
 
 
 class _RunningTrie:
-    """The documents of each request as a path of a trie; `tokens`: of all nodes.
-
-    A request that joins alone extends the path that shares most tokens with it; several requests are planned again.
-    """
+    """The documents of each request as a path of a trie, with the `tokens` of all nodes."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -90,10 +88,6 @@ class _RunningTrie:
                 self.tokens -= node.end - parent.end
                 self._tree.remove(node)
             node = parent
-
-
-Q = TypeVar("Q")
-D = TypeVar("D")
 
 
 class Context(NamedTuple, Generic[Q, D]):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +20,15 @@ __all__ = ["PartitionFile", "PartitionLists"]
 _ID_BYTES = 8
 
 
-class PartitionLists:
-    __slots__ = ("invlists", "read_bytes")
-
-    def __init__(self, invlists: Any, read_bytes: int) -> None:
-        self.invlists = invlists
-        self.read_bytes = read_bytes
+class PartitionLists(NamedTuple):
+    invlists: Any
+    read_bytes: int
 
 
 class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
-    Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
-    Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
-    for cluster -1).
+    Lists are read as a file: a failing disk raises OSError, where a page of a mapped file would end the process.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:

@@ -242,10 +242,7 @@ class PartitionedSearch:
 
 
 class PartitionedPass(Iterator[Stage]):
-    """The stages of one search.
-
-    `rows` (what each query has found and still needs) are a checkpoint after any error of a stage.
-    """
+    """The stages of one search. `rows` are a checkpoint after any error of a stage."""
 
     def __init__(self, search: PartitionedSearch, begin: Callable[[], PassRows]) -> None:
         self._search = search
@@ -299,10 +296,7 @@ class PartitionedPass(Iterator[Stage]):
 
 
 class _Walk:
-    """The position of a pass, and at most one partition that is read during a scan.
-
-    `moved`: a partition has been read since queries joined.
-    """
+    """The position of a pass, and at most one partition that is read during a scan."""
 
     def __init__(self, search: PartitionedSearch) -> None:
         self.moved = True

@@ -100,10 +100,7 @@ class PassRows:
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """Store `best` after first scans of these partitions, and candidates `found` by second scans, by row.
-
-        Must not fail, so that a pass can continue after an error.
-        """
+        """Store what scans of these partitions found. Must not fail, so that a pass can continue after an error."""
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)

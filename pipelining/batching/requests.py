@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 from ragorder.errors import RagorderError
-from ragorder.pipelining.protocols import AnswerChunk, PipelineTrace, Usage
+from ragorder.pipelining.protocols import AnswerChunk, D, PipelineTrace, Q, Usage
 from ragorder.pipelining.servers import AnswerStream
 
 __all__ = [
@@ -17,25 +17,24 @@ __all__ = [
     "BatchedAnswer",
     "BatchedRequest",
     "BatchedStream",
+    "EventName",
     "RequestOutcome",
     "RequestTrace",
     "WorkerName",
 ]
 
 WorkerName = Literal["retrieval", "generation"]
+EventName = Literal["began", "ended", "failed", "relieved", "reorganised"]
 RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """State of a worker after a batch began, ended or failed, memory was freed, or a hook ran.
-
-    `batch` is the chosen limit of running requests, `seconds` those of the batch or request that has ended.
-    """
+    """A worker after an event. `batch`: the most requests that may run; `seconds`: of the batch or request."""
 
     at_s: float
     worker: WorkerName
-    event: Literal["began", "ended", "failed", "relieved", "reorganised"]
+    event: EventName
     batch: int
     running: int
     waiting: int
@@ -48,8 +47,7 @@ class BatchEvent:
 class RequestTrace:
     """Times of one request by the server's clock, in seconds (None: has not happened).
 
-    `retrieval_batch` and `generation_batch` are the most requests that ran at the same time, itself included;
-    `failures` are failed batches, after which it went back into its queue.
+    `retrieval_batch`, `generation_batch`: the most requests beside it, itself included; `failures`: of its batches.
     """
 
     arrived_s: float
@@ -68,8 +66,7 @@ class RequestTrace:
 
     @property
     def waited_s(self) -> float | None:
-        times = self.retrieval_began_s, self.found_s, self.generation_began_s
-        began_s, found_s, sent_s = times
+        began_s, found_s, sent_s = self.retrieval_began_s, self.found_s, self.generation_began_s
         if began_s is None or found_s is None or sent_s is None:
             return None
         return began_s - self.arrived_s + sent_s - found_s
@@ -79,9 +76,6 @@ class RequestTrace:
         names = [name for name in self.__slots__ if name != "generation"]
         return {name: getattr(self, name) for name in names}
 
-
-Q = TypeVar("Q")
-D = TypeVar("D")
 
 _NO_LIMIT = 1 << 30
 
@@ -142,14 +136,12 @@ class BatchedRequest(Generic[Q, D]):
         self._text.append(chunk.text)
         if self.chunks is None:
             return
-        if len(text := "".join(self._text)) <= len(self._streamed):
-            if not self._streamed.startswith(text):
-                raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
-            return
-        if not text.startswith(self._streamed):
+        text, before = "".join(self._text), self._streamed
+        if text[: len(before)] != before[: len(text)]:
             raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
-        self.chunks.put_nowait(text[len(self._streamed) :])
-        self._streamed = text
+        if len(text) > len(before):
+            self.chunks.put_nowait(text[len(before) :])
+            self._streamed = text
 
     def finish(self, now_s: float) -> None:
         if self.ended.done():

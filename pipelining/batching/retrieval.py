@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.pipelining.protocols import D, Q, Q_contra
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.servers import end_all, outcome_of
 
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchRetrieval", "ConcurrentRetrieval", "JoinableRetrieval", "PartitionedRetrieval", "SearchTask"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
 Q_co = TypeVar("Q_co", covariant=True)
-Q_contra = TypeVar("Q_contra", contravariant=True)
 D_co = TypeVar("D_co", covariant=True)
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
+from ragorder.pipelining.protocols import D, Q
 
 __all__ = ["RetrievalWorker"]
-
-Q = TypeVar("Q")
-D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
     """Searches for one batch of requests at a time; calls `found` with each that is final.
 
-    Others join if the retrieval allows it (`JoinableRetrieval`) and no hook waits. At most `room()` requests are
-    searched for at once, because the next queue is bounded.
+    At most `room()` requests are searched for at once, because the next queue is bounded.
     """
 
     name = "retrieval"
@@ -59,7 +56,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
             await self._search(batch)
         except Exception as error:
             # A request must not wait forever after any error.
-            for request in [each for each in batch.left.values() if each in self.running]:
+            for request in [each for each in batch.requests if each in self.running]:
                 self._drop(request)
                 request.fail(error, self._clock())
             self._warn("the retrieval worker", error)
@@ -108,28 +105,29 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
             async with aclosing(self._results(batch)) as results:
                 async for position, result in results:
                     # Use each position once, even if the retrieval yields it twice.
-                    if (request := batch.left.get(position)) is None:
+                    if position not in batch.left:
                         continue
+                    request, _ = batch.left[position]
                     if isinstance(result, Exception):
                         self._occupancy.end(request)
                         await self._fail(request, result, shared=False)
                     else:
                         self._pass_on(request, result)
-                    batch.remove(position)
+                    del batch.left[position]
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
             error = RuntimeError("the retrieval was cancelled")
         except Exception as raised:
             error = raised
-        missing = [request for request in batch.left.values() if not request.abandoned]
+        missing = [request for request in batch.requests if not request.abandoned]
         if missing and error is None:
             error = RuntimeError("the retrieval ended without documents for a question")
         seconds = self._clock() - began_s
         if error is None and not self._joinable:
             self._search_s.add(seconds)
             self._learn(size, seconds)
-        for request, before in batch.checkpoints():
+        for request, before in tuple(batch.left.values()):
             if error is None or request.abandoned:
                 self._drop(request)
             else:
@@ -139,7 +137,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         await asyncio.sleep(0)
 
     def _results(self, batch: _Batch[Q, D]) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        first = list(batch.left.values())
+        first = batch.requests
         if not self._joinable:
             return self._retrieval.search_batch(first)
 
@@ -180,29 +178,25 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests without an outcome that are searched for together, by position."""
+    """Requests without an outcome that are searched for together, by position, with their checkpoints before.
+
+    One that is done is dropped with all its data: a batch that others join may never end.
+    """
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
-        self.left: dict[int, BatchedRequest[Q, D]] = {}
+        self.left: dict[int, tuple[BatchedRequest[Q, D], Any]] = {}
         self._count = 0
-        self._before: dict[int, Any] = {}
         self.add(requests)
+
+    @property
+    def requests(self) -> list[BatchedRequest[Q, D]]:
+        return [request for request, _ in self.left.values()]
 
     def add(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         for request in requests:
-            self.left[self._count] = request
-            self._before[self._count] = request.checkpoint
+            self.left[self._count] = request, request.checkpoint
             self._count += 1
 
-    def drop_abandoned(self) -> Sequence[BatchedRequest[Q, D]]:
-        dropped = {position: request for position, request in self.left.items() if request.abandoned}
-        for position in dropped:
-            self.remove(position)
-        return list(dropped.values())
-
-    def remove(self, position: int) -> None:
-        """Drop a request with all its data: a batch that others join may never end."""
-        del self.left[position], self._before[position]
-
-    def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
-        return [(request, self._before[position]) for position, request in self.left.items()]
+    def drop_abandoned(self) -> list[BatchedRequest[Q, D]]:
+        dropped = [position for position, (request, _) in self.left.items() if request.abandoned]
+        return [self.left.pop(position)[0] for position in dropped]

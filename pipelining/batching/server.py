@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from contextlib import asynccontextmanager
+from typing import Any, Generic, Protocol, Self, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
-from ragorder.pipelining.batching.degradation import Relief, is_shortage
+from ragorder.pipelining.batching.degradation import Relief
 from ragorder.pipelining.batching.generation_worker import (
     GenerationWorker,
     JoiningGenerationWorker,
@@ -20,16 +20,15 @@ from ragorder.pipelining.batching.kv import Context, KVTokens
 from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest, BatchedStream, BatchEvent, RequestTrace
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval
 from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.servers import FirstFailures, run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
+
+_EVENTS = 4096
 
 
 class ServingPlacement(Protocol):
@@ -58,7 +57,7 @@ class DecoupledServer(Generic[Q, D, R]):
     - `kv`, `kv_limit`: KV tokens of the requests that run together
     - `lengths`: the largest cached share goes first, within `window`
     - `reliefs`: free memory, before `relieve` of engine and retrieval
-    - `shortage`: errors after which a request is retried, `max_retries` times alone
+    - `max_retries`: of a request alone, after a shortage (`is_shortage`)
     - `max_contexts`: requests that wait for generation
     - `observer`: called with each `BatchEvent` and final `RequestTrace`
     """
@@ -78,21 +77,19 @@ class DecoupledServer(Generic[Q, D, R]):
         lengths: Callable[[Q, Sequence[D]], CachedLengths] | None = None,
         window: int = 32,
         reliefs: Sequence[Relief] = (),
-        shortage: Callable[[BaseException], bool] = is_shortage,
         max_retries: int = 2,
         max_requests: int = 1024,
         max_contexts: int = 256,
         observer: Callable[[BatchEvent | RequestTrace], None] | None = None,
-        events: int = 4096,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, value in (("max_requests", max_requests), ("max_contexts", max_contexts), ("events", events)):
+        for name, value in (("max_requests", max_requests), ("max_contexts", max_contexts)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if kv_limit is not None and (kv is None or kv_limit < 1):
             raise ValueError(f"kv_limit is {kv_limit}: give at least 1, and kv, which counts tokens (TrieKV)")
         self.max_requests = max_requests
-        self.trace: deque[BatchEvent] = deque(maxlen=events)
+        self.trace: deque[BatchEvent] = deque(maxlen=_EVENTS)
         self._engine = engine
         self._lengths = lengths
         self._observer = observer
@@ -105,12 +102,7 @@ class DecoupledServer(Generic[Q, D, R]):
             self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
             self._searched = ConcurrentRetrieval(retrieval)
-        common: dict[str, Any] = {
-            "max_retries": max_retries,
-            "shortage": shortage,
-            "observe": self._record,
-            "clock": clock,
-        }
+        common: dict[str, Any] = {"max_retries": max_retries, "observe": self._record, "clock": clock}
         own = [each for each in (engine, self._searched) if callable(getattr(each, "relieve", None))]
         chosen = (*reliefs, *cast("list[Relief]", own))
         worker: type[GenerationWorker[Q, D, R]] = JoiningGenerationWorker if joins else StaticGenerationWorker
@@ -150,10 +142,7 @@ class DecoupledServer(Generic[Q, D, R]):
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed.
-
-        Cancelling it ends its generation.
-        """
+        """Return the answer, or raise the request's error, QueueFullError, or RuntimeError if closed."""
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
@@ -228,8 +217,19 @@ class DecoupledServer(Generic[Q, D, R]):
         self, question: Q, chunks: asyncio.Queue[str | None] | None = None, *, patient: bool = False
     ) -> AsyncIterator[BatchedRequest[Q, D]]:
         """Keep a request in the server until the block ends, with the caller's outcome or without."""
-        async with self._slot(patient=patient):
-            request = self._enter(question, chunks)
+        self._check_open()
+        if not patient and not self._limiter.has_room:
+            raise QueueFullError(
+                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
+            )
+        async with self._limiter.slot(None):
+            self._check_open()
+            ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
+            request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
+            self._requests[request] = None
+            self.retrieving.start()
+            self.generating.start()
+            self.retrieving.enter(request)
             told = False
             try:
                 yield request
@@ -240,27 +240,9 @@ class DecoupledServer(Generic[Q, D, R]):
             finally:
                 await self._leave(request, told)
 
-    def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
-        self._check_open()
-        if not patient and not self._limiter.has_room:
-            raise QueueFullError(
-                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
-            )
-        return self._limiter.slot(None)
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this server is closed")
-
-    def _enter(self, question: Q, chunks: asyncio.Queue[str | None] | None = None) -> BatchedRequest[Q, D]:
-        self._check_open()
-        ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
-        request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
-        self._requests[request] = None
-        self.retrieving.start()
-        self.generating.start()
-        self.retrieving.enter(request)
-        return request
 
     async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
         """Remove a request from all queues and workers. `told`: the caller has its outcome."""
@@ -304,9 +286,5 @@ class DecoupledServer(Generic[Q, D, R]):
         self._observe(event)
 
     def _observe(self, observed: BatchEvent | RequestTrace) -> None:
-        if self._observer is None:
-            return
-        try:
-            self._observer(observed)
-        except Exception as error:
-            self._warn("an observer", error)
+        if self._observer is not None:
+            self._warn.guard("an observer", self._observer, observed)

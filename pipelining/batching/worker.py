@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar, cast, overload
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 from ragorder.pipelining.batching.batchers import Backlog, Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
-from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
+from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, EventName, WorkerName
+from ragorder.pipelining.protocols import D, Q
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 from ragorder.pipelining.servers import FirstFailures, call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
-Q = TypeVar("Q")
-D = TypeVar("D")
 T = TypeVar("T")
 
 
 class Worker(ABC, Generic[Q, D]):
-    """Serves the requests in its queue, `running` of them now. For one event loop.
-
-    Hooks run while no request runs, and requests wait until hooks have ended.
-    """
+    """Serves the requests in its queue, `running` of them now; hooks run while none does. For one event loop."""
 
     name: WorkerName
 
@@ -36,16 +32,13 @@ class Worker(ABC, Generic[Q, D]):
         *,
         reliefs: Sequence[Relief],
         max_retries: int,
-        shortage: Callable[[BaseException], bool],
         observe: Callable[[BatchEvent], None],
         clock: Callable[[], float],
     ) -> None:
         self.batcher = batcher
         self.most: int | None = None
         self.running: dict[BatchedRequest[Q, D], None] = {}
-        self.degradation = Degradation(
-            reliefs, max_retries=max_retries, shortage=shortage, on_relief=lambda: self._event("relieved")
-        )
+        self.degradation = Degradation(reliefs, max_retries, lambda: self._event("relieved"))
         self._queue = queue
         self._tickets: dict[BatchedRequest[Q, D], Ticket[BatchedRequest[Q, D]]] = {}
         self._observe = observe
@@ -76,12 +69,6 @@ class Worker(ABC, Generic[Q, D]):
 
     def wake(self) -> None:
         self._changed.set()
-
-    @overload
-    async def between_batches(self, hook: Callable[[], Awaitable[T]]) -> T: ...
-
-    @overload
-    async def between_batches(self, hook: Callable[[], T]) -> T: ...
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
         """Call `hook` once while no batch runs and return its result.
@@ -169,22 +156,15 @@ class Worker(ABC, Generic[Q, D]):
         return self._size
 
     def _wanted(self) -> int:
-        try:
-            wanted = max(1, self._policy_size())
-        except Exception as error:
-            # Without its policy a worker runs one request at a time.
-            self._warn("the batching policy", error)
-            wanted = 1
+        # Without its policy a worker runs one request at a time.
+        wanted = max(1, self._warn.guard("the batching policy", self._policy_size) or 1)
         return wanted if self.most is None else max(1, min(wanted, self.most))
 
     def _policy_size(self) -> int:
         return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _learn(self, size: int, seconds: float) -> None:
-        try:
-            self.batcher.learn(size, seconds)
-        except Exception as error:
-            self._warn("the batching policy", error)
+        self._warn.guard("the batching policy", self.batcher.learn, size, seconds)
 
     def _take(self, ticket: Ticket[BatchedRequest[Q, D]] | None = None) -> BatchedRequest[Q, D]:
         ticket = self._queue.take(ticket)
@@ -200,24 +180,14 @@ class Worker(ABC, Generic[Q, D]):
         self.running.pop(request, None)
         self._tickets.pop(request, None)
 
-    def _event(self, event: str, seconds: float | None = None) -> None:
-        kind = cast("Any", event)
-        try:
-            self._observe(
-                BatchEvent(
-                    self._clock(),
-                    self.name,
-                    kind,
-                    self._size,
-                    len(self.running),
-                    self.waiting,
-                    self._kv_tokens(),
-                    self._partitions(),
-                    seconds,
-                )
+    def _event(self, event: EventName, seconds: float | None = None) -> None:
+        running, kv_tokens = len(self.running), self._kv_tokens()
+        partitions = self._warn.guard("an observer", self._partitions)
+        self._observe(
+            BatchEvent(
+                self._clock(), self.name, event, self._size, running, self.waiting, kv_tokens, partitions, seconds
             )
-        except Exception as error:
-            self._warn("an observer", error)
+        )
 
     def _kv_tokens(self) -> int | None:
         return None

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Placement", "Spread", "Workload"]
+__all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Placement", "Spread", "Workload", "amounts"]
 
 Curve = tuple[tuple[int, int], ...]
 _Bytes = Annotated[int, Field(ge=0)]
@@ -46,8 +46,7 @@ class Placement:
     slots: int = 0
 
     def __post_init__(self) -> None:
-        amounts = (*_amounts(self.weights), *_amounts(self.kv), self.partitions, self.slots)
-        if min(amounts) < 0:
+        if min(*amounts(self.weights), *amounts(self.kv), self.partitions, self.slots) < 0:
             raise ValueError("a placement has a negative amount: give 0 or more")
         if self.batch < 1 or self.step_tokens < self.batch:
             raise ValueError(
@@ -62,7 +61,7 @@ class Placement:
         return self.weights.host + self.weights.disk
 
 
-def _amounts(spread: Spread) -> tuple[int, int, int]:
+def amounts(spread: Spread) -> tuple[int, int, int]:
     return spread.device, spread.host, spread.disk
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload, amounts
 from ragorder.pipelining.placement.budgets import Budgets
 
 __all__ = ["EstimatedCosts", "Footprint", "PlacementCosts", "Rates", "mean_latency_s"]
@@ -40,10 +40,7 @@ class PlacementCosts(Protocol):
 
 
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
-    """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`.
-
-    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll.
-    """
+    """Return the mean seconds until `backlog` requests are answered in batches: RAGDoll's Eq. 6, with retrieval."""
     retrieved_s = answered_s = sum_s = 0.0
     left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))
     while left:
@@ -79,21 +76,8 @@ class Footprint:
         yield "partitions in transit", Spread(host=index.reading(placement.partitions))
 
     def total(self, placement: Placement) -> Spread:
-        spreads = [spread for _, spread in self.parts(placement)]
-        return Spread(
-            sum(each.device for each in spreads), sum(each.host for each in spreads), sum(each.disk for each in spreads)
-        )
-
-    def device(self, placement: Placement) -> int:
-        """Return Eq. 2."""
-        return self.total(placement).device
-
-    def host(self, placement: Placement) -> int:
-        """Return Eq. 3."""
-        return self.total(placement).host
-
-    def disk(self, placement: Placement) -> int:
-        return self.total(placement).disk
+        """Return Eq. 2 (device) and Eq. 3 (host)."""
+        return Spread(*map(sum, zip(*(amounts(spread) for _, spread in self.parts(placement)), strict=True)))
 
     def fits(self, placement: Placement, budgets: Budgets) -> bool:
         used = self.total(placement)
@@ -133,11 +117,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates.
-
-    A step takes the longer of its computation and the copy of its layers; a retrieval takes the read of absent
-    partitions, plus the scan of all.
-    """
+    """Times from sizes and rates: a step is computation or the copy of its layers, a retrieval read and scan."""
 
     model: ModelSizes
     rates: Rates

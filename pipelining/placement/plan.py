@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ragorder.errors import RagorderError
@@ -19,7 +20,6 @@ __all__ = [
     "PlacementError",
     "PlannedPlacement",
     "bottleneck",
-    "explanation",
     "fit_device",
     "fit_host",
     "plan_placement",
@@ -53,11 +53,9 @@ class DeviceFit:
 def fit_device(
     device_bytes: int, *, fixed: int, slot: int, layers: int, workspace: Callable[[int], int], steps: Iterable[int]
 ) -> DeviceFit | None:
-    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2). Return None without room
-    for one.
+    """Fit `layers` of `slot` bytes beside `fixed` bytes and the `workspace` of a step (Eq. 2); None: not even one fits.
 
-    All layers with the largest step that leaves room for them; else the largest step with a moderate workspace, or the
-    smallest one.
+    All layers with the largest step that leaves room; else a step with a moderate workspace, or the smallest one.
     """
     best: tuple[bool, bool, int, int] | None = None
     for step in steps:
@@ -91,48 +89,6 @@ def step_sizes(most: int, least: int) -> list[int]:
     return [*sizes, least]
 
 
-def explanation(
-    placement: Placement,
-    budgets: Budgets,
-    costs: PlacementCosts,
-    backlog: int,
-    latency_s: float,
-    larger: Sequence[tuple[str, int, float]],
-) -> str:
-    generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
-    retrieval_s = costs.retrieval_s(placement.partitions)
-    weights, partitions = placement.weights, len(costs.index.partitions)
-    lines = [
-        f"Batches of {placement.batch} requests, in steps of up to {placement.step_tokens:,} tokens. "
-        f"Of {weights.total} layers {weights.device} stay on the device, {weights.host} in host memory, "
-        f"{weights.disk} on the disk"
-        + (
-            f"; of {partitions} partitions of the index {placement.partitions} stay in host memory."
-            if partitions
-            else "."
-        ),
-        "",
-        *_table(placement, budgets, costs),
-        "",
-        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} on average; a batch takes "
-        f"{_seconds(retrieval_s)} of retrieval beside {_seconds(generation_s)} of generation.",
-    ]
-    if costs.estimated:
-        lines.append(
-            "These times are estimates from sizes and usual rates, not measurements: `ragorder profile --placement` "
-            "measures."
-        )
-    elif placement.step_tokens < min(costs.step_tokens, placement.batch * costs.workload.prompt_tokens):
-        lines.append(
-            f"Times were measured with steps of {costs.step_tokens:,} tokens: with shorter ones prefill takes longer."
-        )
-    lines += [
-        f"Bottleneck: {bottleneck(placement, retrieval_s, generation_s, partitions)}.",
-        _what_helps(latency_s, larger),
-    ]
-    return "\n".join(lines)
-
-
 def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
     if retrieval_s > generation_s:
         absent = partitions - placement.partitions
@@ -146,8 +102,7 @@ def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, pa
     return "the device's computation: all layers are on it"
 
 
-def _table(placement: Placement, budgets: Budgets, costs: PlacementCosts) -> list[str]:
-    footprint = Footprint(costs.model, costs.index)
+def _table(placement: Placement, budgets: Budgets, footprint: Footprint) -> list[str]:
     parts = [(name, spread) for name, spread in footprint.parts(placement) if spread.total]
     used = footprint.total(placement)
     rows = [("", "device", "host", "disk"), *((name, *_cells(spread)) for name, spread in parts)]
@@ -165,13 +120,6 @@ def _table(placement: Placement, budgets: Budgets, costs: PlacementCosts) -> lis
 def _cells(spread: Spread) -> tuple[str, str, str]:
     device, host, disk = (format_bytes(size) if size else "-" for size in (spread.device, spread.host, spread.disk))
     return device, host, disk
-
-
-def _what_helps(latency_s: float, larger: Sequence[tuple[str, int, float]]) -> str:
-    name, size, shorter_s = min(larger, key=lambda each: each[2])
-    if latency_s - shorter_s < _WORTHWHILE * latency_s:
-        return "More memory would not help."
-    return f"What would help: {name} of {format_bytes(size)} instead, with which it is {_seconds(shorter_s)}."
 
 
 def _seconds(seconds: float) -> str:
@@ -210,7 +158,8 @@ class PlannedPlacement(Placement):
 
     @property
     def latency_s(self) -> float:
-        return _latency_s(self, self.costs, self.backlog)
+        seconds = partial(self.costs.generation_s, weights=self.weights, step_tokens=self.step_tokens)
+        return mean_latency_s(self.backlog, self.batch, self.retrieval_s, seconds)
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
@@ -226,7 +175,37 @@ class PlannedPlacement(Placement):
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
-        return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
+        costs, weights, partitions = self.costs, self.weights, len(self.costs.index.partitions)
+        index = f"; of {partitions} partitions of the index {self.partitions} stay in host memory" if partitions else ""
+        lines = [
+            f"Batches of {self.batch} requests, in steps of up to {self.step_tokens:,} tokens. Of {weights.total} "
+            f"layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
+            f"{index}.",
+            "",
+            *_table(self, self.budgets, self.footprint),
+            "",
+            f"Expected: {self.backlog} waiting requests are answered after {_seconds(self.latency_s)} on average; a "
+            f"batch takes {_seconds(self.retrieval_s)} of retrieval beside {_seconds(self.generation_s)} of "
+            "generation.",
+        ]
+        if costs.estimated:
+            lines.append(
+                "These times are estimates from sizes and usual rates, not measurements: "
+                "`ragorder profile --placement` measures."
+            )
+        elif self.step_tokens < min(costs.step_tokens, self.batch * costs.workload.prompt_tokens):
+            lines.append(
+                f"Times were measured with steps of {costs.step_tokens:,} tokens: with shorter ones prefill takes "
+                "longer."
+            )
+        limit = bottleneck(self, self.retrieval_s, self.generation_s, partitions)
+        return "\n".join([*lines, f"Bottleneck: {limit}.", self._what_helps()])
+
+    def _what_helps(self) -> str:
+        name, size, shorter_s = min(self._with_more(), key=lambda each: each[2])
+        if self.latency_s - shorter_s < _WORTHWHILE * self.latency_s:
+            return "More memory would not help."
+        return f"What would help: {name} of {format_bytes(size)} instead, with which it is {_seconds(shorter_s)}."
 
     def _with_more(self) -> Iterator[tuple[str, int, float]]:
         budgets = self.budgets
@@ -249,35 +228,16 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
         raise ValueError(f"backlog is 1 or more waiting requests, got {backlog}")
-    best: tuple[float, Placement] | None = None
-    for batch in sorted({min(size, backlog) for size in costs.batches}):
-        for placement in _walk(budgets, costs, batch):
-            latency_s = _latency_s(placement, costs, backlog)
-            # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
-            if best is None or latency_s < best[0]:
-                best = latency_s, placement
+    batches = sorted({min(size, backlog) for size in costs.batches})
+    placements = (placement for batch in batches for placement in _walk(budgets, costs, batch, backlog))
+    # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
+    best = min(placements, key=attrgetter("latency_s"), default=None)
     if best is None:
         raise PlacementError(_missing(budgets, costs))
-    found = best[1]
-    return PlannedPlacement(
-        found.weights,
-        found.kv,
-        found.partitions,
-        found.batch,
-        found.step_tokens,
-        found.slots,
-        budgets=budgets,
-        costs=costs,
-        backlog=backlog,
-    )
+    return best
 
 
-def _latency_s(placement: Placement, costs: PlacementCosts, backlog: int) -> float:
-    seconds = partial(costs.generation_s, weights=placement.weights, step_tokens=placement.step_tokens)
-    return mean_latency_s(backlog, placement.batch, costs.retrieval_s(placement.partitions), seconds)
-
-
-def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Placement]:
+def _walk(budgets: Budgets, costs: PlacementCosts, batch: int, backlog: int) -> Iterator[PlannedPlacement]:
     model, index = costs.model, costs.index
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
@@ -297,7 +257,7 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
             return
         in_host, host_free = fit_host(host_left, streamed, model.slot)
         block = model.kv(1)
-        yield Placement(
+        yield PlannedPlacement(
             weights=Spread(found.layers, in_host, streamed - in_host),
             kv=Spread(
                 model.kv(costs.workload.kv_tokens(batch), batch) + found.free // block * block,
@@ -308,6 +268,9 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
             batch=batch,
             step_tokens=found.step_tokens,
             slots=found.slots,
+            budgets=budgets,
+            costs=costs,
+            backlog=backlog,
         )
 
 

@@ -193,10 +193,7 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Return the sizes of an index written by FAISS, cut into `partitions` as in `PartitionedSearch`.
-
-    An index other than IVF is in memory as a whole.
-    """
+    """Return the sizes of an index file in `partitions`; one that is not IVF is in memory as a whole."""
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")
     whole = os.path.getsize(path)

@@ -36,10 +36,7 @@ _AGEING = 0.1
 def fill(
     searches: Sequence[RunningSearch], limit: PieceLimit, *, cores: int, code_s: float, order: PieceOrder, now_s: float
 ) -> list[tuple[RunningSearch, int]]:
-    """Return the searches of a piece, each with the cluster before which its part ends.
-
-    `searches`: oldest first, filled one after the other; speculative searches get the rest.
-    """
+    """Return the searches of a piece, due ones first, each with the cluster before which its part ends."""
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
     if order == "shortest":

@@ -15,11 +15,7 @@ _WARM = 16
 
 
 class ClusterCosts:
-    """Seconds to scan `codes` vectors in one call on one core: call_s + code_s x codes.
-
-    Least squares; each call takes 1/128 off the weight of earlier ones. An interrupted call counts at most four times
-    the expected time.
-    """
+    """Seconds to scan `codes` vectors in one call on one core: call_s + code_s x codes, by decayed least squares."""
 
     def __init__(self, code_s: float, call_s: float = 5e-5) -> None:
         self.call_s = call_s

@@ -20,10 +20,7 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """Results of one call for `rows`. `keys`: distances, negative for similarities.
-
-    `locations`: whether `ids` are locations, cluster << 32 | offset.
-    """
+    """Results of one call for `rows`; `keys` are distances, or negative similarities."""
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
@@ -33,10 +30,7 @@ class ScannedPart:
 
 @dataclass(frozen=True, slots=True)
 class BestResults:
-    """The best results of each query so far, best first. Arrays are never changed.
-
-    One more result is kept than requested, to tell whether the last one is tied.
-    """
+    """The best results of each query so far, best first, with one more than asked for, to see ties. Never changed."""
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
@@ -111,10 +105,7 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """Return all candidates of each query in its row of `clusters`, in the order of FAISS's scan.
-
-    `edges`: the k-th key of each query; `kept`: results of the first scan.
-    """
+    """Return all results of each query up to its k-th key in `edges`, in the order of FAISS's scan."""
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
@@ -133,11 +124,7 @@ def find_candidates(
 
 
 def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
-    """Return the k results that FAISS keeps, best first.
-
-    Its heap replaces the worst result by a better one, and of equal ones that with the largest id (for similarities the
-    smallest).
-    """
+    """Return the k results that FAISS's heap keeps, best first: of equal worst ones the largest id is replaced."""
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1
     heap: list[tuple[float, int]] = []

@@ -18,10 +18,7 @@ __all__ = ["History", "PastSearch", "SearchRequest", "one_row"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastSearch:
-    """A search that has ended: its query, the scanned `clusters`, and its results, best first.
-
-    `vectors`: of the results, None if the index cannot decode them; `reach`: the key of the k-th result.
-    """
+    """A search that has ended, with the `clusters` scanned, its results, and its k-th key, the `reach`."""
 
     query: NDArray[np.float32]
     clusters: NDArray[np.int64]
@@ -77,19 +74,12 @@ class History:
         branch._past.extend(self._past.copy())
         return branch
 
-    @property
-    def past(self) -> tuple[PastSearch, ...]:
-        return tuple(self._past)
-
     def add(self, past: PastSearch) -> None:
         self._past.append(past)
 
-    def clear(self) -> None:
-        self._past.clear()
-
     def similar(self, query: NDArray[np.float32]) -> PastSearch | None:
         best, best_key = None, np.inf
-        for past in self.past:
+        for past in tuple(self._past):
             key = past.key(query)
             if key is not None and key <= past.reach and key < best_key:
                 best, best_key = past, key
@@ -107,10 +97,7 @@ def _keys(query: NDArray[np.float32], vectors: NDArray[np.float32], metric: str)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchRequest:
-    """Checked arguments of a search.
-
-    `selector` is translated to the ids of the IVF index; `params` keeps it alive.
-    """
+    """Checked arguments of a search; `selector` has the ids of the IVF index, and `params` keeps it alive."""
 
     queries: NDArray[np.float32]
     k: int

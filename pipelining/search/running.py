@@ -21,10 +21,7 @@ __all__ = ["RunningSearch", "Visits"]
 
 
 class RunningSearch:
-    """Queries that advance together, cluster by cluster: `done` of `total` clusters are scanned.
-
-    `codes[i]`: vectors in the first i clusters of all queries together.
-    """
+    """Queries that advance together; `codes[i]`: vectors in the first i clusters of all of them."""
 
     def __init__(
         self, handle: SearchHandle, request: SearchRequest, patience: int | None = None, submitted_s: float = 0.0
@@ -106,15 +103,14 @@ class RunningSearch:
             left = ~np.isin(past_best.locations[0] >> 32, self.clusters[0, : self.done])
             new = BestResults(past_best.keys[0, left], past_best.ids[0, left], past_best.locations[0, left])
             best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
-        self._publish(index, best, similarity=index.similarity)
+        distances, ids = self._results(best, index.similarity)
+        self.handle.publish(_stage(index, self.done, self.total, ids, distances, self.settled), final=False)
 
     def store_past(self, index: ClusterIndex) -> None:
         if self.history is None or not self.done:
             return
-        found = self.best.ids[0] != -1
-        keys, ids, locations = (
-            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.locations)
-        )
+        found = np.flatnonzero(self.best.ids[0] != -1)[: self.history.kept]
+        keys, ids, locations = self.best.keys[0, found], self.best.ids[0, found], self.best.locations[0, found]
         if len(ids):
             self.history.add(
                 PastSearch(
@@ -128,10 +124,6 @@ class RunningSearch:
                     metric=index.metric,
                 )
             )
-
-    def _publish(self, index: ClusterIndex, best: BestResults, *, similarity: bool) -> None:
-        distances, ids = self._results(best, similarity)
-        self.handle.publish(_stage(index, self.done, self.total, ids, distances, self.settled), final=False)
 
     def _results(self, best: BestResults, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         sign = np.float32(-1 if similarity else 1)

@@ -34,10 +34,7 @@ class Rows(NamedTuple):
 
 
 class PieceScanner:
-    """Shares the clusters of a piece among cores by codes; clusters of one search may go to several.
-
-    FAISS would split by queries, and scans given clusters on one thread. `scan_s`: time of the last piece in FAISS.
-    """
+    """Deals the clusters of a piece to cores by codes. `scan_s`: time of the last piece in FAISS."""
 
     def __init__(self, index: ClusterIndex, cores: int, costs: ClusterCosts, clock: Callable[[], float]) -> None:
         self.costs = costs
@@ -137,10 +134,6 @@ class PieceScanner:
         return ScannedPart(rows, keys, ids, of.locations), int(visits.codes.sum()), seconds
 
     def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
-        rows, new = self._better(best, parts)
-        return best.merge(rows, new, similarity=self._index.similarity) if len(rows) else best
-
-    def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
         rows, keys, ids, locations = [], [], [], []
         for part in parts:
             row, column = np.nonzero(best.better(part))
@@ -149,9 +142,10 @@ class PieceScanner:
             keys.append(part.keys[row, column])
             ids.append(self._index.ids_at(found) if part.locations else found)
             locations.append(found if part.locations else np.full(len(found), -1))
-        if not rows:
-            return np.empty(0, np.intp), best
-        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(locations))
+        if not sum(map(len, rows)):
+            return best
+        new = BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(locations))
+        return best.merge(np.concatenate(rows), new, similarity=self._index.similarity)
 
 
 def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:

@@ -33,10 +33,7 @@ _OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
-    """A FAISS IVF index, bare or wrapped, whose scanned parts add up to its search.
-
-    `searcher`: the class in error messages. Raises TypeError for any other index.
-    """
+    """An IVF index whose scanned parts add up to its search; TypeError, in the name of `searcher`, for others."""
 
     def __init__(self, index: Any, searcher: str) -> None:
         self.core = unwrap(index)
@@ -86,10 +83,7 @@ class ClusterIndex:
         selector: Any = None,
         locations: bool = False,
     ) -> SearchResult:
-        """Return the k best of each query in its row of `clusters` (-1: no cluster).
-
-        `locations`: return cluster << 32 | offset instead of ids.
-        """
+        """Return the k best of each query in its row of `clusters` (-1: none), with ids or cluster << 32 | offset."""
         faiss = self._faiss
         queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
         clusters = np.ascontiguousarray(clusters)

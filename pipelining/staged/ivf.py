@@ -87,11 +87,7 @@ def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None
 
 
 class TopKMerge:
-    """The k best results so far of each query, as in FAISS's own heap.
-
-    The heap evicts the largest id among equals first (for similarities the smallest), so ties for the last results
-    depend on the order of the scan: `uncertain` are queries where it is lost.
-    """
+    """The best k of each query, merged part by part, in FAISS's order of ties; doubtful ties are searched again."""
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:
         self.distances, self.ids = first

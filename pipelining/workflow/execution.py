@@ -118,15 +118,9 @@ def input_of(node: Generation | Retrieval, state: State, scope: Hashable) -> Inp
 
 
 class Memory:
-    """Answers and found documents of one request, by their inputs.
+    """Answers and found documents of one request, by their inputs, which are compared by ==; those to come, too.
 
-        if (known := memory.find(asked)) is not None:
-            return await known
-        with memory.asking(asked) as known:
-            known.set_result(…)
-
-    What is still being answered is known, too. Inputs are compared by ==. `memo`: None for searches and for generations
-    at temperature 0, True for all, False for none.
+    `memo`: None for searches and for generations at temperature 0, True for all, False for none.
     """
 
     def __init__(self, memo: bool | None = None) -> None:

@@ -165,9 +165,6 @@ class CompiledGraph:
             )
         return State.of(question, values)
 
-    def entries(self, state: State) -> tuple[NodeId, ...]:
-        return tuple(target for target in self.successors(START, state) if target is not END)
-
     def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
         targets: dict[NodeId | Terminal, None] = {}
         for edge in self.edges[id]:

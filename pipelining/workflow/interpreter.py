@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.attempt import Attempt
+from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
@@ -14,9 +15,6 @@ from ragorder.pipelining.workflow.nodes import Generation, NodeError, NodeQuesti
 from ragorder.pipelining.workflow.result import WorkflowResult
 
 __all__ = ["interpret"]
-
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 async def interpret(
@@ -29,16 +27,15 @@ async def interpret(
     state: Mapping[str, Any] | None = None,
     scope: Hashable = None,
 ) -> WorkflowResult:
-    """Run one node after another, each to its end.
-
-    `retrieve(query, topk)` returns documents, best first. Raises GraphError and NodeError.
-    """
+    """Run one node after another. `retrieve` returns documents, best first. Raises GraphError and NodeError."""
 
     async def values_of(run: NodeRun) -> Mapping[str, Any]:
         node = run.node
         if isinstance(node, Generation):
-            asked = question_of(node, run.state, scope)
-            return answered(node, await _generate(engine, prompts, asked, documents_of(node, run.state)), run.state)
+            attempt = Attempt(engine, prompts, None, PipelineTrace(), lambda: 0.0)
+            chunks = attempt.answer(question_of(node, run.state, scope), documents_of(node, run.state))
+            async with aclosing(chunks):
+                return answered(node, "".join([chunk.text async for chunk in chunks]), run.state)
         if isinstance(node, Retrieval):
             return found(node, await retrieve(query_of(node, run.state), node.topk))
         return await call_step(node, run.state)
@@ -52,27 +49,3 @@ async def interpret(
                 raise NodeError.of(graph.name, run.id, error) from error
             tokens.finish(run, values)
     return WorkflowResult.of(graph, tokens.state)
-
-
-async def _generate(
-    engine: StreamingEngine[R],
-    prompts: RequestBuilder[NodeQuestion, D, R],
-    question: NodeQuestion,
-    documents: Sequence[D],
-) -> str:
-    committed = prompts.commit(question, documents)
-    text, usage = [], None
-    try:
-        async with aclosing(engine.stream(committed.request)) as chunks:
-            async for chunk in chunks:
-                text.append(chunk.text)
-                usage = chunk.usage or usage
-    except BaseException:
-        # The prompt is cached once it is computed, even if the answer failed.
-        if text:
-            committed.confirm(usage)
-        else:
-            committed.discard()
-        raise
-    committed.confirm(usage)
-    return "".join(text)

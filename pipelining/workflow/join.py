@@ -35,21 +35,21 @@ class NodeRun:
     round: int
     state: State = field(compare=False, repr=False)
 
+    @property
+    def key(self) -> tuple[NodeId, int]:
+        return self.id, self.round
+
 
 class Tokens:
     """The positions of one request in its graph.
 
-        tokens = Tokens(graph, state)
         while runs := tokens.take():
             for run in runs:
                 tokens.finish(run, values_of(run))
-        tokens.state
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
-    become one, and their states are joined. At the head of a loop a token waits for all others in the loop. So results
-    do not depend on the order or duration of runs.
-
-    `until`: a name of the state. A branch ends before a node that does not write it and that no such node follows.
+    become one. So results do not depend on the order or duration of runs. `until`: a name of the state; a branch ends
+    before a node that does not write it and that no such node follows.
     """
 
     def __init__(self, graph: CompiledGraph, state: State, until: str | None = None) -> None:
@@ -97,7 +97,7 @@ class Tokens:
         """Return a copy in which nothing but this run has begun."""
         other = self.copy()
         other._waiting, other._ended = {}, []
-        other._running = {(run.id, run.round): run}
+        other._running = {run.key: run}
         return other
 
     def take(self) -> list[NodeRun]:
@@ -116,17 +116,17 @@ class Tokens:
             tokens = self._waiting.pop(position)
             self._runs[id] += 1
             run = NodeRun(self._graph.nodes[id], id, round, _joined(tokens, self._age_before(id, again)))
-            self._running[id, round] = run
+            self._running[run.key] = run
             started.append(run)
         return started
 
     def leave(self, run: NodeRun) -> None:
         """End the branch before this run."""
-        del self._running[run.id, run.round]
+        del self._running[run.key]
         self._ended.append((self._graph.topology.order[run.id], run.round, run.state))
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        del self._running[run.id, run.round]
+        del self._running[run.key]
         state = run.state.updated(values)
         self._ages[run.id] = state.age
         self._send(run.id, run.round, state)

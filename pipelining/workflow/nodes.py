@@ -137,9 +137,6 @@ class State(Mapping[str, Any]):
     def age(self) -> int:
         return self._age
 
-    def with_(self, name: str, value: Any) -> State:
-        return self.updated({name: value})
-
     def updated(self, values: Mapping[str, Any]) -> State:
         new = State()
         new._age = self._age + 1
@@ -149,10 +146,7 @@ class State(Mapping[str, Any]):
 
     @classmethod
     def joined(cls, states: Iterable[State], age: int = 0) -> State:
-        """Return the newest value of each name, from the first state among equals.
-
-        Values written next are newer than `age`.
-        """
+        """Return the newest value of each name, of equally new ones the first; later values are newer than `age`."""
         first, *others = states
         if not others and first._age >= age:
             return first

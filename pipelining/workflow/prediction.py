@@ -31,10 +31,7 @@ _UNKNOWN = ("qzx 7", "jvk\nwpf\nhgy\nbxq 4")
 
 
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Return the generations and retrievals that become due if these runs write these values, in order.
-
-    Pure steps in between are called.
-    """
+    """Return the generations and searches that are due once these runs wrote these values; pure steps are called."""
     expected = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:
@@ -44,11 +41,7 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
 
 
 def known_runs(tokens: Tokens) -> dict[Query, NodeRun]:
-    """Return the next searches whose queries do not depend on what still runs.
-
-    The graph is followed twice, with other values for each answer and document that is not known yet: what is searched
-    for both times is known.
-    """
+    """Return the next searches whose queries are the same for two texts in place of what still runs."""
     first, second = (_searches_after(tokens, text) for text in _UNKNOWN)
     return {query: run for query, run in first.items() if query in second}
 
@@ -90,10 +83,7 @@ def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
 
 
 def may_lead_on(tokens: Tokens, run: NodeRun) -> bool:
-    """Return False if nothing that leads to `tokens.until` can follow this generation, whatever its text is.
-
-    With other branches beside it the answer is True.
-    """
+    """Return False if nothing that leads to `tokens.until` can follow this generation, whatever its text is."""
     if tokens.branches > 1 or tokens.until in run.node.writes:
         return True
     expected = tokens.alone(run)

@@ -14,10 +14,7 @@ EXTRA_TOKENS = 0.25
 
 
 class Allowance:
-    """Units that speculations may waste: `share` of what due work has taken, and `first` more (None: any number).
-
-    `held` are those of running speculations, which may still be used.
-    """
+    """Units that speculations may waste: `share` of those due, and `first` more; `held` ones may still be used."""
 
     def __init__(self, share: float | None, first: float) -> None:
         self._share = share
@@ -33,10 +30,7 @@ _FIRST_TOKENS, _FIRST = 4096, 4
 
 
 class Spending:
-    """Engine tokens (of prompts and answers), engine requests and searches with their embeddings, of all requests.
-
-    Speculations may waste at most `share` of each. Raises ValueError for a negative share.
-    """
+    """Engine tokens, engine requests and searches of all requests; of each, speculations may waste a `share`."""
 
     def __init__(self, share: float | None) -> None:
         if share is not None and not share >= 0:

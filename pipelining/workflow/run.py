@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 
-from ragorder.pipelining.protocols import EngineRequest, Usage
+from ragorder.pipelining.protocols import D, R, Usage
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import Memory, answered, call_step, documents_of, found, input_of, query_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
 
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 _CHECK_EVERY = 8
 """Tokens of a generation between two scheduling cycles."""
@@ -88,8 +86,7 @@ def deadline_error(graph: CompiledGraph, options: RunOptions) -> DeadlineError:
 class WorkflowRun(Generic[D, R]):
     """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, if no later node can change it. `ends_s`: the deadline,
-    by the event loop's clock. `streams` returns whether a transformation reads a generation's tokens as they come.
+    `emit` is called with the answer's text as it is generated, if no later node can change it.
     """
 
     def __init__(
@@ -128,10 +125,7 @@ class WorkflowRun(Generic[D, R]):
         )
 
     async def run(self) -> State:
-        """Run the graph to its end, or to a limit. Raises GraphError, DeadlineError and NodeError.
-
-        All work has ended when this returns or raises.
-        """
+        """Run the graph to its end or a limit, with no work left. Raises GraphError, DeadlineError, NodeError."""
         self._tokens: Tokens
         loop = asyncio.get_running_loop()
         error = deadline_error(self.graph, self._options)
@@ -176,7 +170,7 @@ class WorkflowRun(Generic[D, R]):
     def _state_so_far(self) -> State:
         """What has been shown of an answer counts as the answer."""
         state = self._tokens.state_so_far
-        return state if self._shown is None else state.with_(self.graph.answer, "".join(self._shown.text).strip())
+        return state if self._shown is None else state.updated({self.graph.answer: "".join(self._shown.text).strip()})
 
     @property
     def searches(self) -> int:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
+from ragorder.pipelining.protocols import D
+from ragorder.pipelining.retrieval import stages_of
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import RefusedSearchError, UnusableValueError
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Found", "Handle", "Searcher", "Spawn", "WholeResult"]
 
-D = TypeVar("D")
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -133,14 +134,14 @@ class Searcher(Generic[D]):
 
         from ragorder.pipelining.staged import Stage
 
-        stages = iter(await asyncio.to_thread(self._search.search, np.reshape(vector, (1, -1)), k))
-        while (stage := await asyncio.to_thread(next, stages, None)) is not None:
-            if not isinstance(stage, Stage):
-                name = type(self._search).__name__
-                raise UnusableValueError(
-                    f"{name}.search gives no stages: search with ContinuousIVF(index), or a function"
-                )
-            yield stage
+        async with aclosing(stages_of(self._search, np.reshape(vector, (1, -1)), k)) as stages:
+            async for stage in stages:
+                if not isinstance(stage, Stage):
+                    name = type(self._search).__name__
+                    raise UnusableValueError(
+                        f"{name}.search gives no stages: search with ContinuousIVF(index), or a function"
+                    )
+                yield stage
 
     async def _called(self, vector: Any, k: int) -> AsyncGenerator[Found, None]:
         results = await call(self._search, vector, k)

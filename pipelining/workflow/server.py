@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, Unpack
 
 from ragorder.pipelining.load import EngineLoad
-from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import AnswerChunk, D, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.servers import FirstFailures, end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph
@@ -23,9 +23,6 @@ from ragorder.pipelining.workflow.transformations import Transformation, all_tra
 from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
 __all__ = ["WorkflowServer"]
-
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
 
 
 _MEASURE_EVERY = 32
@@ -108,10 +105,7 @@ class WorkflowServer(Generic[D, R]):
         self._warn = FirstFailures()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Return the result. Raises GraphError, NodeError, DeadlineError, QueueFullError, and RuntimeError if closed.
-
-        Cancelling it ends its work.
-        """
+        """Return the result. Raises GraphError, NodeError, DeadlineError, QueueFullError, RuntimeError (closed)."""
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(graph, options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
@@ -202,7 +196,8 @@ class WorkflowServer(Generic[D, R]):
             raise
         finally:
             trace.total_s = self._clock() - trace.started_s
-            self._observe(trace)
+            if self._observer is not None:
+                self._warn.guard("observer", self._observer, trace)
 
     async def _stream(
         self, graph: CompiledGraph, question: str, trace: WorkflowTrace, options: RunOptions
@@ -242,18 +237,8 @@ class WorkflowServer(Generic[D, R]):
         self._awake = False
         self.cycles += 1
         for transformation in self.transformations:
-            try:
-                transformation.apply(self.wavefront, self.measurements)
-            except Exception as error:
-                self._warn(transformation.name, error)
+            self._warn.guard(transformation.name, transformation.apply, self.wavefront, self.measurements)
         for item in self.wavefront.take():
             item.request.start(item)
         if self.wavefront.next_may_start:
             self._wake()
-
-    def _observe(self, trace: WorkflowTrace) -> None:
-        if self._observer is not None:
-            try:
-                self._observer(trace)
-            except Exception as error:
-                self._warn("observer", error)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
-from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunKey", "Speculations", "SpeculativeGeneration", "Workers", "question_for"]
 
-D = TypeVar("D")
-R = TypeVar("R", bound=EngineRequest)
-
 
 class SpeculativeGeneration(Generic[D, R]):
-    """Speculations on one run of a generation, one at a time.
-
-    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one, with the tokens of
-    its prompt and its answer.
-    """
+    """Speculations on one run of a generation, one at a time; `begun` and `ended` are called with their items."""
 
     def __init__(
         self,
@@ -132,10 +125,6 @@ class Workers(Generic[D, R]):
     clock: Callable[[], float]
 
 
-def _run_key(run: NodeRun) -> RunKey:
-    return run.id, run.round
-
-
 def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
     return replace(question_of(node, item.run.state, scope), ordered=item.ordered, streamed=item.streamed)
 
@@ -148,11 +137,7 @@ class _Guesses(NamedTuple):
 
 
 class Speculations(Generic[D, R]):
-    """Speculative generations and searches of one request.
-
-    `begun` and `ended` are called with their items. `tasks` has those of searches until they end. Nothing is speculated
-    on runs whose input `is_known`.
-    """
+    """Speculative generations and searches of one request; `tasks` has those of searches until they end."""
 
     def __init__(
         self,
@@ -209,7 +194,7 @@ class Speculations(Generic[D, R]):
         return runs
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        key, node = _run_key(item.run), item.node
+        key, node = item.run.key, item.node
         if not item.known:
             self._sources[key] = source
         if isinstance(node, Generation):
@@ -241,7 +226,7 @@ class Speculations(Generic[D, R]):
             self._begun(item)
 
     def is_speculated(self, item: WorkItem) -> bool:
-        generation, node = self._generations.get(_run_key(item.run)), item.node
+        generation, node = self._generations.get(item.run.key), item.node
         if generation is None or not isinstance(node, Generation):
             return False
         generation.due()
@@ -254,7 +239,7 @@ class Speculations(Generic[D, R]):
 
     def generation(self, run: NodeRun) -> SpeculativeGeneration[D, R]:
         """Return the speculations on a run that is due. The caller must call `leave`."""
-        key = _run_key(run)
+        key = run.key
         self._learn_guesses(run)
         generation = self._generation(key)
         del self._generations[key]
@@ -263,7 +248,7 @@ class Speculations(Generic[D, R]):
         return generation
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
-        key = _run_key(item.run)
+        key = item.run.key
         self._learn(key, query)
         self._workers.measured.spending.searches.due += 1
         speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
@@ -292,14 +277,14 @@ class Speculations(Generic[D, R]):
         if any(isinstance(run.node, Step) for run in tokens.running):
             # Predicted runs may come after this step.
             return []
-        running = {_run_key(run) for run in tokens.running}
+        running = {run.key for run in tokens.running}
         dropped: list[SpeculativeGeneration[D, R]] = []
         while keys := [key for key, source in self._sources.items() if source.ended and key not in running]:
             dropped += [generation for key in keys for generation in self._drop(key, "wasted")]
         return dropped
 
     def drop(self, run: NodeRun, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
-        return self._drop(_run_key(run), outcome)
+        return self._drop(run.key, outcome)
 
     def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
         for (id, _), since_s in self._known_since.items():
@@ -358,7 +343,7 @@ class Speculations(Generic[D, R]):
         raise TypeError(f"nothing can be predicted from a {type(node).__name__}")
 
     def _is_new(self, item: WorkItem, run: NodeRun) -> bool:
-        key, node = _run_key(run), run.node
+        key, node = run.key, run.node
         if isinstance(node, Generation) and not item.due:
             guesses = self._guesses.setdefault(key, _Guesses(item, {}))
             guesses.by_part[item.part] = self._input(node, run), self._elapsed_s()
@@ -389,7 +374,7 @@ class Speculations(Generic[D, R]):
         return question_of(node, run.state, self._scope), documents_of(node, run.state)
 
     def _learn_guesses(self, run: NodeRun) -> None:
-        guesses, node = self._guesses.pop(_run_key(run), None), run.node
+        guesses, node = self._guesses.pop(run.key, None), run.node
         if guesses is None or not isinstance(node, Generation):
             return
         now_s = self._elapsed_s()

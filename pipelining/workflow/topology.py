@@ -51,8 +51,7 @@ class Loop:
 class Topology:
     """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge.
 
-    The head of a loop is the node at which it is entered, or of several the one that leads to all others under any
-    condition; else all are heads, and `parallel` tells whether two can be entered at once.
+    A loop's head is where it is entered, or, of several such nodes, the one that surely leads to the others; else all.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
@@ -106,10 +105,7 @@ class Topology:
         return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Return whether one branch must wait while the other can still reach it.
-
-        The next round of a loop waits for all of this round.
-        """
+        """Return whether one branch must wait while the other can reach it; a loop's next round waits for this one."""
         (vertex, again), (other_vertex, other_again) = one, other
         loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
         if again and loop is not None and other_vertex in loop.nodes:

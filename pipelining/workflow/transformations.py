@@ -27,11 +27,9 @@ __all__ = [
 
 
 class Transformation(Protocol):
-    """A change of the wavefront, applied in each scheduling cycle where it saves time.
+    """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time.
 
-    It marks items of `wavefront.new`, or adds speculative items after progress of others (`wavefront.progressed`). Both
-    methods run on the event loop and must be quick. It may also have `reads_tokens(graph, node, measured)`: without it
-    all generations are streamed.
+    It may also have `reads_tokens(graph, node, measured)`: without it all generations are streamed.
     """
 
     name: str
@@ -42,7 +40,12 @@ class Transformation(Protocol):
         """Return the seconds saved on average: positive to apply it, also while nothing has been measured."""
 
 
-class _Mark(ABC):
+class _WithoutTokens:
+    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
+        return False
+
+
+class _Mark(_WithoutTokens, ABC):
     """Sets `flag` of each starting work item of `worker` for which the gain is positive."""
 
     name: str
@@ -50,9 +53,6 @@ class _Mark(ABC):
     worker: Worker = "search"
     shared_only = False
     """Needs a search that is cut into parts (`Measurements.cuts`)."""
-
-    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
-        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         if self.shared_only and not measured.cuts:
@@ -123,16 +123,13 @@ class OrderDocuments(_Mark):
         return max(share, _LEAST_SHARED) * prefill_s - _ORDERING_COST_S
 
 
-class WarmSystemPrompt:
+class WarmSystemPrompt(_WithoutTokens):
     """Has the engine prefill an uncached system prompt during a search that leads to a generation."""
 
     name = "warm_system_prompt"
 
     def __init__(self, warm_up: WarmUp[NodeQuestion]) -> None:
         self._warm_up = warm_up
-
-    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
-        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         for item in wavefront.starting:
@@ -150,7 +147,7 @@ class WarmSystemPrompt:
         return math.inf if follows else 0.0
 
 
-class SpeculateGeneration:
+class SpeculateGeneration(_WithoutTokens):
     """Starts the generation that follows a search with the documents found so far.
 
     It does so while the budget of tokens has room (`Spending`).
@@ -171,9 +168,6 @@ class SpeculateGeneration:
         self.odds = odds
         self.across = across
         self.recalled_only = recalled_only
-
-    def reads_tokens(self, graph: CompiledGraph, node: NodeId, measured: Measurements, /) -> bool:
-        return False
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
         searches = [item for item in wavefront.progressed("search") if self._concerns(item)]
@@ -216,15 +210,13 @@ class SpeculateGeneration:
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
         graph = search.request.graph
-        if not self.across or not any(
-            isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
-        ):
+        followed = [id for id in graph.next_nodes(search.run.id) if isinstance(graph.nodes[id], Generation)]
+        if not self.across or not followed:
             return 0.0
         if not self.odds:
             return math.inf
         odds = measured.odds(search)
         parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
-        followed = (id for id in graph.next_nodes(search.run.id) if isinstance(graph.nodes[id], Generation))
         answer_tokens = max(measured.tokens.of((graph.name, id))[1] for id in followed)
         gains_s = [_gain_s(odds, part, measured, answer_tokens) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]

@@ -28,10 +28,7 @@ T = TypeVar("T")
 
 
 class EngineQueue(Generic[T]):
-    """Generations that wait while `limit` are on the engine (None: none waits).
-
-    The next one has the largest cached / computed length, but first one that `window` later ones have overtaken.
-    """
+    """Generations that wait while `limit` are on the engine (None: none waits), the most cached first."""
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
         if limit is not None and limit < 1:
@@ -41,10 +38,6 @@ class EngineQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def largest_overtaking(self) -> int:
-        return self._waiting.largest_overtaking
 
     def has_room(self, running: int) -> bool:
         return self.limit is None or running < self.limit
@@ -87,17 +80,10 @@ class Request(Protocol):
 class WorkItem:
     """Work on one run of a node: due, or predicted from the progress of `after`.
 
-    - `split`, `reorder`, `ordered`: set by the transformations of these names
-    - `streamed`: of a generation: its tokens are read as they come
-    - `released`: the speculative generation has been answered, and is no longer on the engine
-    - of a speculative generation: `held`, tokens kept for it in the budget; `sent`, those of its prompt and answer when
-      the engine is done with it
-    - `known`: a search whose query does not depend on what runs
-    - `others`: on the engine when a generation became due
-    - of a search: the latest `stage`, the ids `speculated` on, and the `dependents`, speculative generations on the
-      engine
-    - of a generation: `checks`, the number of predictions from it, and `checked_tokens` at the last one; `drift`:
-      distance between the last two predicted queries
+    - `split`, `reorder`, `ordered`: set by transformations; `others`: on the engine when a generation became due
+    - `released`: an answered speculation, no longer on the engine; `held`, `sent`: its tokens in the budget, and used
+    - of a search: the latest `stage`, the ids `speculated` on, `dependents` on the engine, and if its query is `known`
+    - of a generation: the `checks` for predictions, and the `drift` between the last two predicted queries
     """
 
     request: Request
@@ -158,10 +144,7 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """Work items to start, and items whose progress may lead to others.
-
-    `changed` is called when a scheduling cycle is needed. Due generations wait in `queue` while the engine has no room.
-    """
+    """Work items to start, and items whose progress may lead to others; `changed` asks for a scheduling cycle."""
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
         self.new: list[WorkItem] = []
@@ -223,10 +206,7 @@ class Wavefront:
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
     def take(self) -> list[WorkItem]:
-        """Return the items to start in this cycle, due ones first.
-
-        At most one waiting generation starts, so that the next choice sees its effect on the cache.
-        """
+        """Return the items to start in this cycle; of waiting generations one: the next choice sees its effect."""
         items = [item for item in self.starting if not item.ended and not self._waits(item)]
         self.new, self._added = [], []
         self._progressed.clear()
@@ -259,11 +239,8 @@ _MAX_EDGES = 1024
 class Measurements:
     """Measurements of all requests; a mean is None before the first value.
 
-    - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
-      searches of its request
-    - `cached_share`: of the prompt tokens of generations that show documents
-    - `speculative_embeddings`: predicted queries that are being embedded
-    - `spending`: what due work has taken, and speculations wasted; `decoding`, `tokens`: what a generation costs
+    `settled`, `settled_near`: share of a search after which nothing changed, without and with earlier searches.
+    `cached_share`: of the prompt tokens of generations that show documents.
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any, spending: Spending | None = None) -> None:

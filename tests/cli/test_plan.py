@@ -62,9 +62,12 @@ def refusal(*arguments: str | Path, input: str | bytes | None = None) -> str:
     return " ".join(done.stderr.split())
 
 
+def manifest(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text("utf-8"))
+
+
 def shards(folder: Path) -> list[list[dict[str, Any]]]:
-    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
-    texts = [(folder / shard["file"]).read_text("utf-8") for shard in manifest["shards"]]
+    texts = [(folder / shard["file"]).read_text("utf-8") for shard in manifest(folder)["shards"]]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
@@ -80,7 +83,8 @@ class TestPlan:
     def test_every_request_comes_once_with_all_its_documents_and_fields(self, requests: Path, tmp_path: Path) -> None:
         plan(requests, tmp_path / "plan", "--shards", "4")
         found = rows(tmp_path / "plan")
-        assert len(shards(tmp_path / "plan")) == 4
+        names = ["manifest.json", *(f"shard-0000{number}.jsonl" for number in range(4))]
+        assert len(shards(tmp_path / "plan")) == 4 and list(contents(tmp_path / "plan")) == names
         assert sorted(row["index"] for row in found) == list(range(len(REQUESTS)))
         for row in found:
             given = REQUESTS[row["index"]]
@@ -100,16 +104,11 @@ class TestPlan:
                 assert row["prefix_documents"] == shared
                 assert row["cached_tokens"] == sum(tokens[id] for id in row["documents"][:shared])
                 saved, before = saved + row["cached_tokens"], row["documents"]
-        manifest = json.loads((tmp_path / "plan" / "manifest.json").read_text("utf-8"))
         everything = sum(each["tokens"] for row in REQUESTS for each in row["documents"])
-        assert (manifest["tokens"], manifest["saved_tokens"]) == (everything, saved)
+        figures = manifest(tmp_path / "plan")
+        assert (figures["tokens"], figures["saved_tokens"]) == (everything, saved)
         assert saved > 0.5 * everything
         assert f"300 requests in 4 shards in {tmp_path / 'plan'}: of {everything:,} tokens" in said
-
-    def test_only_the_results_are_left(self, requests: Path, tmp_path: Path) -> None:
-        plan(requests, tmp_path / "plan", "--shards", "2")
-        names = ["manifest.json", "shard-00000.jsonl", "shard-00001.jsonl"]
-        assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == names
 
     def test_processes_and_compression_change_nothing(self, requests: Path, tmp_path: Path) -> None:
         plan(requests, tmp_path / "one", "--shards", "4")
@@ -120,14 +119,14 @@ class TestPlan:
         plan(packed, tmp_path / "packed", "--shards", "4")
         assert rows(tmp_path / "packed") == rows(tmp_path / "one")
 
-    def test_by_itself_a_small_batch_is_one_shard(self, requests: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("most", "count"), [(None, 1), (400, 4)])
+    def test_large_batches_have_more_shards(
+        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, count: int
+    ) -> None:
+        if most is not None:
+            monkeypatch.setattr(run, "_DOCUMENTS_PER_SHARD", most)
         plan(requests, tmp_path / "plan")
-        assert len(shards(tmp_path / "plan")) == 1
-
-    def test_large_ones_have_more(self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(run, "_DOCUMENTS_PER_SHARD", 400)
-        plan(requests, tmp_path / "plan")
-        assert len(shards(tmp_path / "plan")) == 4
+        assert len(shards(tmp_path / "plan")) == count
 
     def test_tenants_share_nothing_and_stand_together(self, tmp_path: Path) -> None:
         named = [request(number, tenant=f"tenant-{number % 3}") for number in range(120)]
@@ -137,11 +136,6 @@ class TestPlan:
             assert len(set(order)) == 1 + sum(one != other for one, other in pairwise(order))
             for before, row in pairwise(shard):
                 assert before.get("tenant") == row.get("tenant") or row["prefix_documents"] == 0
-
-    def test_ids_alone_have_the_length_that_is_given(self, tmp_path: Path) -> None:
-        source = written(tmp_path / "requests.jsonl", [{"documents": ["a", "b"]}] * 2)
-        plan(source, tmp_path / "plan", "--document-tokens", "30")
-        assert [row["cached_tokens"] for row in rows(tmp_path / "plan")] == [0, 60]
 
     def test_a_document_twice_is_there_twice(self, tmp_path: Path) -> None:
         source = written(tmp_path / "requests.jsonl", [{"documents": list("aba")}, {"documents": list("baa")}])
@@ -155,16 +149,13 @@ class TestPlan:
 
     def test_fields_are_what_they_were(self, tmp_path: Path) -> None:
         extra = {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}, "tenant": "one", "index": 9}
-        plan(written(tmp_path / "requests.jsonl", [{"documents": ["a"], **extra}]), tmp_path / "plan")
-        (row,) = rows(tmp_path / "plan")
-        assert row == {
-            **extra,
-            "index": 0,
-            "documents": ["a"],
-            "permutation": [0],
-            "prefix_documents": 0,
-            "cached_tokens": 0,
-        }
+        source = written(tmp_path / "requests.jsonl", [{"documents": ["a"], **extra}] * 2)
+        plan(source, tmp_path / "plan", "--document-tokens", "30")
+        planned = {"documents": ["a"], "permutation": [0]}
+        assert rows(tmp_path / "plan") == [
+            {**extra, **planned, "index": 0, "prefix_documents": 0, "cached_tokens": 0},
+            {**extra, **planned, "index": 1, "prefix_documents": 1, "cached_tokens": 30},
+        ]
 
     def test_standard_input_is_read(self, tmp_path: Path) -> None:
         done = invoke("plan", "-o", tmp_path / "plan", "--workers", "1", input='{"documents": ["a", "b"]}\n')
@@ -182,28 +173,24 @@ class TestPlan:
 
 class TestRefusals:
     def test_a_bad_line_is_named_and_nothing_is_left(self, tmp_path: Path) -> None:
-        source = written(tmp_path / "requests.jsonl", REQUESTS[:3])
-        source.write_text(source.read_text("utf-8") + '{"documents": [{"text": "a"}]}\n', "utf-8")
+        source = written(tmp_path / "requests.jsonl", [*REQUESTS[:3], {"documents": [{"text": "a"}]}])
         said = refusal(source, "--out", tmp_path / "plan")
         assert f'{source}:4: "documents[0].id" is missing: add it' in said
-        assert not (tmp_path / "plan").exists()
         assert "<stdin>:1: not JSON" in refusal("-", "--out", tmp_path / "plan", input="oops\n")
         assert not (tmp_path / "plan").exists()
+        assert "--out" in refusal("-")
 
+    @pytest.mark.parametrize(("source", "free"), [("requests", 1000), ("-", 10)])
     def test_a_disk_that_is_too_small_is_said_before_the_start(
-        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, free: int
     ) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, 1000))
-        said = refusal(requests, "--out", tmp_path / "plan")
+        """Of standard input when it was read."""
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, free))
+        given = requests if source == "requests" else source
+        said = refusal(given, "--out", tmp_path / "plan", input='{"documents": ["a"]}\n')
         assert "has 0.0 MiB free, and the plan needs about 0." in said
         assert "make room, or name a folder on another disk" in said
-        assert not (tmp_path / "plan").exists()
-
-    def test_of_standard_input_a_disk_that_is_too_small_is_said_when_it_was_read(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, 10))
-        assert "make room" in refusal("-", "--out", tmp_path / "plan", input='{"documents": ["a"]}\n')
+        assert source == "-" or not (tmp_path / "plan").exists()
 
     def test_a_shard_larger_than_the_memory_is_refused_with_the_number_that_fits(
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -241,9 +228,6 @@ class TestRefusals:
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert "another `ragorder plan` writes to" in refusal(requests, "--out", tmp_path / "plan")
 
-    def test_a_folder_is_needed(self) -> None:
-        assert "--out" in refusal("-")
-
 
 class TestResume:
     def test_a_finished_plan_is_left_as_it_is(self, requests: Path, tmp_path: Path) -> None:
@@ -276,23 +260,21 @@ class TestResume:
         assert len(rows(tmp_path / "plan")) == 100
         assert not (tmp_path / "plan" / "shard-00002.jsonl").exists()
 
-    def test_a_file_of_another_version_is_refused(self, requests: Path, tmp_path: Path) -> None:
-        plan(requests, tmp_path / "plan")
-        (tmp_path / "plan" / "manifest.json").write_text('{"format": 99}', "utf-8")
-        assert "another version" in refusal(requests, "--out", tmp_path / "plan")
-        (tmp_path / "plan" / "manifest.json").write_text("{", "utf-8")
-        assert "cannot be read" in refusal(requests, "--out", tmp_path / "plan")
-
     @pytest.mark.parametrize("name", ["manifest.json", ".plan/state.json"])
-    @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b'{"format": NaN}', b"[]"], ids=lambda data: data[:9])
-    def test_a_file_that_is_damaged_is_refused_by_name(
+    @pytest.mark.parametrize(
+        "content",
+        [b"[" * 100_000, b"\xff", b'{"format": NaN}', b"[]", b"{", b'{"format": 99}'],
+        ids=lambda data: data[:9],
+    )
+    def test_a_file_that_is_damaged_or_of_another_version_is_refused_by_name(
         self, requests: Path, tmp_path: Path, name: str, content: bytes
     ) -> None:
         path = tmp_path / "plan" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
         said = refusal(requests, "--out", tmp_path / "plan")
-        assert f"{path} cannot be read" in said or f"{path} is no manifest of ragorder's" in said
+        known = f"{path} cannot be read", f"{path} is no manifest of ragorder's"
+        assert any(each in said for each in (*known, f"{tmp_path / 'plan'} was written by another version"))
 
     @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
     def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:
@@ -364,9 +346,7 @@ class TestKilled:
         command = [sys.executable, "-c", KILLED, str(place), "plan", str(source), *map(str, options)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
-    @pytest.mark.parametrize(
-        "share", [0.1, 0.4, 0.7, 0.95, *[pytest.param(n / 20, marks=pytest.mark.slow) for n in range(20)]]
-    )
+    @pytest.mark.parametrize("share", [0.4, 0.95, *[pytest.param(n / 20, marks=pytest.mark.slow) for n in range(20)]])
     def test_the_next_run_ends_with_the_same_bytes(
         self, reference: tuple[Path, dict[str, bytes], int], tmp_path: Path, share: float
     ) -> None:

@@ -46,8 +46,7 @@ class TestSizes:
             Budgets(**sizes)
 
     def test_can_be_changed_one_by_one(self) -> None:
-        unified = Budgets(1, 2, 3, unified=True)
-        assert replace(unified, host_bytes=20) == Budgets(1, 20, 3, unified=True)
+        assert replace(Budgets(1, 2, 3, unified=True), host_bytes=20) == Budgets(1, 20, 3, unified=True)
 
     @pytest.mark.parametrize(
         ("size", "text"),
@@ -89,59 +88,51 @@ class TestThisMachine:
         assert 0 < int(done.stdout) <= 64 << 20
         assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or host_memory()
 
-    def test_a_gpu_that_is_hidden_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert device_memory() is None
-
-    def test_a_gpu_is_read_from_its_driver(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("script", "visible", "found"),
+        [
+            ('echo "$@" > "$(dirname "$0")/called"\nprintf "8192\\n4096\\n"', "3,1", 8192 << 20),
+            # A driver that fails is no GPU, nor is one that is hidden.
+            ("echo broken\nexit 9", None, None),
+            ("echo 8192", "", None),
+        ],
+    )
+    def test_a_gpu_is_read_from_its_driver(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, visible: str | None, found: int | None
+    ) -> None:
         tool = tmp_path / "nvidia-smi"
-        tool.write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/called"\nprintf "8192\\n4096\\n"\n')
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-        assert device_memory() == 8192 << 20
-        assert "-i 3" in (tmp_path / "called").read_text()
-
-    def test_a_driver_that_fails_is_no_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text("#!/bin/sh\necho broken\nexit 9\n")
+        tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert device_memory() is None
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert device_memory() == found
+        assert not visible or "-i 3" in (tmp_path / "called").read_text()
 
 
 class TestControlGroups:
-    def test_the_least_of_the_group_and_those_above_it(self, tmp_path: Path) -> None:
-        group(tmp_path / "a", "1000", 400, 0)
-        group(tmp_path / "a" / "b", "800", 300, 50)
-        (tmp_path / "membership").write_text("0::/a/b\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 550
-        group(tmp_path / "a", "1000", 700, 100)
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 400
-
-    def test_file_pages_that_can_go_are_free(self, tmp_path: Path) -> None:
-        group(tmp_path, "1000", 990, 600)
-        (tmp_path / "membership").write_text("0::/\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 610
-
-    def test_inside_a_container_its_own_group_is_at_the_top(self, tmp_path: Path) -> None:
-        group(tmp_path, "1000", 100, 0)
-        (tmp_path / "membership").write_text("0::/docker/abc\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 900
-
-    def test_version_1(self, tmp_path: Path) -> None:
-        group(tmp_path / "memory" / "job", "5000", 1000, 200, version=1)
-        (tmp_path / "membership").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 4200
-
-    def test_no_limit_is_none(self, tmp_path: Path) -> None:
-        group(tmp_path, "max", 100, 0)
-        (tmp_path / "membership").write_text("0::/\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") is None
-        assert cgroup_headroom(tmp_path, tmp_path / "absent") is None
-
-    def test_over_the_limit_nothing_is_left(self, tmp_path: Path) -> None:
-        group(tmp_path, "100", 150, 0)
-        (tmp_path / "membership").write_text("0::/\n")
-        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 0
+    @pytest.mark.parametrize(
+        ("groups", "membership", "headroom"),
+        [
+            # The least of the group and those above it.
+            ({"a": ("1000", 400, 0), "a/b": ("800", 300, 50)}, "0::/a/b", 550),
+            ({"a": ("1000", 700, 100), "a/b": ("800", 300, 50)}, "0::/a/b", 400),
+            # File pages that can go are free.
+            ({".": ("1000", 990, 600)}, "0::/", 610),
+            # Inside a container its own group is at the top.
+            ({".": ("1000", 100, 0)}, "0::/docker/abc", 900),
+            ({"memory/job": ("5000", 1000, 200)}, "5:cpu,cpuacct:/job\n4:memory:/job", 4200),
+            ({".": ("max", 100, 0)}, "0::/", None),
+            ({}, None, None),
+            ({".": ("100", 150, 0)}, "0::/", 0),
+        ],
+    )
+    def test_what_is_left(
+        self, tmp_path: Path, groups: dict[str, tuple[str, int, int]], membership: str | None, headroom: int | None
+    ) -> None:
+        for name, (limit, used, reclaimable) in groups.items():
+            group(tmp_path / name, limit, used, reclaimable, version=1 if name.startswith("memory") else 2)
+        if membership is not None:
+            (tmp_path / "membership").write_text(f"{membership}\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == headroom

@@ -11,13 +11,15 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import file_of
+from support.inside import file_of, scanner_of
 from support.rings import length
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.workflow_server import SlowEngine, document, long_answer, small_index, vector
+from support.ivf import write
+from support.waiting import turns
+from support.workflow_server import SlowEngine, answer_of, asking, document, embed, question, small_index
 from support.workflows import Asked, Committed, PlainPrompts
 
 from ragorder.pipelining import AnswerChunk, PartitionedSearch
@@ -38,29 +40,40 @@ SITES = {
     *("policy", "observer", "hook"),
 }
 # Never fits, even alone.
-POISON = "question 99"
+POISON = question(99)
 
 
 class OutOfMemoryError(RuntimeError):
     """As torch's is called."""
 
 
+SHORTAGES = (MemoryError, OSError, OutOfMemoryError)
+
+
 class Faults:
-    """Injects failures by call site, and counts them."""
+    """Injects failures by call site, and counts them, and those of memory and input or output alone."""
 
     def __init__(self, seed: int, share: float) -> None:
         self.random = Random(seed)
         self.share = share
         self.injected: Counter[str] = Counter()
-        # Of memory and input or output alone.
         self.shortages = 0
 
     def at(self, site: str, *kinds: type[Exception], share: float | None = None) -> None:
         if self.random.random() < (self.share if share is None else share):
             self.injected[site] += 1
-            kind = self.random.choice(kinds or (MemoryError, OSError, OutOfMemoryError))
-            self.shortages += issubclass(kind, (MemoryError, OSError, OutOfMemoryError))
+            kind = self.random.choice(kinds or SHORTAGES)
+            self.shortages += issubclass(kind, SHORTAGES)
             raise kind("a secret")
+
+    def wrapped(self, function: Any, site: str, *kinds: type[Exception], share: float | None = None) -> Any:
+        """A function that may fail instead of running."""
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            self.at(site, *kinds, share=share)
+            return function(*arguments, **options)
+
+        return failing
 
 
 class FailingEngine(SlowEngine):
@@ -71,7 +84,7 @@ class FailingEngine(SlowEngine):
         self.faults = faults
 
     async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
-        self.faults.at("before the answer", share=1.0 if request.question.text == POISON else None)
+        self.faults.at("before the answer", share=1.0 if request.question == POISON else None)
         async with aclosing(super().stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -94,35 +107,20 @@ class FailingPrompts(PlainPrompts):
         return super().commit(question, documents)
 
 
-class FailingIndex:
-    """Fails reads and scans of a search by partition, and its second scans."""
+def fail_in(search: PartitionedSearch, faults: Faults) -> None:
+    """Fail reads and scans of a search by partition, and its second scans."""
+    file, index, scanner = file_of(search), file_of(search).index, scanner_of(search)
+    visit = scanner.scan_visits
 
-    def __init__(self, search: PartitionedSearch, faults: Faults) -> None:
-        file, index, scanner = file_of(search), file_of(search).index, search._scanner
-        read, scan, visit, nearest = file.read, index.scan, scanner.scan_visits, index.nearest_clusters
+    def visited(*arguments: Any) -> Any:
+        found = visit(*arguments)
+        faults.at("after a stage's scan")
+        return found
 
-        def reading(partition: int) -> Any:
-            faults.at("read", OSError, MemoryError)
-            return read(partition)
-
-        def scanning(*arguments: Any, **options: Any) -> Any:
-            faults.at("scan", MemoryError, share=faults.share / 4)
-            return scan(*arguments, **options)
-
-        def visiting(*arguments: Any) -> Any:
-            faults.at("before a stage's scan")
-            found = visit(*arguments)
-            faults.at("after a stage's scan")
-            return found
-
-        def finding(*arguments: Any) -> Any:
-            faults.at("centroids", MemoryError)
-            return nearest(*arguments)
-
-        file.read = reading  # type: ignore[method-assign]
-        index.scan = scanning  # type: ignore[method-assign, assignment]
-        scanner.scan_visits = visiting  # type: ignore[method-assign, assignment]
-        index.nearest_clusters = finding  # type: ignore[method-assign, assignment]
+    file.read = faults.wrapped(file.read, "read", OSError, MemoryError)
+    index.scan = faults.wrapped(index.scan, "scan", MemoryError, share=faults.share / 4)
+    index.nearest_clusters = faults.wrapped(index.nearest_clusters, "centroids", MemoryError)
+    scanner.scan_visits = faults.wrapped(visited, "before a stage's scan")
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +134,7 @@ def index() -> Any:
 
 @pytest.fixture(scope="module")
 def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("index") / "index.faiss"
-    faiss.write_index(index, str(path))
-    return path
+    return write(index, tmp_path_factory.mktemp("index"))
 
 
 class OnlyBatches:
@@ -149,27 +145,20 @@ class OnlyBatches:
         self.relieve = retrieval.relieve
 
 
-@pytest.mark.parametrize(("joins", "passes"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("joins", "passes"),
+    [(True, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, True), (True, False)))],
+)
 async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, index: Any) -> None:
     """Of allocations, input and output, beside cancellations at random times, streams, reorganisations, policies and
     observers that fail; with engines and passes that requests join or not."""
-    failures, rounds = length(10_000, 600), 0
+    failures, rounds = length(10_000, 400), 0
     faults = Faults(seed=int(joins) + 2 * int(passes), share=0.03)
     random, outcomes, events, traces = faults.random, Counter[str](), list[BatchEvent](), list[RequestTrace]()
     engine, prompts = FailingEngine(faults), FailingPrompts(faults)
-    expected: dict[str, tuple[list[str], str]] = {}
-    for number in range(6):
-        asked = NodeQuestion(f"question {number}")
-        found = [document(id) for id in index.search(vector(asked.text)[None], 3)[1][0].tolist()]
-        expected[asked.text] = found, long_answer(Asked(asked, tuple(found)))
-
-    def embed(questions: Sequence[NodeQuestion]) -> Any:
-        faults.at("embed", MemoryError, ValueError)
-        return np.stack([vector(each.text) for each in questions])
-
-    def fetched(id: int) -> str:
-        faults.at("document", MemoryError, KeyError, share=0.005)
-        return document(id)
+    expected = {question(number).text: answer_of(index, question(number)) for number in range(6)}
+    embedded = faults.wrapped(embed, "embed", MemoryError, ValueError)
+    fetched = faults.wrapped(document, "document", MemoryError, KeyError, share=0.005)
 
     def observe(observed: Any) -> None:
         (events if isinstance(observed, BatchEvent) else traces).append(observed)
@@ -180,12 +169,8 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             faults.at("policy", ZeroDivisionError, share=0.01)
             return random.choice((super().size(backlog), 1, 3, 16))
 
-    def tokens(name: str) -> int:
-        faults.at("kv", ZeroDivisionError, share=0.002)
-        return 100
-
     async def request(server: DecoupledServer[Any, Any, Any], streamed: bool) -> None:
-        asked = NodeQuestion(POISON if random.random() < 0.03 else f"question {random.randrange(6)}")
+        asked = question(99 if random.random() < 0.03 else random.randrange(6))
 
         async def ask() -> tuple[list[str], str]:
             if not streamed:
@@ -198,8 +183,7 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
 
         run = asyncio.create_task(ask())
         if random.random() < 0.2:
-            for _ in range(random.randrange(150)):
-                await asyncio.sleep(0)
+            await turns(random.randrange(150))
             run.cancel()
             if random.random() < 0.2:
                 await asyncio.sleep(0)
@@ -209,7 +193,7 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             outcomes["answered"] += 1
         except asyncio.CancelledError:
             outcomes["cancelled"] += 1
-        except (MemoryError, OSError, OutOfMemoryError, ValueError, KeyError) as error:
+        except (*SHORTAGES, ValueError, KeyError) as error:
             assert "a secret" in str(error)
             outcomes[type(error).__name__] += 1
 
@@ -227,10 +211,11 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             outcomes["hooks that failed"] += 1
 
     count = 0
+    tokens = faults.wrapped(lambda name: 100, "kv", ZeroDivisionError, share=0.002)
     kv: Any = TrieKV(key=str, tokens=tokens, own_tokens=lambda question: 10)
     with PartitionedSearch(path, 5, resident=2, cores=1) as search:
-        FailingIndex(search, faults)
-        retrieval: Any = PartitionedRetrieval(search, embed, fetched, top_k=3)
+        fail_in(search, faults)
+        retrieval: Any = PartitionedRetrieval(search, embedded, fetched, top_k=3)
         async with DecoupledServer(
             retrieval if passes else OnlyBatches(retrieval),
             prompts,
@@ -269,8 +254,6 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
 @pytest.mark.parametrize("site", ["read", "scan"])
 async def test_a_failure_at_every_call(site: str, path: Path, index: Any) -> None:
     """Of reads and scans, each once: from the first to the last of a batch's search."""
-    asked = [NodeQuestion(f"question {number}") for number in range(6)]
-    expected = [[document(id) for id in index.search(vector(each.text)[None], 3)[1][0].tolist()] for each in asked]
     for failing in range(1, 200):
         with PartitionedSearch(path, 5, cores=1, nprobe=8) as search:
             owner: Any = file_of(search) if site == "read" else file_of(search).index
@@ -284,12 +267,10 @@ async def test_a_failure_at_every_call(site: str, path: Path, index: Any) -> Non
                 return call(*arguments, **options)
 
             setattr(owner, site, once)
-            retrieval: Any = PartitionedRetrieval(
-                search, lambda questions: np.stack([vector(each.text) for each in questions]), document, top_k=3
-            )
+            retrieval: Any = PartitionedRetrieval(search, embed, document, top_k=3)
             async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine()) as server:
-                answers = await asyncio.gather(*(server.run(each) for each in asked))
-            assert [list(answer.documents) for answer in answers] == expected
+                answers = await asyncio.gather(*asking(server, *range(6)))
+            assert [list(each.documents) for each in answers] == [answer_of(index, question(n))[0] for n in range(6)]
             if calls < failing:
                 break
     assert failing > 5

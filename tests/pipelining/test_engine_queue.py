@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.waiting import turns, until
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.workflow_server import PlayedSearch, SlowEngine, document, eager, played_server, vector
-from support.workflows import Asked, PlainPrompts
+from support.workflow_server import PlayedSearch, SlowEngine, eager, played_server, server_of
+from support.workflows import Asked, PlainPrompts, chain
 
 from ragorder.pipelining import AnswerChunk, CachedLengths, EngineLoad
-from ragorder.pipelining.workflow import END, START, Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
+from ragorder.pipelining.workflow import Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
@@ -37,18 +37,31 @@ class Prompts(PlainPrompts):
 
 
 def plain_graph() -> Any:
-    graph = RAGraph("plain").add_generation("answer", prompt="{query}")
-    return graph.add_edge(START, "answer").add_edge("answer", END).compile()
+    return chain(RAGraph("plain").add_generation("answer", prompt="{query}"), "answer").compile()
 
 
-def server_of(engine: SlowEngine, prompts: PlainPrompts, **options: Any) -> WorkflowServer[Any, Any]:
-    return WorkflowServer(engine, lambda vector, k: range(k), vector, document, prompts, transformations=(), **options)
+def queued(engine: SlowEngine, prompts: PlainPrompts, **options: Any) -> WorkflowServer[Any, Any]:
+    return server_of(lambda vector, k: range(k), engine, prompts, (), **options)
+
+
+def speculating(engine: SlowEngine, search: PlayedSearch, **options: Any) -> WorkflowServer[Any, Any]:
+    """One generation at a time."""
+    return played_server(engine, search, SpeculateGeneration(odds=False), Split(), **{"max_generations": 1} | options)
+
+
+async def speculated(server: Any, search: PlayedSearch, engine: SlowEngine) -> asyncio.Task[Any]:
+    """A request whose generation has begun before its search has ended."""
+    run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+    await until(lambda: search.handles)
+    search.next()
+    await until(lambda: engine.sent)
+    return run
 
 
 async def order_of(questions: Sequence[str], prompts: PlainPrompts | None = None, **options: Any) -> list[str]:
     """In which generations reach the engine. All requests come at once."""
     engine, graph = SlowEngine(), plain_graph()
-    async with server_of(engine, prompts or Prompts(), max_requests=1000, **options) as server:
+    async with queued(engine, prompts or Prompts(), max_requests=1000, **options) as server:
         results = await asyncio.gather(*(server.run(graph, question) for question in questions))
         assert server.wavefront.count("engine") == len(server.wavefront.queue) == 0
     assert [result.text.split()[0] for result in results] == [
@@ -62,13 +75,9 @@ async def test_the_generation_with_most_of_its_prompt_cached_is_next() -> None:
     assert found == ["hot 3", "hot 5", "warm 2", "cold 0", "cold 1", "other 4"]
 
 
-async def test_without_a_limit_none_waits() -> None:
-    questions = ["cold 0", "hot 1", "warm 2"]
-    assert await order_of(questions) == questions
-
-
-async def test_without_predictions_or_a_window_the_oldest_is_next() -> None:
+async def test_without_a_limit_predictions_or_a_window_the_oldest_is_next() -> None:
     questions = ["cold 0", "hot 1", "warm 2", "hot 3"]
+    assert await order_of(questions) == questions
     assert await order_of(questions, PlainPrompts(), max_generations=1) == questions
     assert await order_of(questions, max_generations=1, window=0) == questions
 
@@ -81,22 +90,6 @@ async def test_none_is_overtaken_by_more_than_the_window(names: list[str], limit
     assert sorted(sent) == sorted(questions)
     for place, question in enumerate(sent):
         assert sum(int(other.split()[1]) > int(question.split()[1]) for other in sent[:place]) <= window
-
-
-async def test_no_more_are_on_the_engine_than_may_be() -> None:
-    class Counting(SlowEngine):
-        most = 0
-
-        async def stream(self, request: Asked, /) -> Any:
-            self.most = max(self.most, self.running + 1)
-            async for chunk in super().stream(request):
-                yield chunk
-
-    for limit in (1, 3):
-        engine = Counting()
-        async with server_of(engine, Prompts(), max_generations=limit) as server:
-            await asyncio.gather(*(server.run(one_shot().compile(), f"question {number}") for number in range(12)))
-        assert engine.most == limit
 
 
 async def test_the_next_choice_sees_what_the_last_one_has_sent() -> None:
@@ -112,20 +105,16 @@ async def test_the_next_choice_sees_what_the_last_one_has_sent() -> None:
             name = question.text.split()[0]
             return lambda: CachedLengths(100.0 * any(text.startswith(name) for text in committed), 10)
 
-    engine, graph = SlowEngine(), plain_graph()
-    async with server_of(engine, Remembering(), max_generations=2) as server:
-        questions = [f"{'ab'[number % 2]} {number}" for number in range(8)]
-        await asyncio.gather(*(server.run(graph, question) for question in questions))
+    questions = [f"{'ab'[number % 2]} {number}" for number in range(8)]
     # Two places are free at first; the second choice knows the first.
-    assert [request.question.text for request in engine.sent] == [*questions[::2], *questions[1::2]]
+    assert await order_of(questions, Remembering(), max_generations=2) == [*questions[::2], *questions[1::2]]
 
 
 async def test_one_that_is_cancelled_while_it_waits_leaves_the_queue() -> None:
     engine, graph = SlowEngine(pause_s=0.001), plain_graph()
-    async with server_of(engine, Prompts(), max_generations=1) as server:
+    async with queued(engine, Prompts(), max_generations=1) as server:
         runs = [asyncio.create_task(server.run(graph, f"cold {number}")) for number in range(3)]
-        while not engine.sent:
-            await asyncio.sleep(0)
+        await until(lambda: engine.sent)
         assert len(server.wavefront.queue) == 2
         runs[1].cancel()
         await asyncio.gather(runs[0], runs[2])
@@ -133,46 +122,37 @@ async def test_one_that_is_cancelled_while_it_waits_leaves_the_queue() -> None:
     assert [request.question.text for request in engine.sent] == ["cold 0", "cold 2"]
 
 
-async def test_a_due_generation_has_the_place_of_its_speculation() -> None:
+@pytest.mark.parametrize("last", [1, 2])
+async def test_a_due_generation_has_the_place_of_its_speculation(last: int) -> None:
     """Right or wrong: it must not wait for the speculation's end, which waits for it."""
-    for last in ([1], [2]):
-        engine, search = SlowEngine(pause_s=0.001), PlayedSearch([1], last)
-        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
-            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
-            while not search.handles:
-                await asyncio.sleep(0)
-            search.next()
-            while not engine.sent:
-                await asyncio.sleep(0)
-            assert server.wavefront.count("engine", speculative=True) == 1
-            search.next()
-            async with asyncio.timeout(60):
-                assert (await run).state["docs"] == (f"document {last[0]}",)
-            assert server.wavefront.count("engine") == 0
+    engine, search = SlowEngine(pause_s=0.001), PlayedSearch([1], [last])
+    async with speculating(engine, search) as server:
+        run = await speculated(server, search, engine)
+        assert server.wavefront.count("engine", speculative=True) == 1
+        search.next()
+        async with asyncio.timeout(60):
+            assert (await run).state["docs"] == (f"document {last}",)
+        assert server.wavefront.count("engine") == 0
 
 
-async def test_a_speculation_that_has_been_answered_leaves_its_place_to_others() -> None:
+@pytest.mark.parametrize("last", [1, 2])
+async def test_a_speculation_that_has_been_answered_leaves_its_place_to_others(last: int) -> None:
     """Its search may take long; whether it was right shows at its end."""
-    for last in ([1], [2]):
-        engine, search = SlowEngine(), PlayedSearch([1], last)
-        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
-            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
-            while not search.handles:
-                await asyncio.sleep(0)
-            search.next()
-            while not engine.sent or engine.running:
-                await asyncio.sleep(0)
-            async with asyncio.timeout(60):
-                other = await server.run(plain_graph(), "plain")
-            assert other.trace.pieces[0].outcome == "used" and not run.done()
-            assert server.wavefront.count("engine") == 0
-            search.next()
-            result = await run
-            assert result.state["docs"] == (f"document {last[0]}",)
-            outcomes = [(piece.kind, piece.outcome) for piece in result.trace.pieces if piece.worker == "engine"]
-            assert ("speculative", "used" if last == [1] else "rolled back") in outcomes
-            assert server.wavefront.count("engine") == 0
-        assert len(engine.sent) == (2 if last == [1] else 3)
+    engine, search = SlowEngine(), PlayedSearch([1], [last])
+    async with speculating(engine, search) as server:
+        run = await speculated(server, search, engine)
+        await until(lambda: not engine.running)
+        async with asyncio.timeout(60):
+            other = await server.run(plain_graph(), "plain")
+        assert other.trace.pieces[0].outcome == "used" and not run.done()
+        assert server.wavefront.count("engine") == 0
+        search.next()
+        result = await run
+        assert result.state["docs"] == (f"document {last}",)
+        outcomes = [(piece.kind, piece.outcome) for piece in result.trace.pieces if piece.worker == "engine"]
+        assert ("speculative", "used" if last == 1 else "rolled back") in outcomes
+        assert server.wavefront.count("engine") == 0
+    assert len(engine.sent) == (2 if last == 1 else 3)
 
 
 class Held(SlowEngine):
@@ -189,32 +169,24 @@ class Held(SlowEngine):
             yield chunk
 
 
-async def test_an_answered_speculation_that_was_wrong_overtakes_none() -> None:
+@pytest.mark.parametrize("last", [1, 2])
+async def test_an_answered_speculation_that_was_wrong_overtakes_none(last: int) -> None:
     """And one that was right waits for none."""
-    for last in ([1], [2]):
-        engine, search = Held(), PlayedSearch([1], last)
-        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
-            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
-            async with asyncio.timeout(60):
-                while not search.handles:
-                    await asyncio.sleep(0)
-                search.next()
-                while not engine.sent or engine.running:
-                    await asyncio.sleep(0)
-                others = [asyncio.create_task(server.run(plain_graph(), "held"))]
-                while not engine.running:
-                    await asyncio.sleep(0)
-                others.append(asyncio.create_task(server.run(plain_graph(), "second")))
-                while not server.wavefront.queue:
-                    await asyncio.sleep(0)
-                search.next()
-                for _ in range(200):
-                    await asyncio.sleep(0)
-                assert run.done() == (last == [1])
-                engine.go_on.set()
-                await asyncio.gather(run, *others)
-        assert [request.question.text for request in engine.sent[1:3]] == ["held", "second"]
-        assert len(engine.sent) == (3 if last == [1] else 4)
+    engine, search = Held(), PlayedSearch([1], [last])
+    async with speculating(engine, search) as server:
+        run = await speculated(server, search, engine)
+        await until(lambda: not engine.running)
+        others = [asyncio.create_task(server.run(plain_graph(), "held"))]
+        await until(lambda: engine.running)
+        others.append(asyncio.create_task(server.run(plain_graph(), "second")))
+        await until(lambda: server.wavefront.queue)
+        search.next()
+        await turns(200)
+        assert run.done() == (last == 1)
+        engine.go_on.set()
+        await asyncio.gather(run, *others)
+    assert [request.question.text for request in engine.sent[1:3]] == ["held", "second"]
+    assert len(engine.sent) == (3 if last == 1 else 4)
 
 
 class SlowAborts(SlowEngine):
@@ -236,55 +208,33 @@ class SlowAborts(SlowEngine):
             self.running -= 1
 
 
-async def test_the_bound_holds_while_the_engine_aborts() -> None:
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_the_bound_holds_while_the_engine_aborts(limit: int) -> None:
     """Wrong speculations, callers that are cancelled, and others that take their places."""
-    for limit in (1, 3):
-        engine, search = SlowAborts(), PlayedSearch([1], [2], [3])
-        options: dict[str, Any] = {"load": EngineLoad(8), "max_generations": limit}
-        async with played_server(engine, search, *eager(), **options) as server:
-            runs = [asyncio.create_task(server.run(one_shot(topk=1).compile(), f"why {n}?")) for n in range(24)]
-            async with asyncio.timeout(60):
-                for turn in itertools.count():
+    engine, search = SlowAborts(), PlayedSearch([1], [2], [3])
+    async with played_server(engine, search, *eager(), load=EngineLoad(8), max_generations=limit) as server:
+        runs = [asyncio.create_task(server.run(one_shot(topk=1).compile(), f"why {n}?")) for n in range(24)]
+        async with asyncio.timeout(60):
+            for run in runs[:10]:
+                for _ in range(7):
                     search.next()
                     await asyncio.sleep(0)
-                    if turn % 7 == 0 and turn < 70:
-                        runs[turn // 7].cancel()
-                    if all(run.done() for run in runs):
-                        break
-            assert server.wavefront.count("engine") == engine.running == 0
-        assert engine.most == limit
-        assert {run.result().state["docs"] for run in runs if not run.cancelled()} == {("document 3",)}
+                run.cancel()
+            await search.play(*runs)
+        assert server.wavefront.count("engine") == engine.running == 0
+    assert engine.most == limit
+    assert {run.result().state["docs"] for run in runs if not run.cancelled()} == {("document 3",)}
 
 
 async def test_nothing_is_speculated_on_while_a_due_generation_waits() -> None:
-    engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1], [1]), EngineLoad(16)
-    options: dict[str, Any] = {"load": load, "max_generations": 1}
-    async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), **options) as server:
+    engine, search = SlowEngine(pause_s=0.01), PlayedSearch([1], [1])
+    async with speculating(engine, search, load=EngineLoad(16)) as server:
         plain = [asyncio.create_task(server.run(plain_graph(), f"plain {number}")) for number in range(2)]
-        while not engine.sent:
-            await asyncio.sleep(0)
-        run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
-        while not search.handles:
-            await asyncio.sleep(0)
-        search.next()
+        run = await speculated(server, search, engine)
         await asyncio.gather(*plain)
         search.next()
         trace = (await run).trace
     assert trace.refused == 1 and all(piece.kind == "due" for piece in trace.pieces)
-
-
-async def test_eager_speculation_on_a_full_engine_answers_all_requests() -> None:
-    for limit in (1, 2):
-        engine, search = SlowEngine(), PlayedSearch([1], [2], [3])
-        options: dict[str, Any] = {"load": EngineLoad(4), "max_generations": limit}
-        async with played_server(engine, search, *eager(), **options) as server:
-            runs = [asyncio.create_task(server.run(one_shot(topk=1).compile(), f"why {n}?")) for n in range(20)]
-            async with asyncio.timeout(60):
-                while not all(run.done() for run in runs):
-                    search.next()
-                    await asyncio.sleep(0)
-            assert all(run.result().state["docs"] == ("document 3",) for run in runs)
-            assert server.wavefront.count("engine") == 0
 
 
 class Request:

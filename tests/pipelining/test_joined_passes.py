@@ -6,7 +6,7 @@ import asyncio
 import gc
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -21,15 +21,17 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from support.workflow_server import SlowEngine, document, long_answer, small_index, vector
-from support.workflows import Asked, PlainPrompts
+from support.ivf import IP, L2, assert_same, last, tied_index, write
+from support.waiting import until
+from support.workflow_server import SlowEngine, answer_of, asking, document, embed, question, small_index
+from support.workflows import PlainPrompts
 
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import AllWaiting, DecoupledServer, PartitionedRetrieval
-from ragorder.pipelining.batching.retrieval_worker import _Batch
+from ragorder.pipelining.batching.pass_rows import PassRows
+from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.workflow import NodeQuestion
 
-L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
 PARTITIONS, CLUSTERS = 5, 10
 
 
@@ -43,28 +45,28 @@ def index() -> Any:
 
 @pytest.fixture(scope="module")
 def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("index") / "index.faiss"
-    faiss.write_index(index, str(path))
-    return path
+    return write(index, tmp_path_factory.mktemp("index"))
 
 
-def question(number: int) -> NodeQuestion:
-    return NodeQuestion(f"question {number}")
+@pytest.fixture
+def search(path: Path) -> Iterator[PartitionedSearch]:
+    with PartitionedSearch(path, PARTITIONS, cores=1) as search:
+        yield search
 
 
 def vectors(*numbers: int) -> Any:
-    return np.stack([vector(question(number).text) for number in numbers])
+    return embed([question(number) for number in numbers])
 
 
-def note_reads(search: PartitionedSearch) -> list[int]:
-    read, reads = file_of(search).read, []
+def wrap_reads(search: PartitionedSearch, before: Callable[[int], object]) -> None:
+    """Call `before` with each partition that is read."""
+    read = file_of(search).read
 
-    def noted(partition: int) -> Any:
-        reads.append(partition)
+    def wrapped(partition: int) -> Any:
+        before(partition)
         return read(partition)
 
-    file_of(search).read = noted  # type: ignore[method-assign]
-    return reads
+    file_of(search).read = wrapped  # type: ignore[method-assign]
 
 
 class TestResults:
@@ -89,19 +91,14 @@ class TestResults:
     ) -> None:
         """Most distances are tied. Queries leave for ever, or with a checkpoint and come back; reads fail."""
         rng, random = np.random.default_rng(seed), Random(seed)
-        quantizer = faiss.IndexFlat(3, metric)
-        quantizer.add(rng.integers(0, 4, (nlist, 3)).astype(np.float32))
-        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
-        index.add_with_ids(rng.integers(0, 4, (100, 3)).astype(np.float32), rng.permutation(100))
+        index = tied_index(rng, metric, 4, 100, nlist)
         index.nprobe = random.randint(1, nlist)
         queries = rng.integers(0, 4, (12, 3)).astype(np.float32)
         partitions = random.randint(1, nlist)
-        path = tmp_path_factory.mktemp("tied") / "index.faiss"
-        faiss.write_index(index, str(path))
+        options: dict[str, Any] = {"resident": random.randint(0, partitions), "cores": 1, "read_ahead": read_ahead}
+        path = write(index, tmp_path_factory.mktemp("tied"))
         try:
-            with PartitionedSearch(
-                path, partitions, resident=random.randint(0, partitions), cores=1, read_ahead=read_ahead
-            ) as search:
+            with PartitionedSearch(path, partitions, **options) as search:
                 found, gone = walk(search, queries, k, random, *shares)
         finally:
             shutil.rmtree(path.parent)
@@ -113,27 +110,27 @@ class TestResults:
 
     @pytest.mark.parametrize("read_ahead", [True, False])
     def test_each_reads_no_partition_twice(self, index: Any, path: Path, read_ahead: bool) -> None:
+        reads: list[int] = []
         with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=read_ahead) as search:
-            reads = note_reads(search)
+            wrap_reads(search, reads.append)
             passing = search.search(vectors(0), 3)
             for _ in range(3):
                 next(passing)
+            with pytest.raises(ValueError, match="same k"):
+                passing.join([search.search(vectors(1), 4).rows])
             passing.join([search.search(vectors(1, 2), 3).rows])
             stages = list(passing)
-            assert reads == [0, 1, 2, 3, 4, 0, 1, 2]
-            assert len(stages) == 5 and [stage.final for stage in stages] == [False] * 4 + [True]
-            distances, ids = index.search(vectors(0, 1, 2), 3)
-            np.testing.assert_array_equal(stages[-1].ids, ids)
-            np.testing.assert_array_equal(stages[-1].distances, distances)
-            # The first one had passed over all of them before the others had.
-            np.testing.assert_array_equal(stages[1].ids[0], ids[0])
+        assert reads == [0, 1, 2, 3, 4, 0, 1, 2]
+        assert [stage.final for stage in stages] == [False] * 4 + [True]
+        assert_same(stages[-1], index.search(vectors(0, 1, 2), 3))
+        # The first one had passed over all of them before the others had.
+        np.testing.assert_array_equal(stages[1].ids[:1], index.search(vectors(0), 3)[1])
 
-    def test_a_pass_that_has_ended_goes_on(self, index: Any, path: Path) -> None:
-        with PartitionedSearch(path, PARTITIONS, cores=1) as search:
-            passing = search.search(vectors(0), 3)
-            assert [stage.final for stage in passing][-1] and next(passing, None) is None
-            passing.join([search.search(vectors(1), 3).rows])
-            np.testing.assert_array_equal([*passing][-1].ids, index.search(vectors(0, 1), 3)[1])
+    def test_a_pass_that_has_ended_goes_on(self, index: Any, search: PartitionedSearch) -> None:
+        passing = search.search(vectors(0), 3)
+        assert last(passing).final and next(passing, None) is None
+        passing.join([search.search(vectors(1), 3).rows])
+        assert_same(last(passing), index.search(vectors(0, 1), 3))
 
     def test_those_that_join_all_the_time_hold_up_no_other(self, path: Path) -> None:
         with PartitionedSearch(path, PARTITIONS, resident=2, cores=1) as search:
@@ -150,27 +147,17 @@ class TestResults:
             assert stages <= 2 * (PARTITIONS - 2) + 1
             passing.close()
 
-    def test_another_k_is_refused_and_the_pass_goes_on(self, index: Any, path: Path) -> None:
-        with PartitionedSearch(path, PARTITIONS, cores=1) as search:
-            passing = search.search(vectors(0), 3)
-            next(passing)
-            with pytest.raises(ValueError, match="same k"):
-                passing.join([search.search(vectors(1), 4).rows])
-            np.testing.assert_array_equal([*passing][-1].ids, index.search(vectors(0), 3)[1])
-
 
 def walk(
     search: PartitionedSearch, queries: Any, k: int, random: Random, go: float, pause: float, fail: float
 ) -> tuple[dict[int, tuple[Any, Any]], set[int]]:
     """Results by query, and the queries that are gone."""
-    read = file_of(search).read
 
-    def failing(partition: int) -> Any:
+    def failing(partition: int) -> None:
         if random.random() < fail:
             raise OSError("the disk")
-        return read(partition)
 
-    file_of(search).read = failing  # type: ignore[method-assign]
+    wrap_reads(search, failing)
     waiting: list[tuple[int, Any]] = [(query, None) for query in range(len(queries))]
     random.shuffle(waiting)
     found: dict[int, tuple[Any, Any]] = {}
@@ -212,41 +199,40 @@ def walk(
 
 
 class Gate:
-    """Reads of partitions that wait until they are let through. `asked`: those that have come to it."""
+    """Reads of partitions that wait until they are let through. `asked`: those that have come to it; `failures`: those
+    that then fail, once."""
 
     def __init__(self, search: PartitionedSearch) -> None:
         self.asked: list[int] = []
+        self.failures: list[int] = []
         self._open = threading.Semaphore(0)
-        read = file_of(search).read
+        wrap_reads(search, self._wait)
 
-        def gated(partition: int) -> Any:
-            self.asked.append(partition)
-            self._open.acquire()
-            return read(partition)
-
-        file_of(search).read = gated  # type: ignore[method-assign]
+    def _wait(self, partition: int) -> None:
+        self.asked.append(partition)
+        self._open.acquire()
+        if partition in self.failures:
+            self.failures.remove(partition)
+            raise OSError("the disk")
 
     def let_through(self, count: int = 1) -> None:
         self._open.release(count)
 
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
+    async def reached(self, *asked: int) -> None:
+        await until(lambda: tuple(self.asked) == asked, 0.001)
 
 
-def embed(questions: Sequence[NodeQuestion]) -> Any:
+def picky(questions: Sequence[NodeQuestion]) -> Any:
     if any("13" in each.text for each in questions):
         raise ValueError("not a number")
-    return np.stack([vector(each.text) for each in questions])
+    return embed(questions)
 
 
 @asynccontextmanager
 async def gated_server(path: Path, **options: Any) -> AsyncIterator[tuple[DecoupledServer[Any, Any, Any], Gate]]:
     with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
         gate = Gate(search)
-        retrieval = PartitionedRetrieval(search, embed, document, top_k=3)
+        retrieval = PartitionedRetrieval(search, picky, document, top_k=3)
         try:
             async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine(), **options) as server:
                 yield server, gate
@@ -254,24 +240,26 @@ async def gated_server(path: Path, **options: Any) -> AsyncIterator[tuple[Decoup
             gate.let_through(1000)
 
 
-def expected(index: Any, number: int) -> str:
-    asked = question(number)
-    found = [document(id) for id in index.search(vector(asked.text)[None], 3)[1][0].tolist()]
-    return long_answer(Asked(asked, tuple(found)))
+async def waiting(server: DecoupledServer[Any, Any, Any], count: int) -> None:
+    await until(lambda: server.retrieving.waiting == count, 0.001)
+
+
+def expected(index: Any, *numbers: int) -> list[str]:
+    return [answer_of(index, question(number))[1] for number in numbers]
 
 
 class TestServer:
     async def test_a_request_that_comes_during_a_pass_joins_it(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(0)))]
+            runs = asking(server, 0)
             gate.let_through(2)
-            await until(lambda: gate.asked == [0, 1, 2])
-            runs += [asyncio.create_task(server.run(question(number))) for number in (1, 2)]
-            await until(lambda: server.retrieving.waiting == 2)
+            await gate.reached(0, 1, 2)
+            runs += asking(server, 1, 2)
+            await waiting(server, 2)
             gate.let_through(100)
             answers = await asyncio.gather(*runs)
             assert gate.asked == [0, 1, 2, 3, 4, 0, 1, 2]
-            assert [answer.text for answer in answers] == [expected(index, number) for number in range(3)]
+            assert [answer.text for answer in answers] == expected(index, 0, 1, 2)
             assert [answer.trace.retrieval_batch for answer in answers] == [3, 3, 3]
             began = [each.running for each in server.trace if (each.worker, each.event) == ("retrieval", "began")]
             assert began == [1, 3]
@@ -279,21 +267,20 @@ class TestServer:
 
     async def test_a_batch_is_no_larger_than_its_policy_says(self, path: Path, index: Any) -> None:
         async with gated_server(path, searching=AllWaiting(2)) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(number))) for number in range(5)]
             gate.let_through(100)
-            answers = await asyncio.gather(*runs)
-            assert [answer.text for answer in answers] == [expected(index, number) for number in range(5)]
-            assert max(answer.trace.retrieval_batch for answer in answers) == 2
+            answers = await asyncio.gather(*asking(server, *range(5)))
+        assert [answer.text for answer in answers] == expected(index, *range(5))
+        assert max(answer.trace.retrieval_batch for answer in answers) == 2
 
     async def test_a_hook_waits_for_those_that_run_and_for_no_others(self, path: Path) -> None:
         async with gated_server(path) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(0)))]
+            runs = asking(server, 0)
             gate.let_through(2)
-            await until(lambda: gate.asked == [0, 1, 2])
+            await gate.reached(0, 1, 2)
             hook = asyncio.create_task(server.retrieving.between_batches(lambda: list(gate.asked)))
             await asyncio.sleep(0)
-            runs.append(asyncio.create_task(server.run(question(1))))
-            await until(lambda: server.retrieving.waiting == 1)
+            runs += asking(server, 1)
+            await waiting(server, 1)
             gate.let_through(100)
             assert await hook == [0, 1, 2, 3, 4]
             await asyncio.gather(*runs)
@@ -303,69 +290,59 @@ class TestServer:
         self, path: Path, index: Any
     ) -> None:
         async with gated_server(path) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(number))) for number in range(2)]
-            await until(lambda: gate.asked == [0])
+            stays, leaves = asking(server, 0, 1)
+            await gate.reached(0)
             assert len(server.retrieving.running) == 2
-            runs[1].cancel()
-            await asyncio.wait((runs[1],))
+            leaves.cancel()
+            await asyncio.wait((leaves,))
             gate.let_through()
-            await until(lambda: gate.asked == [0, 1])
+            await gate.reached(0, 1)
             assert len(server.retrieving.running) == 1
             gate.let_through(100)
-            assert (await runs[0]).text == expected(index, 0)
+            assert [(await stays).text] == expected(index, 0)
 
     async def test_a_pass_that_goes_on_keeps_nothing_of_those_that_have_left(self, path: Path) -> None:
         async with gated_server(path) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(0)))]
-            await until(lambda: gate.asked == [0])
+            runs = asking(server, 0)
+            await gate.reached(0)
             for step in range(1, 11):
-                runs.append(asyncio.create_task(server.run(question(20 + step))))
-                await until(lambda: server.retrieving.waiting == 1)
+                runs += asking(server, 20 + step)
+                await waiting(server, 1)
                 gate.let_through(4)
-                await until(lambda reads=1 + 4 * step: len(gate.asked) == reads)
+                await until(lambda reads=1 + 4 * step: len(gate.asked) == reads, 0.001)
             assert not any((each.worker, each.event) == ("retrieval", "ended") for each in server.trace)
-            batches = [each for each in gc.get_objects() if isinstance(each, _Batch)]
-            [batch] = [each for each in batches if server.retrieving.running.keys() & set(each.left.values())]
-            assert 0 < len(batch.left) == len(batch.checkpoints()) == len(batch._before) < 4
+            gc.collect()
+            kept = gc.get_objects()
+            # Those that still run, and no others.
+            assert 0 < sum(isinstance(each, BatchedRequest) for each in kept) < 4
+            assert 0 < max(len(each.queries) for each in kept if isinstance(each, PassRows)) < 4
             gate.let_through(100)
             await asyncio.gather(*runs)
 
     async def test_a_question_that_cannot_join_ends_alone(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):
-            runs = [asyncio.create_task(server.run(question(0)))]
+            runs = asking(server, 0)
             gate.let_through(2)
-            await until(lambda: gate.asked == [0, 1, 2])
-            runs += [asyncio.create_task(server.run(question(number))) for number in (1, 13, 2)]
-            await until(lambda: server.retrieving.waiting == 3)
+            await gate.reached(0, 1, 2)
+            runs += asking(server, 1, 2, 13)
+            await waiting(server, 3)
             gate.let_through(100)
-            outcomes = await asyncio.gather(*runs, return_exceptions=True)
-            assert isinstance(outcomes[2], ValueError)
-            for number, outcome in zip((0, 1, 2), (outcomes[0], outcomes[1], outcomes[3]), strict=True):
-                assert not isinstance(outcome, BaseException) and outcome.text == expected(index, number)
+            *answers, refused = await asyncio.gather(*runs, return_exceptions=True)
+            assert isinstance(refused, ValueError)
+            assert [answer.text for answer in answers] == expected(index, 0, 1, 2)
             assert gate.asked == [0, 1, 2, 3, 4, 0, 1, 2]
 
     async def test_a_disk_that_fails_sets_back_no_request(self, path: Path, index: Any) -> None:
-        with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
-            gate = Gate(search)
-            gated, failures = file_of(search).read, [3]
-
-            def failing(partition: int) -> Any:
-                lists = gated(partition)
-                if partition in failures:
-                    failures.remove(partition)
-                    raise OSError("the disk")
-                return lists
-
-            file_of(search).read = failing  # type: ignore[method-assign]
-            retrieval = PartitionedRetrieval(search, embed, document, top_k=3)
-            async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine()) as server:
-                first = asyncio.create_task(server.run(question(0)))
-                gate.let_through(2)
-                await until(lambda: gate.asked == [0, 1, 2])
-                second = asyncio.create_task(server.run(question(1)))
-                await until(lambda: server.retrieving.waiting == 1)
-                gate.let_through(100)
-                assert [(await run).text for run in (first, second)] == [expected(index, 0), expected(index, 1)]
-                assert (await first).trace.failures == (await second).trace.failures == 1
+        async with gated_server(path) as (server, gate):
+            gate.failures = [3]
+            runs = asking(server, 0)
+            gate.let_through(2)
+            await gate.reached(0, 1, 2)
+            runs += asking(server, 1)
+            await waiting(server, 1)
+            gate.let_through(100)
+            answers = await asyncio.gather(*runs)
+            assert [answer.text for answer in answers] == expected(index, 0, 1)
+            assert [answer.trace.failures for answer in answers] == [1, 1]
             # The failed batch of two is taken up by one request after another, or by joining: none starts over.
             assert gate.asked[:4] == [0, 1, 2, 3] and len(gate.asked) <= 4 + 2 + 5

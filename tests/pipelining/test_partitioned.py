@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.inside import file_of
-from support.rings import examples, grid
+from support.inside import file_of, reader_of, reads_ahead
+from support.waiting import eventually
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from support.ivf import (
-    DATA,
-    IP,
-    L2,
-    METRICS,
-    MORE_FLAVOURS,
+    AsFaiss,
     D,
     assert_same,
     build,
     clustered,
     last,
     tied,
-    tied_index,
     write,
 )
 
-from ragorder.pipelining import PartitionedSearch
+from ragorder.pipelining import PartitionedSearch, Stage
 
 N = 1200
 
@@ -69,23 +60,17 @@ def queries() -> Any:
     return clustered(60, 1)
 
 
-class TestTheLastStageIsTheSearch:
-    """Ids and distances, bit for bit."""
+class TestTheLastStageIsTheSearch(AsFaiss):
+    def found(self, index: Any, queries: Any, k: int, folder: Path, chance: Random) -> Stage:
+        partitions = chance.randint(1, min(8, faiss.extract_index_ivf(index).nlist))
+        resident = chance.randint(0, partitions)
+        with PartitionedSearch(
+            write(index, folder), partitions, resident=resident, cores=chance.randint(1, 2)
+        ) as search:
+            last(search.search(queries, k))
+            return last(search.search(queries, k))
 
-    @pytest.mark.parametrize("data", DATA)
-    @pytest.mark.parametrize(
-        ("description", "metric"), grid([*itertools.product(MORE_FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)], 23)
-    )
-    def test_in_every_kind_of_ivf(self, description: str, metric: int, data: str, tmp_path: Path) -> None:
-        index = build(description, metric, DATA[data](600, 0), nprobe=11)
-        queries = DATA[data](30, 1)
-        with PartitionedSearch(write(index, tmp_path), 5, resident=2, nprobe=11, cores=1) as search:
-            for k in (1, 7, 40):
-                assert_same(last(search.search(queries, k)), index.search(queries, k))
-
-    @pytest.mark.parametrize("resident", [0, 3, 6])
-    @pytest.mark.parametrize("read_ahead", [True, False])
-    @pytest.mark.parametrize("cores", [1, 2])
+    @pytest.mark.parametrize(("resident", "read_ahead", "cores"), [(0, True, 1), (3, False, 2), (6, True, 2)])
     def test_of_lists_in_a_file_of_their_own(
         self, index: Any, queries: Any, resident: int, read_ahead: bool, cores: int, tmp_path: Path
     ) -> None:
@@ -94,74 +79,11 @@ class TestTheLastStageIsTheSearch:
             for _ in range(3):
                 assert_same(last(search.search(queries, 5)), index.search(queries, 5))
 
-    def test_of_ids_of_its_own(self, queries: Any, tmp_path: Path) -> None:
-        ids = np.random.default_rng(0).permutation(10 * N)[:N]
-        index = faiss.IndexIDMap2(faiss.index_factory(D, "IVF24,Flat"))
-        index.train(clustered(N, 0))
-        index.add_with_ids(clustered(N, 0), ids)
-        faiss.extract_index_ivf(index).nprobe = 9
-        with PartitionedSearch(write(index, tmp_path), 4) as search:
-            assert_same(last(search.search(queries, 5)), index.search(queries, 5))
-
-    def test_in_a_batch_that_faiss_would_split_over_cores(self, tmp_path: Path) -> None:
-        index = build("IVF24,PQ4x4", vectors=clustered(N, 0), nprobe=11)
-        queries = clustered(70, 1)
-        try:
-            faiss.omp_set_num_threads(3)
-            with PartitionedSearch(write(index, tmp_path), 4, cores=2) as search:
-                assert_same(last(search.search(queries, 5)), index.search(queries, 5))
-        finally:
-            faiss.omp_set_num_threads(1)
-
-    @settings(max_examples=examples(300))
-    @given(
-        data=st.data(),
-        metric=st.sampled_from([L2, IP]),
-        levels=st.integers(2, 6),
-        vectors=st.integers(0, 120),
-        nlist=st.integers(1, 12),
-        k=st.integers(1, 30),
-        seed=st.integers(0, 2**16),
-    )
-    def test_where_distances_tie_all_over(
-        self,
-        tmp_path_factory: pytest.TempPathFactory,
-        data: st.DataObject,
-        metric: int,
-        levels: int,
-        vectors: int,
-        nlist: int,
-        k: int,
-        seed: int,
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        index = tied_index(rng, metric, levels, vectors, nlist)
-        queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
-        index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
-        partitions = data.draw(st.integers(1, nlist), "partitions")
-        resident = data.draw(st.integers(0, partitions), "resident")
-        path = write(index, tmp_path_factory.mktemp("tied"))
-        try:
-            with PartitionedSearch(path, partitions, resident=resident, cores=1) as search:
-                for _ in range(2):
-                    assert_same(last(search.search(queries, k)), index.search(queries, k))
-        finally:
-            shutil.rmtree(path.parent)
-
     def test_concurrent_searches_do_not_disturb_each_other(self, index: Any, path: Path) -> None:
         with PartitionedSearch(path, 6, resident=2, cores=1) as search, ThreadPoolExecutor(4) as pool:
             batches = [clustered(20, seed) for seed in range(40)]
             for batch, found in zip(batches, pool.map(lambda b: last(search.search(b, 5)), batches), strict=True):
                 assert_same(found, index.search(batch, 5))
-
-    def test_of_no_queries_and_of_an_index_without_vectors(self, path: Path, tmp_path: Path) -> None:
-        with PartitionedSearch(path, 4) as search:
-            (stage,) = search.search(np.empty((0, D), np.float32), 5)
-            assert stage.final and stage.ids.shape == (0, 5)
-        empty = faiss.IndexIVFFlat(faiss.IndexFlatL2(D), D, 4)
-        empty.train(clustered(200, 0))
-        with PartitionedSearch(write(empty, tmp_path), 2) as search:
-            assert_same(last(search.search(clustered(3, 1), 5)), empty.search(clustered(3, 1), 5))
 
 
 class TestPartitions:
@@ -189,25 +111,20 @@ class TestPartitions:
 
     def test_without_clusters_of_a_query_are_not_read(self, path: Path, index: Any, queries: Any) -> None:
         with PartitionedSearch(path, 6, nprobe=1, read_ahead=False) as search:
-            index.nprobe, before = 1, index.nprobe
             (stage,) = search.search(queries[:1], 5)
             assert search.read_bytes in search.partition_bytes
-            assert_same(stage, index.search(queries[:1], 5))
-            index.nprobe = before
+            assert_same(stage, index.search(queries[:1], 5, params=faiss.SearchParametersIVF(nprobe=1)))
 
     def test_those_used_most_stay(self, path: Path, index: Any) -> None:
         query = clustered(1, 3)
         cluster = int(index.quantizer.search(query, 1)[1][0, 0])
-        with PartitionedSearch(path, 8, resident=1) as search:
-            last(search.search(clustered(50, 1), 3))
+        with PartitionedSearch(path, 8, resident=1, nprobe=1) as search:
             home = int(file_of(search).home[cluster])
-            search._nprobe = 1
-            for _ in range(400):
-                last(search.search(query, 3))
-            assert search.held == [home]
+            for batch in (clustered(50, 1), *[query] * 400):
+                last(search.search(batch, 3))
             read_bytes = search.read_bytes
             last(search.search(query, 3))
-            assert search.read_bytes == read_bytes
+            assert search.held == [home] and search.read_bytes == read_bytes
 
     def test_are_given_back_and_held_as_asked_for_between_batches(self, path: Path, index: Any, queries: Any) -> None:
         expected = index.search(queries, 5)
@@ -237,19 +154,29 @@ class TestPartitions:
             assert_same(last(passing), index.search(queries, 5))
 
 
-class FailingReads:
-    """Fails the reads whose numbers are in `numbers`."""
+def fail_reads(search: PartitionedSearch, numbers: set[int], error: type[Exception]) -> list[int]:
+    """Fail the reads of these numbers; the list has all that were asked for."""
+    read, asked = file_of(search).read, list[int]()
 
-    def __init__(self, search: PartitionedSearch, numbers: set[int], error: Callable[[], Exception]) -> None:
-        self.count = 0
-        self._read, self._numbers, self._error = file_of(search).read, numbers, error
-        file_of(search).read = self  # type: ignore[method-assign, assignment]
+    def failing(partition: int) -> Any:
+        asked.append(partition)
+        if len(asked) in numbers:
+            raise error
+        return read(partition)
 
-    def __call__(self, partition: int) -> Any:
-        self.count += 1
-        if self.count in self._numbers:
-            raise self._error()
-        return self._read(partition)
+    file_of(search).read = failing  # type: ignore[method-assign]
+    return asked
+
+
+def to_the_end(passing: Any, error: type[Exception]) -> tuple[list[Any], int]:
+    """The stages of a pass, which goes on after errors, and how many there were."""
+    stages, failures = list[Any](), 0
+    while not (stages and stages[-1].final):
+        try:
+            stages.append(next(passing))
+        except error:
+            failures += 1
+    return stages, failures
 
 
 class TestFailures:
@@ -260,17 +187,10 @@ class TestFailures:
     ) -> None:
         for failing in range(1, 7):
             with PartitionedSearch(path, 6, nprobe=24, read_ahead=read_ahead) as search:
-                reads = FailingReads(search, {failing}, error)
-                passing, stages, failures = search.search(queries, 5), [], 0
-                while not (stages and stages[-1].final):
-                    try:
-                        stages.append(next(passing))
-                    except error:
-                        failures += 1
-                assert failures == 1 and len(stages) == 6 and reads.count == 7
-                index.nprobe, before = 24, index.nprobe
-                assert_same(stages[-1], index.search(queries, 5))
-                index.nprobe = before
+                asked = fail_reads(search, {failing}, error)
+                stages, failures = to_the_end(search.search(queries, 5), error)
+                assert failures == 1 and len(stages) == 6 and len(asked) == 7
+                assert_same(stages[-1], index.search(queries, 5, params=faiss.SearchParametersIVF(nprobe=24)))
 
     def test_a_scan_that_fails_changes_nothing(
         self, path: Path, index: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
@@ -285,18 +205,12 @@ class TestFailures:
 
             monkeypatch.setattr(file_of(search).index, "scan", scarce)
             for batch in (queries, tied(20, 1)):
-                passing, stage, failures = search.search(batch, 5), None, 0
-                while stage is None or not stage.final:
-                    try:
-                        stage = next(passing)
-                    except MemoryError:
-                        failures += 1
+                stages, failures = to_the_end(search.search(batch, 5), MemoryError)
                 assert failures
-                assert_same(stage, index.search(batch, 5))
+                assert_same(stages[-1], index.search(batch, 5))
 
     def test_a_file_that_is_cut_off_is_an_error_and_not_the_end(self, index: Any, queries: Any, tmp_path: Path) -> None:
-        path = write_apart(index, tmp_path)
-        data = tmp_path / "index.ivfdata"
+        path, data = write_apart(index, tmp_path), tmp_path / "index.ivfdata"
         whole = data.read_bytes()
         with PartitionedSearch(path, 4, nprobe=24) as search:
             passing = search.search(queries, 5)
@@ -306,30 +220,7 @@ class TestFailures:
                 last(passing)
             with open(data, "r+b") as file:
                 file.write(whole)
-            index.nprobe, before = 24, index.nprobe
-            assert_same(last(passing), index.search(queries, 5))
-            index.nprobe = before
-
-    def test_queries_of_several_passes_go_on_together(self, path: Path, index: Any) -> None:
-        """Each from its own point, in any composition; finished ones too, and those with ties."""
-        random = np.random.default_rng(0)
-        batches = [clustered(12, 1), tied(12, 2), clustered(12, 3)]
-        with PartitionedSearch(path, 6, resident=1, cores=1) as search:
-            for _ in range(10):
-                parts = []
-                for batch in batches:
-                    passing = search.search(batch, 5)
-                    for _ in range(random.integers(0, 7)):
-                        next(passing, None)
-                    parts += [passing.rows.part([row]) for row in range(len(batch))]
-                order = random.permutation(len(parts))
-                found = last(search.resume([parts[place] for place in order]))
-                expected = index.search(np.concatenate(batches), 5)
-                assert_same(found, (expected[0][order], expected[1][order]))
-            with pytest.raises(ValueError, match="at least one"):
-                search.resume([])
-            with pytest.raises(ValueError, match="same k"):
-                last(search.resume([search.search(batches[0], 5).rows, search.search(batches[0], 6).rows]))
+            assert_same(last(passing), index.search(queries, 5, params=faiss.SearchParametersIVF(nprobe=24)))
 
     def test_a_closed_search_says_so(self, path: Path, queries: Any) -> None:
         search = PartitionedSearch(path, 6)
@@ -352,15 +243,13 @@ class TestFailures:
             begun.set()
             go_on.wait(60)
 
-        assert search._reader is not None
-        search._reader.submit(busy)
+        reader_of(search).submit(busy)
         assert begun.wait(60)
         next(passing)
         with ThreadPoolExecutor(2) as pool:
             try:
                 waiting = pool.submit(next, passing)
-                while passing._walk._reading is not None:
-                    time.sleep(0.001)
+                assert eventually(lambda: not reads_ahead(passing))
                 closing = pool.submit(search.close)
                 with pytest.raises(RuntimeError, match="closed"):
                     waiting.result(60)
@@ -390,37 +279,27 @@ class TestBadInput:
         with pytest.raises(OSError, match=str(tmp_path)):
             PartitionedSearch(tmp_path)
 
-    def test_a_file_that_is_cut_off_before_it_is_opened(self, index: Any, tmp_path: Path) -> None:
+    def test_a_file_that_is_cut_off_or_missing_before_it_is_opened(self, index: Any, tmp_path: Path) -> None:
         path, data = write_apart(index, tmp_path), tmp_path / "index.ivfdata"
         missing = data.stat().st_size // 2
         os.truncate(data, data.stat().st_size - missing)
-        with pytest.raises(
-            ValueError, match=rf"index\.ivfdata is cut off: {missing} bytes .* are missing: copy it again"
-        ):
+        cut_off = rf"index\.ivfdata is cut off: {missing} bytes .* are missing: copy it again"
+        with pytest.raises(ValueError, match=cut_off):
             PartitionedSearch(path, 4)
-
-    def test_an_index_without_clusters(self, tmp_path: Path) -> None:
-        for name, description in enumerate(("Flat", "HNSW8,Flat")):
-            other = faiss.index_factory(D, description)
-            other.add(clustered(100, 0))
-            faiss.write_index(other, str(tmp_path / f"{name}"))
-            with pytest.raises(TypeError, match="PartitionedSearch cannot search Index"):
-                PartitionedSearch(tmp_path / f"{name}", 2)
-
-    def test_lists_that_can_be_read_as_a_whole_alone(self, tmp_path: Path) -> None:
-        path = write(build("IVF24,FlatPanorama4", nprobe=11), tmp_path)
-        with pytest.raises(TypeError, match=r"the inverted lists in .* cannot be read in parts"):
-            PartitionedSearch(path, 2)
-
-    def test_an_index_that_is_not_trained(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="not trained: train it"):
-            PartitionedSearch(write(faiss.index_factory(D, "IVF24,Flat"), tmp_path), 2)
-
-    def test_lists_that_are_missing(self, index: Any, tmp_path: Path) -> None:
-        path = write_apart(index, tmp_path)
-        (tmp_path / "index.ivfdata").unlink()
+        data.unlink()
         with pytest.raises(FileNotFoundError, match=r"index.ivfdata, which does not exist"):
             PartitionedSearch(path, 2)
+
+    def test_an_index_without_clusters_or_untrained_or_in_lists_that_are_read_as_a_whole(self, tmp_path: Path) -> None:
+        flat = build("Flat")
+        untrained = faiss.index_factory(D, "IVF24,Flat")
+        for index, message in (
+            (flat, "PartitionedSearch cannot search IndexFlat"),
+            (build("IVF24,FlatPanorama4"), r"the inverted lists in .* cannot be read in parts"),
+            (untrained, "not trained: train it"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                PartitionedSearch(write(index, tmp_path), 2)
 
     def test_a_folder_that_has_been_moved(self, index: Any, queries: Any, tmp_path: Path) -> None:
         (tmp_path / "before").mkdir()
@@ -433,7 +312,6 @@ class TestBadInput:
         ("settings", "message"),
         [
             ({"partitions": 0}, "partitions must be 1 to 24, the clusters of .*, got 0"),
-            ({"partitions": -3}, "partitions must be 1 to 24"),
             ({"partitions": 25}, "partitions must be 1 to 24"),
             ({"partitions": 4, "resident": -1}, "resident must be 0 to 4, the partitions, got -1"),
             ({"partitions": 4, "resident": 5}, "resident must be 0 to 4"),
@@ -445,12 +323,15 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             PartitionedSearch(path, **settings)
 
-    def test_queries_of_another_dimension_and_a_k_below_one(self, path: Path) -> None:
+    def test_queries_of_another_dimension_a_k_below_one_and_nothing_to_resume(self, path: Path) -> None:
         with PartitionedSearch(path, 4) as search:
-            with pytest.raises(ValueError, match=r"shape \(n, 16\), got \(2, 3\)"):
-                search.search(np.zeros((2, 3), np.float32), 5)
-            with pytest.raises(ValueError, match="k must be at least 1"):
-                search.search(clustered(1, 0), 0)
+            for ask, message in (
+                (lambda: search.search(np.zeros((2, 3), np.float32), 5), r"shape \(n, 16\), got \(2, 3\)"),
+                (lambda: search.search(clustered(1, 0), 0), "k must be at least 1"),
+                (lambda: search.resume([]), "at least one"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    ask()
 
 
 _MEMORY = """

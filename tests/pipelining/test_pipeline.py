@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.waiting import turns
 
 from ragorder.pipelining import (
     AnswerChunk,
@@ -84,8 +86,9 @@ class PlayedCommitment:
 
 @dataclass
 class PlayedPrompts:
-    """Documents in alphabetical order, or, once `turned`, the other way round."""
+    """Documents in alphabetical order, or, once `turned`, the other way round; `gate` opens with the first answer."""
 
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
     finished: list[str] = field(default_factory=list)
     turned: bool = False
     broken: bool = False
@@ -96,6 +99,7 @@ class PlayedPrompts:
         return Sent(question, tuple(sorted(documents, reverse=self.turned)))
 
     def commit(self, question: str, documents: Sequence[str], /) -> PlayedCommitment:
+        self.gate.set()
         return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.finished)
 
 
@@ -123,14 +127,13 @@ class Search:
             self.closed += 1
 
 
-def pipeline(search: Search, engine: PlayedEngine, prompts: PlayedPrompts | None = None, room: int = 4) -> Pipeline:
-    load = EngineLoad(room) if room else None
-    return Pipeline(search, prompts or PlayedPrompts(), engine, load=load, key=str)
+def pipeline(search: Search, engine: PlayedEngine | None = None, room: int = 4, **options: Any) -> Pipeline:
+    parts = {"prompts": PlayedPrompts(), "load": EngineLoad(room) if room else None} | options
+    return Pipeline(search, parts.pop("prompts"), engine or PlayedEngine(), key=str, **parts)
 
 
 async def no_tasks_left() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns(5)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -140,7 +143,7 @@ class TestSpeculation:
         engine = PlayedEngine(free=False)
         search = Search("AC", "AB", "AB", "AB", after={3: engine.gate.set})
         stream = await pipeline(search, engine).answer("q")
-        assert stream.text == "A B "
+        assert stream.text == "A B " and stream.usage == Usage(200, 0, 2)
         assert [request.documents for request in engine.sent] == [("A", "C"), ("A", "B")]
         assert [request.documents for request in engine.aborted] == [("A", "C")]
         trace = stream.trace
@@ -148,19 +151,17 @@ class TestSpeculation:
         assert trace.wasted_prompt_tokens == 200
         assert trace.exposed_search_s is not None and trace.retrieval_s is not None
         assert trace.exposed_search_s < trace.retrieval_s <= (trace.first_token_s or 0) <= (trace.total_s or 0)
-        assert stream.usage == Usage(200, 0, 2)
         await no_tasks_left()
 
     async def test_a_wrong_speculation_is_aborted_and_the_answer_generated_anew(self) -> None:
-        engine, prompts = PlayedEngine(free=False), PlayedPrompts()
-        search = Search("AC", "AB")
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
-        stream = await pipeline(search, engine, prompts).answer("q")
+        engine = PlayedEngine(free=False)
+        prompts = PlayedPrompts(engine.gate)
+        stream = await pipeline(Search("AC", "AB"), engine, prompts=prompts).answer("q")
         assert stream.text == "A B "
         assert engine.ended == [Sent("q", ("A", "B"))] and engine.aborted == [Sent("q", ("A", "C"))]
-        assert not stream.trace.right and stream.trace.speculated_stage is None
-        assert stream.trace.exposed_search_s == stream.trace.retrieval_s
-        assert stream.trace.wasted_prompt_tokens == 200
+        trace = stream.trace
+        assert (trace.right, trace.speculated_stage, trace.wasted_prompt_tokens) == (False, None, 200)
+        assert trace.exposed_search_s == trace.retrieval_s
         assert prompts.finished == ["confirmed"]
         await no_tasks_left()
 
@@ -171,74 +172,61 @@ class TestSpeculation:
         assert stream.trace.right and stream.trace.speculated_stage == 1 and not stream.trace.wasted_prompt_tokens
 
     async def test_same_documents_in_another_order_of_the_prompt_are_another_request(self) -> None:
-        engine, prompts = PlayedEngine(), PlayedPrompts()
-        turn = {1: lambda: setattr(prompts, "turned", True)}
-        stream = await pipeline(Search("AB", "AB", after=turn), engine, prompts).answer("q")
+        prompts = PlayedPrompts()
+        search = Search("AB", "AB", after={1: lambda: setattr(prompts, "turned", True)})
+        stream = await pipeline(search, prompts=prompts).answer("q")
         assert stream.text == "B A " and not stream.trace.right
 
-    async def test_what_was_generated_before_the_search_ended_is_given_out_whole(self) -> None:
-        engine = PlayedEngine()
-        stream = await pipeline(Search("ABC", "ABC", "ABC", pauses=50), engine).answer("q")
-        assert stream.text == "A B C " and len(engine.sent) == 1 and stream.trace.right
-
     async def test_nothing_is_given_out_before_the_search_has_ended(self) -> None:
-        engine = PlayedEngine()
         seen: list[str] = []
         search = Search("A", "A", "A", after={2: lambda: seen.append(stream.text)})
-        stream = pipeline(search, engine).stream("q")
-        async with stream:
+        async with pipeline(search).stream("q") as stream:
             seen += [stream.text async for _ in stream]
         assert seen == ["", "A "]
 
-    async def test_without_load_there_is_no_speculation(self) -> None:
-        engine = PlayedEngine()
-        stream = await pipeline(Search("A", "B"), engine, room=0).answer("q")
-        assert stream.text == "B " and engine.sent == [Sent("q", ("B",))] and stream.trace.speculations == 0
-
-    async def test_a_prompt_that_cannot_be_predicted_is_no_speculation(self) -> None:
-        engine = PlayedEngine()
-        stream = await pipeline(Search("A", "A"), engine, PlayedPrompts(broken=True)).answer("q")
-        assert stream.text == "A " and stream.trace.speculations == 0
+    async def test_without_load_or_a_prompt_there_is_no_speculation(self) -> None:
+        for options in ({"load": None}, {"prompts": PlayedPrompts(broken=True)}):
+            engine = PlayedEngine()
+            stream = await pipeline(Search("A", "B"), engine, **options).answer("q")
+            assert stream.text == "B " and engine.sent == [Sent("q", ("B",))] and stream.trace.speculations == 0
 
     @given(
         stages=st.lists(st.text("ABC", min_size=0, max_size=3), min_size=1, max_size=6),
         room=st.integers(0, 3),
         pauses=st.integers(0, 12),
     )
-    def test_the_answer_is_always_the_one_without_speculation(self, stages: list[str], room: int, pauses: int) -> None:
-        async def both() -> None:
-            engine = PlayedEngine()
-            plain = await pipeline(Search(*stages), PlayedEngine(), room=0).answer("q")
-            stream = await pipeline(Search(*stages, pauses=pauses), engine, room=room).answer("q")
-            assert (stream.text, stream.usage) == (plain.text, plain.usage)
-            assert not engine.running
-            assert len(engine.ended) + len(engine.aborted) == len(engine.sent) <= stream.trace.speculations + 1
-            await no_tasks_left()
-
-        asyncio.run(both())
+    @example(stages=[""], room=1, pauses=0)
+    @example(stages=["ABC", "ABC", "ABC"], room=1, pauses=50)
+    async def test_the_answer_is_always_the_one_without_speculation(
+        self, stages: list[str], room: int, pauses: int
+    ) -> None:
+        engine = PlayedEngine()
+        plain = await pipeline(Search(*stages), room=0).answer("q")
+        stream = await pipeline(Search(*stages, pauses=pauses), engine, room).answer("q")
+        assert (stream.text, stream.usage) == (plain.text, plain.usage)
+        assert not engine.running
+        assert len(engine.ended) + len(engine.aborted) == len(engine.sent) <= stream.trace.speculations + 1
+        await no_tasks_left()
 
 
 class TestLoad:
     async def test_no_speculation_without_room(self) -> None:
         engine, load = PlayedEngine(), EngineLoad(1)
         with load.prefilling():
-            stream = await Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, key=str).answer("q")
+            stream = await pipeline(Search("A", "B", "B"), engine, load=load).answer("q")
         assert stream.text == "B " and engine.sent == [Sent("q", ("B",))]
         assert (stream.trace.speculations, stream.trace.refused) == (0, 2)
 
     async def test_a_refused_one_is_tried_again_after_the_next_stage(self) -> None:
-        engine, others = PlayedEngine(), [1]
+        others = [1]
         load = EngineLoad(1, reported=lambda: len(others))
-        search = Search("A", "A", "A", after={1: others.clear})
-        stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
+        stream = await pipeline(Search("A", "A", "A", after={1: others.clear}), load=load).answer("q")
         assert stream.trace.refused == 1 and stream.trace.right and stream.trace.speculated_stage == 2
 
     async def test_pending_are_those_without_a_first_token(self) -> None:
         engine, load = PlayedEngine(free=False), EngineLoad(2)
-        one = Pipeline(Search("A"), PlayedPrompts(), engine, load=load, key=str)
-        task = asyncio.create_task(one.answer("q"))
-        for _ in range(50):
-            await asyncio.sleep(0)
+        task = asyncio.create_task(pipeline(Search("A"), engine, load=load).answer("q"))
+        await turns(50)
         assert load.pending == 1 and load.has_room
         engine.gate.set()
         await task
@@ -246,21 +234,21 @@ class TestLoad:
 
     async def test_an_aborted_speculation_leaves_its_place(self) -> None:
         engine, load = PlayedEngine(free=False), EngineLoad(1)
-        search = Search("A", "B", "C", "D")
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
-        stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
+        one = pipeline(Search("A", "B", "C", "D"), engine, load=load, prompts=PlayedPrompts(engine.gate))
+        stream = await one.answer("q")
         assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
 
     def test_what_is_admitted_is_pending_until_it_is_sent(self) -> None:
+        """Beside those that the engine reports, unless we count more."""
         load = EngineLoad(2, reported=lambda: 1)
         admission = load.admit()
         assert admission is not None
-        assert load.pending == 2
-        assert load.admit() is None
+        assert load.pending == 2 and load.admit() is None
         for _ in range(2):
             admission.end()
             assert load.pending == 1
         assert load.admit() is not None
+        assert EngineLoad(3, reported=lambda: None).pending == 0
 
     async def test_one_that_is_cancelled_before_it_begins_leaves_its_place(self) -> None:
         engine, load = PlayedEngine(), EngineLoad(1)
@@ -271,26 +259,8 @@ class TestLoad:
         await speculation.ended()
         assert load.pending == 0 and not engine.sent
 
-    async def test_speculations_of_several_questions_are_admitted_one_by_one(self) -> None:
-        """All searches show their first documents at the same time; the engine takes one prefill."""
-        engine, load = PlayedEngine(free=False), EngineLoad(1)
-        shared = Pipeline(Search("A", "A", pauses=3), PlayedPrompts(), engine, load=load, key=str)
-        tasks = [asyncio.create_task(shared.answer(f"question {number}")) for number in range(8)]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert len(engine.sent) == load.pending == 1
-        engine.gate.set()
-        streams = await asyncio.gather(*tasks)
-        assert sum(stream.trace.speculations for stream in streams) == 1
-
-    def test_the_larger_of_our_count_and_the_engines_counts(self) -> None:
-        assert EngineLoad(3, reported=lambda: 2).pending == 2
-        assert EngineLoad(3, reported=lambda: None).pending == 0
-
     def test_the_prefill_batch_is_what_one_iteration_computes(self) -> None:
         assert prefill_batch(8192, 1500) == 5 and prefill_batch(512, 4000) == 1
-
-    def test_room_for_none_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_prefill_bs"):
             EngineLoad(0)
 
@@ -333,22 +303,18 @@ class TestOdds:
         assert 10 < needed < 60
 
     async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
-        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
-        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, gain=gain, key=str)
+        load, gain = EngineLoad(1), SpeculationGain()
         with load.prefilling():
             for _ in range(3):
-                await one.answer("q")
+                await pipeline(Search("A", "B", "B"), load=load, gain=gain).answer("q")
         assert not gain.worthwhile(1, 60.0) and gain.worthwhile(2, 60.0)
 
     async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
-        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
+        load, gain = EngineLoad(1), SpeculationGain()
         with load.prefilling() as started:
             started()
         gain.learn([(False, 0.0), (True, 1.0)])
-        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, gain=gain, key=str).answer(
-            "q"
-        )
-        trace = stream.trace
+        trace = (await pipeline(Search("A", "A", "A"), load=load, gain=gain).answer("q")).trace
         assert (trace.declined, trace.refused, trace.speculations) == (1, 0, 1)
         assert trace.right and trace.speculated_stage == 2
 
@@ -373,24 +339,24 @@ class TestFaults:
         engine, prompts = PlayedEngine(free=False), PlayedPrompts()
         search = Search("A", "A", "A", after={2: TimeoutError("index")})
         with pytest.raises(TimeoutError, match="index"):
-            await pipeline(search, engine, prompts).answer("q")
+            await pipeline(search, engine, prompts=prompts).answer("q")
         assert engine.aborted == [Sent("q", ("A",))] and not engine.running and search.closed == 1
         assert prompts.finished == []
         await no_tasks_left()
 
-    async def test_an_engine_that_dies_during_a_speculation_is_asked_again(self) -> None:
+    @pytest.mark.parametrize("stays", [True, False])
+    async def test_an_engine_that_dies_during_a_speculation_is_asked_again(self, stays: bool) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         engine.broken = ConnectionError("gone")
-        search = Search("A", "A", "A", after={2: lambda: setattr(engine, "broken", None)})
-        stream = await pipeline(search, engine, prompts).answer("q")
-        assert stream.text == "A " and not stream.trace.right and prompts.finished == ["confirmed"]
-
-    async def test_an_engine_that_stays_dead_raises_as_without_speculation(self) -> None:
-        engine, prompts = PlayedEngine(), PlayedPrompts()
-        engine.broken = ConnectionError("gone")
-        with pytest.raises(ConnectionError, match="gone"):
-            await pipeline(Search("A", "A"), engine, prompts).answer("q")
-        assert prompts.finished == ["discarded"]
+        search = Search("A", "A", "A", after={} if stays else {2: lambda: setattr(engine, "broken", None)})
+        answering = pipeline(search, engine, prompts=prompts).answer("q")
+        if stays:
+            with pytest.raises(ConnectionError, match="gone"):
+                await answering
+        else:
+            stream = await answering
+            assert stream.text == "A " and not stream.trace.right
+        assert prompts.finished == ["discarded" if stays else "confirmed"]
         await no_tasks_left()
 
     async def test_a_speculation_that_breaks_once_it_was_taken_is_sent_again(self) -> None:
@@ -404,8 +370,7 @@ class TestFaults:
             yield AnswerChunk("whole")
 
         engine.stream = stream  # type: ignore[method-assign]
-        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
-        answered = await pipeline(Search("A", "A"), engine).answer("q")
+        answered = await pipeline(Search("A", "A"), engine, prompts=PlayedPrompts(engine.gate)).answer("q")
         assert answered.text == "whole" and not answered.trace.right
 
     async def test_one_that_breaks_after_its_first_piece_raises(self) -> None:
@@ -417,36 +382,33 @@ class TestFaults:
                 raise ConnectionError("gone")
 
         with pytest.raises(ConnectionError):
-            await pipeline(Search("A", "A"), Breaking(), prompts).answer("q")
+            await pipeline(Search("A", "A"), Breaking(), prompts=prompts).answer("q")
         assert prompts.finished == ["confirmed without usage"]
 
     @pytest.mark.parametrize("pauses", [0, 1, 5, 25, 60, 100])
     async def test_a_caller_that_cancels_leaves_nothing_behind(self, pauses: int) -> None:
         engine, prompts = PlayedEngine(free=False), PlayedPrompts()
-        await self._cancel_after(pauses, pipeline(Search("A", "B", "B"), engine, prompts), engine)
+        await self.cancel_after(pauses, pipeline(Search("A", "B", "B"), engine, prompts=prompts), engine)
         assert prompts.finished in ([], ["discarded"])
 
-    async def test_the_time_between_tokens_is_the_mean_of_those_behind_the_first(self) -> None:
+    @pytest.mark.parametrize(("tokens", "tbt_s"), [(3, 5.0), (1, None), (None, None)])
+    async def test_the_time_between_tokens_is_the_mean_of_those_behind_the_first(
+        self, tokens: int | None, tbt_s: float | None
+    ) -> None:
         """Of three tokens, the last ten seconds behind the first."""
         now_s = [0.0]
 
         class Timed(PlayedEngine):
-            tokens: int | None = None
-
             async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
                 for text in ("", "b", "c"):
                     now_s[0] += 5.0
                     yield AnswerChunk(text)
                 now_s[0] += 100.0
-                yield AnswerChunk("", Usage(10, 0, self.tokens))
+                yield AnswerChunk("", Usage(10, 0, tokens))
 
-        for tokens, tbt_s in ((3, 5.0), (1, None), (None, None)):
-            engine = Timed()
-            engine.tokens = tokens
-            one = Pipeline(Search("A"), PlayedPrompts(), engine, key=str, clock=lambda: now_s[0])
-            stream = await one.answer("q")
-            assert stream.tbt_s == tbt_s
-            assert (stream.trace.last_token_s or 0) - (stream.trace.first_token_s or 0) == 10.0
+        stream = await pipeline(Search("A"), Timed(), room=0, clock=lambda: now_s[0]).answer("q")
+        assert stream.tbt_s == tbt_s
+        assert (stream.trace.last_token_s or 0) - (stream.trace.first_token_s or 0) == 10.0
 
     @pytest.mark.parametrize("pauses", range(40, 60))
     async def test_a_caller_that_cancels_during_an_abort_waits_for_its_end(self, pauses: int) -> None:
@@ -459,19 +421,17 @@ class TestFaults:
                     await self.gate.wait()
                     yield AnswerChunk("")
                 finally:
-                    for _ in range(8):
-                        await asyncio.sleep(0)
+                    await turns(8)
                     self.running.remove(request)
 
         engine = Slow(free=False)
-        await self._cancel_after(pauses, pipeline(Search("A", "B", "C", "C"), engine), engine)
+        await self.cancel_after(pauses, pipeline(Search("A", "B", "C", "C"), engine), engine)
 
     @staticmethod
-    async def _cancel_after(pauses: int, one: Pipeline, engine: PlayedEngine) -> None:
+    async def cancel_after(pauses: int, one: Pipeline, engine: PlayedEngine) -> None:
         """Nothing is left of a question that is cancelled after so many steps of the event loop."""
         task = asyncio.create_task(one.answer("q"))
-        for _ in range(pauses):
-            await asyncio.sleep(0)
+        await turns(pauses)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -480,14 +440,9 @@ class TestFaults:
 
     async def test_closing_a_stream_early_aborts_the_request(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
-        async with pipeline(Search("ABC"), engine, prompts).stream("q") as stream:
+        async with pipeline(Search("ABC"), engine, prompts=prompts).stream("q") as stream:
             assert await anext(stream) == "A "
         assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.finished == ["confirmed without usage"]
-
-    async def test_no_documents_found_is_a_question_without_documents(self) -> None:
-        engine = PlayedEngine()
-        assert (await pipeline(Search(""), engine).answer("q")).text == ""
-        assert engine.sent == [Sent("q", ())]
 
 
 class PlayedPrefix:
@@ -516,24 +471,19 @@ class PlayedPrefix:
 
 
 class TestWarmUp:
-    async def test_it_runs_during_retrieval_where_the_engine_is_cold(self) -> None:
-        prefix = PlayedPrefix()
+    @pytest.mark.parametrize("cached", [False, True])
+    async def test_it_runs_during_retrieval_where_the_engine_is_cold(self, cached: bool) -> None:
+        prefix = PlayedPrefix(cached=cached)
         seen: list[list[str]] = []
         search = Search("A", "A", after={1: lambda: seen.append(list(prefix.prefilled))})
-        one = Pipeline(search, PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
-        assert (await one.answer("q")).trace.warmed_up
-        assert seen == [["q"]] and prefix.prefilled == ["q"]
+        assert (await pipeline(search, warm_up=WarmUp(prefix)).answer("q")).trace.warmed_up is not cached
+        assert [prefix.prefilled] == seen == [[] if cached else ["q"]]
         await no_tasks_left()
-
-    async def test_it_does_not_run_where_the_prompt_is_cached(self) -> None:
-        prefix = PlayedPrefix(cached=True)
-        one = Pipeline(Search("A"), PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
-        assert not (await one.answer("q")).trace.warmed_up and prefix.prefilled == []
 
     async def test_never_twice_at_once_in_a_scope(self) -> None:
         prefix = PlayedPrefix()
         warm_up = WarmUp(prefix)
-        one = Pipeline(Search("A", pauses=50), PlayedPrompts(), PlayedEngine(), warm_up=warm_up, key=str)
+        one = pipeline(Search("A", pauses=50), warm_up=warm_up)
         await asyncio.gather(*(one.answer(question) for question in ("a1", "a2", "b1", "a3")))
         assert prefix.prefilled == ["a1", "b1"] and warm_up.started == 2
 
@@ -542,22 +492,18 @@ class TestWarmUp:
         warm_up = WarmUp(prefix)
         first, second = warm_up.start("a1"), warm_up.start("a2")
         assert first is not None and second is first
-        await asyncio.sleep(0)
-        first.leave()
-        await asyncio.sleep(0)
-        assert prefix.aborted == []
-        second.leave()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert prefix.aborted == ["a1"]
+        for aborted in ([], ["a1"]):
+            await turns(2)
+            first.leave()
+            await turns(2)
+            assert prefix.aborted == aborted
         await no_tasks_left()
 
     async def test_retrieval_that_fails_aborts_it(self) -> None:
         prefix = PlayedPrefix()
         search = Search("A", "A", after={1: RuntimeError("index")})
-        one = Pipeline(search, PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
         with pytest.raises(RuntimeError, match="index"):
-            await one.answer("q")
+            await pipeline(search, warm_up=WarmUp(prefix)).answer("q")
         await no_tasks_left()
         assert prefix.aborted == ["q"]
 
@@ -565,9 +511,9 @@ class TestWarmUp:
         prefix = PlayedPrefix()
         prefix.error = ConnectionError("gone")
         warm_up = WarmUp(prefix)
-        one = Pipeline(Search("A"), PlayedPrompts(), PlayedEngine(), warm_up=warm_up, key=str)
-        assert (await one.answer("q")).text == "A "
-        assert (await one.answer("q")).text == "A " and warm_up.started == 2
+        for started in (1, 2):
+            assert (await pipeline(Search("A"), warm_up=warm_up).answer("q")).text == "A "
+            assert warm_up.started == started
 
     async def test_closing_ends_it(self) -> None:
         prefix = PlayedPrefix()
@@ -596,18 +542,24 @@ class TestPlainRetrieval:
 
 class TestSync:
     def test_the_answer_and_its_pieces(self) -> None:
-        with SyncPipeline(lambda: pipeline(Search("AC", "AB", "AB"), PlayedEngine())) as sync:
+        with SyncPipeline(lambda: pipeline(Search("AC", "AB", "AB"))) as sync:
             answered = sync.answer("q")
             assert answered.text == "A B " and answered.usage == Usage(200, 0, 2) and answered.trace.stages == 3
             assert list(sync.stream("q")) == ["A ", "B "]
 
     def test_errors_arrive(self) -> None:
         search = Search("A", "B", after={1: TimeoutError("index")})
-        with SyncPipeline(lambda: pipeline(search, PlayedEngine())) as sync, pytest.raises(TimeoutError, match="index"):
+        with SyncPipeline(lambda: pipeline(search)) as sync, pytest.raises(TimeoutError, match="index"):
             sync.answer("q")
 
+        def fail() -> Pipeline:
+            raise ValueError("no server")
+
+        with pytest.raises(ValueError, match="no server"):
+            SyncPipeline(fail)
+
     def test_once_closed_it_says_so(self) -> None:
-        sync = SyncPipeline(lambda: pipeline(Search("A"), PlayedEngine()))
+        sync = SyncPipeline(lambda: pipeline(Search("A")))
         sync.close()
         sync.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -621,10 +573,3 @@ class TestSync:
         stream.close()
         sync.close()
         assert len(engine.aborted) == 1
-
-    def test_an_error_in_make_is_raised(self) -> None:
-        def fail() -> Pipeline:
-            raise ValueError("no server")
-
-        with pytest.raises(ValueError, match="no server"):
-            SyncPipeline(fail)

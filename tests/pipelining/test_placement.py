@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -19,6 +20,8 @@ from ragorder.pipelining.placement.profile import shared_tokens
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30), (512, 100)), block_tokens=16)
 INDEX = IndexSizes(fixed=20, partitions=(40, 60, 50, 50))
 WORKLOAD = Workload(prompt_tokens=30, answer_tokens=2)
+DEVICE, HOST = 50 + 100 + 32 + 30, 20 + 60 + 50
+"""The least bytes that one request takes."""
 
 
 def estimate(
@@ -49,12 +52,12 @@ def with_ring(placement: Placement) -> Placement:
 class TestFootprint:
     def test_is_equations_2_and_3_with_what_passes_through(self) -> None:
         placement = Placement(Spread(4, 3, 1), Spread(64, 32, 16), partitions=1, batch=2, step_tokens=64, slots=2)
-        footprint = Footprint(MODEL, INDEX)
+        used = Footprint(MODEL, INDEX).total(placement)
         # Weights outside, 4 layers, 2 buffers, KV, workspace.
-        assert footprint.device(placement) == 50 + 400 + 200 + 64 + 30
+        assert used.device == 50 + 400 + 200 + 64 + 30
         # 3 layers, KV, the rest of the index, the largest partition, and the next two, which pass through.
-        assert footprint.host(placement) == 300 + 32 + 20 + 60 + (50 + 50)
-        assert footprint.disk(placement) == 16
+        assert used.host == 300 + 32 + 20 + 60 + (50 + 50)
+        assert used.disk == 16
 
     def test_fits_where_each_place_does(self) -> None:
         placement = Placement(Spread(8), Spread(64), partitions=4, batch=2, step_tokens=64)
@@ -86,28 +89,31 @@ class TestFootprint:
 
 class TestPlan:
     def test_all_is_resident_where_it_fits(self) -> None:
-        placement = plan_placement(Budgets(10_000, 10_000), estimate())
-        assert placement.weights == Spread(8)
-        assert placement.partitions == 4
-        assert placement.slots == 0
+        plenty = Budgets(10_000, 10_000)
+        placement = plan_placement(plenty, estimate())
+        assert (placement.weights, placement.partitions, placement.slots) == (Spread(8), 4, 0)
+        assert "More memory would not help." in placement.explain()
+        without_index = plan_placement(plenty, estimate(index=NO_INDEX))
+        assert (without_index.partitions, without_index.retrieval_s) == (0, 0)
+        with pytest.raises(ValueError, match="backlog"):
+            plan_placement(plenty, estimate(), backlog=0)
 
     def test_is_never_above_a_budget(self) -> None:
         """Of 1,000 random models, indexes and budgets; the plan exists wherever any placement fits."""
-        random, planned, refused = Random(0), 0, 0
+        random, outcomes = Random(0), Counter[bool]()
         for _ in range(1000):
             costs = drawn_costs(random, layers=random.randint(1, 12), partitions=random.randint(0, 8))
             budgets = drawn_budgets(random, costs)
             try:
                 placement = plan_placement(budgets, costs)
             except PlacementError:
-                refused += 1
+                outcomes[False] += 1
                 continue
-            planned += 1
+            outcomes[True] += 1
             assert placement.footprint.fits(placement, budgets)
             assert placement.weights.total == len(costs.model.layers)
             assert placement.kv.device >= costs.model.kv(costs.workload.kv_tokens(placement.batch), placement.batch)
-        assert planned > 400
-        assert refused > 50
+        assert outcomes[True] > 400 and outcomes[False] > 50
 
     def test_is_the_best_of_all_placements(self) -> None:
         """Against brute force over every placement of small models and indexes, with a ring of three buffers unless no
@@ -177,50 +183,31 @@ class TestPlan:
         assert settings["device_tokens"] * MODEL.kv_token == placement.kv.device
         assert settings["disk_bytes"] == placement.kv.disk
 
-    def test_without_an_index_the_model_has_it_all(self) -> None:
-        placement = plan_placement(Budgets(500, 620), estimate(index=NO_INDEX))
-        assert placement.partitions == 0
-        assert placement.retrieval_s == 0
-
-    def test_a_backlog_below_one_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="backlog"):
-            plan_placement(Budgets(10_000, 10_000), estimate(), backlog=0)
-
 
 class TestBudgetsThatAreTooSmall:
-    def missing(self, budgets: Budgets) -> tuple[str, int, int]:
+    @pytest.mark.parametrize(
+        ("budgets", "name", "given", "least"),
+        [
+            # Outside, a layer, a request of 32 tokens, a step.
+            *((Budgets(device, 10_000), "device_bytes", device, DEVICE) for device in (0, 1, 100, 211)),
+            # The index must pass through host memory.
+            (Budgets(10_000, 20), "host_bytes", 20, HOST),
+            (Budgets(10_000, 300, unified=True), "host_bytes", 300, DEVICE + HOST),
+        ],
+    )
+    def test_what_is_missing_is_said_and_is_enough(self, budgets: Budgets, name: str, given: int, least: int) -> None:
         with pytest.raises(PlacementError) as refused:
             plan_placement(budgets, estimate())
-        text = str(refused.value)
-        name, missing, least = re.findall(r"^(\w+) is .*, and (\d+) bytes are missing.* Give \w+ (\d+) or more", text)[
-            0
-        ]
-        return name, int(missing), int(least)
-
-    @pytest.mark.parametrize("device", [0, 1, 100, 211])
-    def test_one_layer_and_one_request_are_the_least_on_the_device(self, device: int) -> None:
-        # Outside, a layer, a request of 32 tokens, a step.
-        least = 50 + 100 + 32 + 30
-        assert self.missing(Budgets(device, 10_000)) == ("device_bytes", least - device, least)
-        plan_placement(Budgets(least, 10_000), estimate())
-
-    def test_the_index_must_pass_through_host_memory(self) -> None:
-        least = 20 + 60 + 50
-        assert self.missing(Budgets(10_000, 20)) == ("host_bytes", least - 20, least)
-        plan_placement(Budgets(10_000, least), estimate())
-
-    def test_one_memory_must_hold_both(self) -> None:
-        least = 50 + 100 + 32 + 30 + 20 + 60 + 50
-        assert self.missing(Budgets(10_000, 300, unified=True)) == ("host_bytes", least - 300, least)
-        plan_placement(Budgets(10_000, least, unified=True), estimate())
+        form = r"^(\w+) is .*, and (\d+) bytes are missing.* Give \w+ (\d+) or more"
+        assert re.findall(form, str(refused.value)) == [(name, str(least - given), str(least))]
+        plan_placement(replace(budgets, **{name: least}), estimate())
 
 
 class TestMeanLatency:
     def test_without_retrieval_it_is_equation_6(self) -> None:
         # (k + 1) / 2 * T(n / k), with k = 4 batches of 3.
         assert mean_latency_s(12, 3, 0.0, lambda size: 2.0 * size) == pytest.approx(2.5 * 6.0)
-
-    def test_the_last_batch_is_of_what_is_left(self) -> None:
+        # The last batch is of what is left.
         assert mean_latency_s(5, 3, 0.0, float) == pytest.approx((3 * 3 + 2 * 5) / 5)
 
     def test_many_batches_take_the_slower_half_each(self) -> None:
@@ -254,9 +241,6 @@ class TestExplanation:
         }
         for words, (budgets, costs) in said.items():
             assert f"Bottleneck: {words}" in plan_placement(budgets, costs).explain()
-
-    def test_where_all_fits_more_memory_is_of_no_use(self) -> None:
-        assert "More memory would not help." in plan_placement(Budgets(10_000, 10_000), estimate()).explain()
 
 
 class TestSharedTokens:

@@ -48,15 +48,25 @@ class TestTimes:
             assert made.generation_s(batch, Spread(8), STEP) == pytest.approx(batch**0.5)
             assert made.generation_s(batch, Spread(0, 0, 8), STEP) == pytest.approx(17 * batch**0.5)
             assert made.generation_s(batch, Spread(0, 8, 0), STEP) == pytest.approx(9 * batch**0.5)
+        assert made.batches == [1, 2, 4, 8, 16]
 
-    def test_are_linear_between_measured_layers(self) -> None:
-        made = profile()
-        assert made.generation_s(1, Spread(2, 6, 0), STEP) == pytest.approx(7)
-        assert made.generation_s(1, Spread(6, 0, 2), STEP) == pytest.approx(5)
-
-    def test_of_a_mixture_lie_in_proportion(self) -> None:
-        # A third of six streamed layers on the disk: 7 + (13 - 7) / 3.
-        assert profile().generation_s(1, Spread(2, 4, 2), STEP) == pytest.approx(9)
+    @pytest.mark.parametrize(
+        ("places", "weights", "seconds"),
+        [
+            # Linear between measured layers.
+            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(2, 6, 0), 7),
+            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(6, 0, 2), 5),
+            # A mixture lies in proportion: a third of six streamed layers on the disk, 7 + (13 - 7) / 3.
+            ([(0, 0), (0, 8), (4, 0), (4, 4), (8, 0)], Spread(2, 4, 2), 9),
+            # The slope goes on in front of measured layers.
+            ([(4, 0), (8, 0)], Spread(0, 0, 8), 17),
+            # The disk alone stands for host memory.
+            ([(0, 0), (8, 0)], Spread(0, 8, 0), 17),
+        ],
+    )
+    def test_by_layers(self, places: list[tuple[int, int]], weights: Spread, seconds: float) -> None:
+        samples = generation(lambda batch, device, host: (1 + (8 - device) * (1 if host else 2)) * batch**0.5, places)
+        assert profile(generation=samples).generation_s(1, weights, STEP) == pytest.approx(seconds)
 
     def test_never_rise_with_what_is_resident(self) -> None:
         noisy = {0: 3.0, 2: 1.0, 4: 2.0, 8: 0.5}
@@ -71,30 +81,12 @@ class TestTimes:
         ):
             assert values == sorted(values, reverse=True)
 
-    def test_of_the_disk_alone_stand_for_host_memory(self) -> None:
-        samples = generation(lambda batch, device, host: (9.0 - device) * batch, [(0, 0), (8, 0)])
-        made = profile(generation=samples)
-        assert (
-            made.generation_s(1, Spread(0, 8, 0), STEP)
-            == made.generation_s(1, Spread(0, 0, 8), STEP)
-            == pytest.approx(9)
-        )
-
     def test_retrieval_is_linear_in_resident_partitions(self) -> None:
         assert [profile().retrieval_s(count) for count in range(5)] == pytest.approx([5, 4, 3, 2, 1])
-
-    def test_in_front_of_measured_layers_the_slope_goes_on(self) -> None:
-        samples = generation(lambda batch, device, host: (9.0 - device) * batch, [(4, 0), (8, 0)])
-        assert profile(generation=samples).generation_s(1, Spread(0, 0, 8), STEP) == pytest.approx(9)
-
-    def test_repeats_count_once(self) -> None:
-        samples = [
-            RetrievalSample(partitions=count, seconds=seconds) for count in (0, 4) for seconds in (1.0, 2.0, 9.0)
-        ]
+        # Repeats count once.
+        timed = [(count, seconds) for count in (0, 4) for seconds in (1.0, 2.0, 9.0)]
+        samples = [RetrievalSample(partitions=count, seconds=seconds) for count, seconds in timed]
         assert profile(retrieval=samples).retrieval_s(0) == 2.0
-
-    def test_batches_to_choose_from_are_within_the_measured_ones(self) -> None:
-        assert profile().batches == [1, 2, 4, 8, 16]
 
     def test_a_placement_can_be_planned(self) -> None:
         placement = plan_placement(Budgets(4000, 300), profile())
@@ -144,18 +136,13 @@ class TestFile:
             (b"[]", "no profile of placements"),
             (b'{"format": "ragorder-prefill-profile"}', "no profile of placements"),
             (b'{"format": "ragorder-placement-profile"}', "model"),
+            (json.dumps({**profile().model_dump(mode="json"), "version": 2}).encode(), "version"),
         ],
     )
-    def test_of_another_kind_is_refused_by_name(self, content: bytes, said: str, tmp_path: Path) -> None:
+    def test_of_another_kind_or_version_is_refused_by_name(self, content: bytes, said: str, tmp_path: Path) -> None:
         path = tmp_path / "profile.json"
         path.write_bytes(content)
         with pytest.raises(ValueError, match=said) as refused:
             PlacementProfile.from_file(path)
         assert str(path) in str(refused.value)
         assert "ragorder profile --placement" in str(refused.value)
-
-    def test_a_later_version_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "profile.json"
-        path.write_text(json.dumps({**profile().model_dump(mode="json"), "version": 2}))
-        with pytest.raises(ValueError, match="version"):
-            PlacementProfile.from_file(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from support.ivf import (
     IP,
     L2,
     METRICS,
+    AsFaiss,
     D,
     assert_same,
     build,
@@ -28,7 +31,6 @@ from support.ivf import (
     last,
     set_nprobe,
     tied,
-    tied_index,
 )
 
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF, staged_retrieval
@@ -52,45 +54,29 @@ def queries() -> Any:
     return clustered(1000, 1)
 
 
-class TestTheLastStageIsTheSearch:
-    """Ids and distances, bit for bit."""
-
-    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-    @pytest.mark.parametrize("description", ["IVF24,Flat", "IVF24,PQ4x4", "IVF24,SQ8"])
-    def test_over_1000_random_queries_of_an_ivf_index(self, description: str, metric: int, queries: Any) -> None:
-        index = build(description, metric)
-        set_nprobe(index, 16)
-        for growth in ("equal", "geometric"):
-            assert_same(last(StagedIVF(index, 4, growth=growth).search(queries, 10)), index.search(queries, 10))
-        for query in queries[:100, None]:
-            assert_same(last(StagedIVF(index, 4).search(query, 5)), index.search(query, 5))
+class TestTheLastStageIsTheSearch(AsFaiss):
+    def found(self, index: Any, queries: Any, k: int, folder: Path, chance: Random) -> Stage:
+        growth: Any = chance.choice(["equal", "geometric"])
+        return last(StagedIVF(index, chance.randint(1, 8), growth=growth).search(queries, k))
 
     @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
     @pytest.mark.parametrize("description", ["HNSW16,Flat", "HNSW16,SQ8", "HNSW16,PQ4x4"])
     def test_over_1000_random_queries_of_an_hnsw_index(self, description: str, metric: int, queries: Any) -> None:
         index = build(description, metric)
-        faiss.ParameterSpace().set_index_parameter(index, "efSearch", 40)
+        index.hnsw.efSearch = 40
         assert_same(last(StagedHNSW(index).search(queries, 10)), index.search(queries, 10))
 
-    @pytest.mark.parametrize("data", DATA)
-    @pytest.mark.parametrize(
-        ("description", "metric"),
-        [*itertools.product(EVERY_FLAVOUR, METRICS.values()), ("IMI2x3,Flat", L2)],
-    )
-    def test_the_last_stage_is_exact_in_every_kind_of_ivf(self, description: str, metric: int, data: str) -> None:
-        index = build(description, metric, DATA[data](600, 0))
-        set_nprobe(index, 11)
-        queries = DATA[data](40, 1)
-        for k in (1, 7, 40):
-            assert_same(last(StagedIVF(index, 4).search(queries, k)), index.search(queries, k))
+    @pytest.mark.parametrize("description", EVERY_FLAVOUR[-2:])
+    def test_the_last_stage_is_exact_in_more_kinds(self, description: str, tmp_path: Path) -> None:
+        for metric, data in itertools.product(METRICS.values(), DATA.values()):
+            self.check(build(description, metric, data(600, 0), nprobe=11), data(40, 1), 7, tmp_path)
 
     @pytest.mark.parametrize("data", DATA)
     @pytest.mark.parametrize("metric", OTHER_METRICS)
     def test_the_last_stage_is_exact_in_every_metric(self, metric: str, data: str) -> None:
         kind = getattr(faiss, f"METRIC_{metric}")
         vectors, queries = (abs(DATA[data](count, seed)) + 1 for count, seed in ((600, 0), (40, 1)))
-        quantizer = faiss.IndexFlat(D, kind)
-        index = faiss.IndexIVFFlat(quantizer, D, 16, kind)
+        index = faiss.IndexIVFFlat(faiss.IndexFlat(D, kind), D, 16, kind)
         index.train(vectors)
         index.add(vectors)
         index.nprobe = 9
@@ -112,48 +98,17 @@ class TestTheLastStageIsTheSearch:
         graph.hnsw.check_relative_distance = graph.hnsw.search_bounded_queue = False
         assert_same(last(StagedHNSW(graph).search(queries[:50], 5)), graph.search(queries[:50], 5))
 
-    def test_in_a_batch_that_faiss_would_split_over_cores(self, queries: Any) -> None:
-        index = build("IVF24,PQ4x4")
-        set_nprobe(index, 12)
-        try:
-            for threads in (1, 3):
-                faiss.omp_set_num_threads(threads)
-                assert_same(last(StagedIVF(index).search(queries[:70], 5)), index.search(queries[:70], 5))
-        finally:
-            faiss.omp_set_num_threads(1)
-
-    @settings(max_examples=examples(300))
-    @given(
-        data=st.data(),
-        metric=st.sampled_from([L2, IP]),
-        levels=st.integers(2, 6),
-        vectors=st.integers(0, 120),
-        nlist=st.integers(1, 12),
-        k=st.integers(1, 30),
-        seed=st.integers(0, 2**16),
-    )
-    def test_where_distances_tie_all_over(
-        self, data: st.DataObject, metric: int, levels: int, vectors: int, nlist: int, k: int, seed: int
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        index = tied_index(rng, metric, levels, vectors, nlist)
-        queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
-        index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
-        growth = data.draw(st.sampled_from(["equal", "geometric"]), "growth")
-        stages = data.draw(st.integers(1, 8), "stages")
-        assert_same(last(StagedIVF(index, stages, growth=growth).search(queries, k)), index.search(queries, k))
-
 
 class TestStages:
-    def test_stages_are_numbered_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
+    def test_stages_are_numbered_and_read_only_and_the_last_is_final(self, flat: Any, queries: Any) -> None:
         found = list(StagedIVF(flat, 3, nprobe=9).search(queries[:2], 5))
-        assert [(stage.number, stage.stages, stage.final) for stage in found] == [
-            (1, 3, False),
-            (2, 3, False),
-            (3, 3, True),
-        ]
+        numbers = [(stage.number, stage.stages, stage.final) for stage in found]
+        assert numbers == [(1, 3, False), (2, 3, False), (3, 3, True)]
         assert {stage.ids.shape for stage in found} == {stage.distances.shape for stage in found} == {(2, 5)}
         assert {(stage.ids.dtype, stage.distances.dtype) for stage in found} == {(np.dtype("i8"), np.dtype("f4"))}
+        for array in (found[0].ids, found[0].distances):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0, 0] = 7
 
     @pytest.mark.parametrize(
         ("growth", "scanned"),
@@ -204,13 +159,6 @@ class TestStages:
         assert len(found) == 3
         assert_same(found[-1], flat.search(queries[:5], 5, params=faiss.SearchParametersIVF(nprobe=24)))
 
-    def test_cannot_be_changed(self, flat: Any, queries: Any) -> None:
-        for stage in StagedIVF(flat, 4, nprobe=9).search(queries[:2], 5):
-            with pytest.raises(ValueError, match="read-only"):
-                stage.ids[0, 0] = 7
-            with pytest.raises(ValueError, match="read-only"):
-                stage.distances[0, 0] = 7
-
 
 class TestWorkIsDoneStageByStage:
     @pytest.fixture
@@ -219,20 +167,14 @@ class TestWorkIsDoneStageByStage:
         faiss.cvar.indexIVF_stats.reset()
         return lambda: int(faiss.cvar.indexIVF_stats.nlist)
 
-    def test_no_stage_runs_before_the_first_next(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
+    def test_no_stage_runs_before_its_next(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
         stages = StagedIVF(flat, 4, nprobe=20).search(queries[:1], 5)
         assert scanned() == 0
-        for number in range(1, 5):
+        for number in range(1, 4):
             next(stages)
             assert scanned() == 5 * number
-
-    def test_and_no_more_after_the_search_was_given_up(
-        self, flat: Any, queries: Any, scanned: Callable[[], int]
-    ) -> None:
-        stages = StagedIVF(flat, 4, nprobe=20).search(queries[:1], 5)
-        next(stages)
         del stages
-        assert scanned() == 5
+        assert scanned() == 15
 
     def test_undecided_ties_are_scanned_again(self, scanned: Callable[[], int]) -> None:
         index = build("IVF24,Flat", L2, tied(1000, 0))
@@ -264,12 +206,8 @@ class TestWorkIsDoneStageByStage:
 class TestWrappedIndexes:
     @pytest.fixture(params=["IDMap", "IDMap2"])
     def mapped(self, request: pytest.FixtureRequest) -> Any:
-        inner = faiss.index_factory(D, "PCA8,IVF24,Flat", IP)
-        inner.train(clustered(N, 0))
-        index = {"IDMap": faiss.IndexIDMap, "IDMap2": faiss.IndexIDMap2}[request.param](inner)
-        index.add_with_ids(clustered(N, 0), np.arange(N)[::-1] * 7 + 10**12)
-        set_nprobe(inner, 9)
-        return index
+        ids = np.arange(N)[::-1] * 7 + 10**12
+        return build(f"{request.param},PCA8,IVF24,Flat", IP, clustered(N, 0), ids=ids, nprobe=9)
 
     def test_give_the_callers_own_ids_in_every_stage(self, mapped: Any, queries: Any) -> None:
         for stage in StagedIVF(mapped).search(queries[:50], 5):
@@ -290,9 +228,7 @@ class TestWrappedIndexes:
         assert_same(found, mapped.search(queries[:50], 5))
 
     def test_wrapped_hnsw_indexes_are_searched(self, queries: Any) -> None:
-        index = faiss.IndexIDMap2(faiss.index_factory(D, "PCA8,HNSW16,Flat"))
-        index.train(clustered(N, 0))
-        index.add_with_ids(clustered(N, 0), np.arange(N) + 10**12)
+        index = build("IDMap2,PCA8,HNSW16,Flat", ids=np.arange(N) + 10**12)
         assert_same(last(StagedHNSW(index).search(queries[:50], 5)), index.search(queries[:50], 5))
 
     def test_may_be_restricted_to_ids_of_the_caller(self, mapped: Any, flat: Any, hnsw: Any, queries: Any) -> None:
@@ -327,16 +263,16 @@ class TestWhatIsNotStagedExactlyIsRefused:
         with pytest.raises(TypeError, match=says):
             StagedIVF(faiss.index_factory(D, description))
 
-    @pytest.mark.parametrize("description", ["Flat", "IVF8,Flat", "NSG8,Flat", "PCA8,Flat"])
-    def test_by_hnsw_stages(self, description: str) -> None:
-        with pytest.raises(TypeError, match=r"StagedHNSW searches HNSW indexes, got Index.*use StagedIVF for IVF"):
-            StagedHNSW(faiss.index_factory(D, description))
+    def test_by_hnsw_stages(self) -> None:
+        for description in ("Flat", "IVF8,Flat", "NSG8,Flat", "PCA8,Flat"):
+            with pytest.raises(TypeError, match=r"StagedHNSW searches HNSW indexes, got Index.*use StagedIVF for IVF"):
+                StagedHNSW(faiss.index_factory(D, description))
 
     @pytest.mark.parametrize("staged", [StagedIVF, StagedHNSW])
-    @pytest.mark.parametrize("index", [faiss.IndexBinaryFlat(16), "ivf", None])
-    def test_by_both_where_it_is_no_index_of_floats(self, staged: Any, index: Any) -> None:
-        with pytest.raises(TypeError, match="expected a FAISS index of float vectors"):
-            staged(index)
+    def test_by_both_where_it_is_no_index_of_floats(self, staged: Any) -> None:
+        for index in (faiss.IndexBinaryFlat(16), "ivf", None):
+            with pytest.raises(TypeError, match="expected a FAISS index of float vectors"):
+                staged(index)
 
     @pytest.mark.parametrize(
         ("setting", "value", "says"),
@@ -354,34 +290,27 @@ class TestWhatIsNotStagedExactlyIsRefused:
             staged.search(queries, 5)
 
     @pytest.mark.parametrize(
-        ("options", "says"),
+        ("staged", "options", "says"),
         [
-            ({"stages": 0}, "stages must be at least 1, got 0"),
-            ({"nprobe": 0}, "nprobe must be at least 1, got 0"),
-            ({"growth": "quadratic"}, "growth must be 'equal', 'geometric' or counts"),
-            ({"growth": ()}, "each stage scans at least one cluster"),
-            ({"growth": (1, 0)}, "each stage scans at least one cluster"),
-            ({"growth": (1, 2), "nprobe": 4}, "nprobe=4, but the stages of growth=.* scan 3"),
+            (StagedIVF, {"stages": 0}, "stages must be at least 1, got 0"),
+            (StagedIVF, {"nprobe": 0}, "nprobe must be at least 1, got 0"),
+            (StagedIVF, {"growth": "quadratic"}, "growth must be 'equal', 'geometric' or counts"),
+            (StagedIVF, {"growth": ()}, "each stage scans at least one cluster"),
+            (StagedIVF, {"growth": (1, 0)}, "each stage scans at least one cluster"),
+            (StagedIVF, {"growth": (1, 2), "nprobe": 4}, "nprobe=4, but the stages of growth=.* scan 3"),
+            (StagedHNSW, {"stages": 0}, "stages must be at least 1, got 0"),
+            (StagedHNSW, {"ef_search": 0}, "ef_search must be at least 1, got 0"),
+            (StagedHNSW, {"schedule": ()}, "schedule must hold growing efSearch"),
+            (StagedHNSW, {"schedule": (8, 8)}, "schedule must hold growing efSearch"),
+            (StagedHNSW, {"schedule": (0, 8)}, "schedule must hold growing efSearch"),
+            (StagedHNSW, {"schedule": (4, 8), "ef_search": 9}, "ef_search=9, but the last of schedule"),
         ],
     )
-    def test_for_stages_of_ivf_that_make_no_sense(self, options: dict[str, Any], says: str, flat: Any) -> None:
+    def test_for_stages_that_make_no_sense(
+        self, staged: Any, options: dict[str, Any], says: str, flat: Any, hnsw: Any
+    ) -> None:
         with pytest.raises(ValueError, match=says):
-            StagedIVF(flat, **options)
-
-    @pytest.mark.parametrize(
-        ("options", "says"),
-        [
-            ({"stages": 0}, "stages must be at least 1, got 0"),
-            ({"ef_search": 0}, "ef_search must be at least 1, got 0"),
-            ({"schedule": ()}, "schedule must hold growing efSearch"),
-            ({"schedule": (8, 8)}, "schedule must hold growing efSearch"),
-            ({"schedule": (0, 8)}, "schedule must hold growing efSearch"),
-            ({"schedule": (4, 8), "ef_search": 9}, "ef_search=9, but the last of schedule"),
-        ],
-    )
-    def test_for_schedules_that_make_no_sense(self, options: dict[str, Any], says: str, hnsw: Any) -> None:
-        with pytest.raises(ValueError, match=says):
-            StagedHNSW(hnsw, **options)
+            staged(flat if staged is StagedIVF else hnsw, **options)
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
@@ -400,12 +329,10 @@ class TestQueries:
         assert found[-1].final
         assert {stage.ids.shape for stage in found} == {(0, 5)}
 
-    def test_may_be_of_any_number_type(self, staged: Any, index: Any, queries: Any) -> None:
+    def test_may_be_of_any_number_type_and_hold_nan(self, staged: Any, index: Any, queries: Any) -> None:
         expected = index.search(queries[:3], 5)
         for form in (queries[:3].astype(np.float64), queries[:3].tolist(), np.asfortranarray(queries[:3])):
             assert_same(last(staged.search(form, np.int64(5))), expected)
-
-    def test_queries_with_nan_find_what_faiss_finds(self, staged: Any, index: Any) -> None:
         query = np.full((1, D), np.nan, np.float32)
         assert_same(last(staged.search(query, 5)), index.search(query, 5))
 
@@ -416,22 +343,14 @@ class TestQueries:
         assert (found.ids[:, :80] != -1).all()
         assert (found.ids[:, 80:] == -1).all()
 
-    def test_searches_of_an_empty_index_find_nothing(self, kind: str, queries: Any) -> None:
-        empty = build("IVF2,Flat" if kind == "ivf" else "HNSW4,Flat", L2, clustered(80, 0))
-        empty.reset()
-        found = last((StagedIVF if kind == "ivf" else StagedHNSW)(empty).search(queries[:5], 3))
-        assert_same(found, empty.search(queries[:5], 3))
-        assert (found.ids == -1).all()
-
     @pytest.mark.parametrize("shape", [(D,), (3, D + 1), (1, 1, D)])
-    def test_of_another_shape_are_refused_before_the_search(self, shape: tuple[int, ...], staged: Any) -> None:
+    def test_of_another_shape_or_for_no_neighbour_are_refused_before_the_search(
+        self, shape: tuple[int, ...], staged: Any, queries: Any
+    ) -> None:
         with pytest.raises(ValueError, match=r"queries must have the shape \(n, 16\), got \("):
             staged.search(np.zeros(shape), 5)
-
-    @pytest.mark.parametrize("k", [0, -1])
-    def test_for_no_neighbour_are_refused_before_the_search(self, k: int, staged: Any, queries: Any) -> None:
-        with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
-            staged.search(queries, k)
+        with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+            staged.search(queries, 0)
 
 
 @pytest.mark.parametrize("row", [slice(2, 3), 2], ids=["a row", "a vector"])
@@ -440,11 +359,6 @@ async def test_a_retrieval_takes_a_vector_as_an_embedding_model_returns_it(row: 
     found = [each async for each in retrieval("which?")][-1]
     assert found.final
     assert found.documents == hnsw.search(queries[2:3], 5)[1][0].tolist()
-
-
-def test_an_index_that_was_not_trained_is_faiss_own_error(queries: Any) -> None:
-    with pytest.raises(RuntimeError, match="not trained"):
-        next(StagedIVF(faiss.index_factory(D, "IVF8,Flat")).search(queries, 5))
 
 
 class TestImports:
@@ -456,7 +370,3 @@ class TestImports:
         code = "from ragorder.pipelining import StagedIVF; StagedIVF(None)"
         assert "ImportError: staged search needs faiss" in python("-c", code, blocked=("faiss",)).stderr
         assert "pip install '.[retrieval]'" in python("-c", code, blocked=("faiss",)).stderr
-
-    def test_importing_an_unknown_name_fails(self) -> None:
-        with pytest.raises(ImportError, match="cannot import name 'StagedLSH'"):
-            from ragorder.pipelining import StagedLSH  # noqa: F401

@@ -56,3 +56,17 @@ def running_copies(cache: Any) -> Any:
 def file_of(search: Any) -> Any:
     """The index file of a search by partition."""
     return search._file
+
+
+def scanner_of(search: Any) -> Any:
+    return search._scanner
+
+
+def reads_ahead(passing: Any) -> bool:
+    """Whether the next partition of a pass has been asked for, and no stage waits for it."""
+    return passing._walk._reading is not None
+
+
+def reader_of(search: Any) -> Any:
+    """The thread that reads partitions."""
+    return search._reader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["counted_lines", "eventually"]
+__all__ = ["counted_lines", "eventually", "turns", "until"]
 
 
 @contextmanager
@@ -37,3 +38,16 @@ def eventually(condition: Callable[[], Any], seconds: float = 60) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+async def until(condition: Callable[[], Any], pause_s: float = 0.0) -> None:
+    """Let other tasks run until it is true."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(pause_s)
+
+
+async def turns(count: int) -> None:
+    """Let the event loop turn so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)

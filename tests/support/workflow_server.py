@@ -10,7 +10,7 @@ import faiss
 import numpy as np
 
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
-from ragorder.pipelining.workflow import CompiledGraph, GraphError, NodeError, WorkflowServer, interpret
+from ragorder.pipelining.workflow import CompiledGraph, GraphError, NodeError, NodeQuestion, WorkflowServer, interpret
 from ragorder.pipelining.workflow.transformations import (
     OrderDocuments,
     Reorder,
@@ -57,6 +57,20 @@ def long_answer(request: Asked) -> str:
     return " ".join([f"w{text:x}"] * 16 + [f"d{shown:x}"] * 4)
 
 
+def question(number: int = 0) -> NodeQuestion:
+    return NodeQuestion(f"question {number}")
+
+
+def embed(questions: Sequence[NodeQuestion]) -> Any:
+    return np.stack([vector(each.text) for each in questions])
+
+
+def answer_of(index: Any, asked: NodeQuestion, top_k: int = 3) -> tuple[list[str], str]:
+    """The documents that FAISS finds, and the engine's answer."""
+    found = [document(id) for id in index.search(vector(asked.text)[None], top_k)[1][0].tolist()]
+    return found, long_answer(Asked(asked, tuple(found)))
+
+
 class SlowEngine(ScriptedEngine):
     """Gives way between two words, so that searches and generations overlap; knows what runs."""
 
@@ -85,6 +99,11 @@ def eager() -> list[Any]:
         Reorder(),
         OrderDocuments(),
     ]
+
+
+def asking(server: Any, *numbers: int) -> list[asyncio.Task[Any]]:
+    """Requests for these questions that have begun."""
+    return [asyncio.create_task(server.run(question(number))) for number in numbers]
 
 
 async def settled(server: Any, engine: SlowEngine, search: ContinuousIVF, prompts: PlainPrompts) -> None:
@@ -153,6 +172,27 @@ class PlayedSearch:
     def next(self) -> None:
         for handle in self.handles:
             handle.next()
+
+    async def play(self, *runs: asyncio.Task[Any], pause_s: float = 0.0) -> None:
+        """Show stage after stage until all runs have ended."""
+        while not all(run.done() for run in runs):
+            self.next()
+            await asyncio.sleep(pause_s)
+
+
+def server_of(
+    search: Any, engine: Any = None, prompts: Any = None, transformations: Any = None, **options: Any
+) -> WorkflowServer[Any, Any]:
+    """A server that finds `document`s by `vector`s."""
+    return WorkflowServer(
+        engine or SlowEngine(),
+        search,
+        vector,
+        document,
+        prompts or PlainPrompts(),
+        transformations=transformations,
+        **options,
+    )
 
 
 def played_server(

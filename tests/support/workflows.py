@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -70,6 +71,13 @@ class ScriptedEngine:
         for number, word in enumerate(text.split(" ")):
             yield AnswerChunk(" " * (number > 0) + word)
         yield AnswerChunk("", Usage(request.prompt_tokens, 0, len(text.split(" ")), "stop"))
+
+
+def chain(graph: RAGraph, *ids: Any) -> RAGraph:
+    """Lead from START through these nodes to END."""
+    for source, target in pairwise((START, *ids, END)):
+        graph.add_edge(source, target)
+    return graph
 
 
 async def found_by_name(query: str, topk: int) -> list[str]:

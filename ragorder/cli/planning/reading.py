@@ -85,11 +85,11 @@ def read_input(
 ) -> dict[str, Any]:
     digested = _Digested(source)
     requests = documents = 0
-    with SpillWriter(folder.whole) as spill:
+    with SpillWriter([folder.whole]) as spill:
         given: Any = digested
         for request in read_requests(given, document_tokens, unread=unread, progress=progress):
             numbers, text = _spilled(request)
-            spill.add(request.index, numbers, text)
+            spill.add(Row(request.index, len(text), numbers), text)
             requests += 1
             documents += len(numbers.documents)
             if not requests % _CHECKED_EVERY:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from ragorder.cli.planning.folder import PlanError, PlanFolder
 from ragorder.cli.planning.reading import Progress, counted, identify, needed_bytes, read_input, require_space
-from ragorder.cli.planning.spill import DealtSpill
+from ragorder.cli.planning.spill import SpillWriter
 from ragorder.cli.planning.workers import plan_in_processes
 from ragorder.common.files import try_lock
 from ragorder.common.request_lines import UnreadFields
@@ -105,12 +105,11 @@ def _deal(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
     passes = _Passes(lambda: (row.request for row in whole.rows()), requests, progress)
     paths = ShardPaths.of(passes, shards, most_documents=options.memory_bytes // _COUNTED_BYTES)
     sizes = [0] * shards
-    dealt = DealtSpill([folder.spill(shard) for shard in range(shards)])
-    for row, text in counted(whole.rows_with_texts(), requests, "dealing requests", progress):
-        shard = paths.shard(row.request, row.number)
-        dealt.add(shard, row, text)
-        sizes[shard] += len(row.request.documents)
-    dealt.close()
+    with SpillWriter([folder.spill(shard) for shard in range(shards)]) as dealt:
+        for row, text in counted(whole.rows_with_texts(), requests, "dealing requests", progress):
+            shard = paths.shard(row.request, row.number)
+            dealt.add(row, text, shard)
+            sizes[shard] += len(row.request.documents)
     # Shards have about equally many tokens, of a few long documents or of many short ones.
     if (most := max(sizes)) * _PLANNED_BYTES > memory:
         for shard in range(shards):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from struct import Struct
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from ragorder.trie.shards import ShardRequest
 
-__all__ = ["DealtSpill", "Row", "Spill", "SpillWriter"]
+__all__ = ["Row", "Spill", "SpillWriter"]
 
 # Number in the input, tenant or -1, bytes of text, documents.
 _HEADER = Struct("<QqQI")
@@ -65,45 +64,31 @@ class Spill:
 
 
 class SpillWriter:
-    """Writer of a spill; on exit both files are on the disk."""
+    """Writer of requests into several spills, in pieces: there may be more than files may be open.
 
-    def __init__(self, spill: Spill) -> None:
-        self._files = [path.open("wb") for path in (spill.rows_path, spill.texts_path)]
+    On exit they are on the disk.
+    """
+
+    def __init__(self, spills: Sequence[Spill]) -> None:
         self.written_bytes = 0
-
-    def add(self, number: int, request: ShardRequest, text: bytes) -> None:
-        rows, texts = self._files
-        self.written_bytes += rows.write(Row(number, len(text), request).encoded()) + texts.write(text)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in self._files:
-            with file:
-                if error is None:
-                    file.flush()
-                    os.fsync(file.fileno())
-
-
-class DealtSpill:
-    """Writer of a spill for each shard, in pieces if there are more shards than files may be open."""
-
-    def __init__(self, spills: list[Spill]) -> None:
         self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]
         self._waiting = [bytearray() for _ in self._paths]
         self._most = min(_BUFFER_BYTES, _BUFFERED_BYTES // max(1, len(self._paths)))
         for path in self._paths:
             path.write_bytes(b"")
 
-    def add(self, shard: int, row: Row, text: bytes) -> None:
-        for place, data in ((2 * shard, row.encoded()), (2 * shard + 1, text)):
+    def add(self, row: Row, text: bytes, spill: int = 0) -> None:
+        for place, data in ((2 * spill, row.encoded()), (2 * spill + 1, text)):
             self._waiting[place] += data
+            self.written_bytes += len(data)
             if len(self._waiting[place]) >= self._most:
                 self._write(place)
 
-    def close(self) -> None:
-        for place, path in enumerate(self._paths):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for place, path in enumerate(self._paths if kind is None else ()):
             self._write(place)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
