@@ -612,7 +612,7 @@ class TestTheBenchmark:
 
     def test_shows_times_and_the_fastest_other(self) -> None:
         from ragorder.benchmarks.kernels.attention.cells import AttentionRecord
-        from ragorder.benchmarks.kernels.attention.report import make_part
+        from ragorder.benchmarks.kernels.attention.experiment import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
         times = {"triton": 2.0, "triton unsplit": 1.0, "flash": 3.0}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.benchmarks.ragcache.replacement.scheduling import measure_scheduling
+from ragorder.benchmarks.ragcache.replacement.experiment import measure_scheduling
 from ragorder.trie.policies import POLICIES, AwaitedNodes, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
