@@ -29,8 +29,6 @@ Message = dict[str, Any]
 _CHAT = "/v1/chat/completions"
 _LONGEST_PROMPT = 8192
 _PREDICTED = "x-ragorder-predicted-cached-tokens"
-
-
 Body = Callable[[Sequence[ChatTurn]], dict[str, Any]]
 
 
@@ -102,8 +100,7 @@ LAYOUTS = {
 
 
 class ConversationCell(SuiteCell):
-    """`layout` is where the documents stand, `blocks` the size of the cache. With `tokenizer` the proxy has that of the
-    served model, and estimates no lengths."""
+    """`blocks` is the size of the cache. With `tokenizer` the proxy has that of the served model."""
 
     layout: Annotated[str, one_of("layout", LAYOUTS)]
     conversations: int = Field(15, ge=1)
@@ -186,8 +183,7 @@ async def send_conversations(
     proxy: Any = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[int | None]]:
-    """The first turn of each conversation, then each second one, …, sent to an empty server or through `proxy`, an
-    application before it; returns the columns of a run. Answers are put into the turns."""
+    """Send the first turns, then the second ones, and so on; return the columns of a run. Turns keep their answers."""
     import httpx2
 
     server.reset()

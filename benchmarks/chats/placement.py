@@ -32,8 +32,7 @@ _HEADERS, _DATES = -2_000_000_000, -3_000_000_000
 
 
 class PlacedPrompts:
-    """Prompts without a model, with their documents at one of `PLACES`. A header has 4 tokens, a date 8, a question 20
-    and the system prompt 64."""
+    """Prompts with their documents at one of `PLACES`: a header has 4 tokens, a date 8."""
 
     def __init__(self, place: str) -> None:
         self._place = place

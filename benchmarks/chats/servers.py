@@ -76,8 +76,7 @@ ChatServer = VLLMServer | SimulatedServer
 
 
 class ChatServers:
-    """Servers for prompts of up to `longest_prompt` tokens. `model` is the folder of the one that vLLM serves: the
-    user's, or one of random weights; None with a simulated server."""
+    """Servers for prompts of up to `longest_prompt` tokens; `model` is the folder of the one that vLLM serves."""
 
     def __init__(self, options: Options, longest_prompt: int) -> None:
         self._options = options

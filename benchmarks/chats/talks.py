@@ -61,8 +61,7 @@ class ChatTurn:
 
 
 def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]:
-    """Conversations on 25 topics of the standard library, drawn by a power law. Each turn is worded differently: five
-    of the topic's eight nearest documents are found, in another order."""
+    """Draw conversations on 25 topics of the standard library; each turn finds five of a topic's eight documents."""
     corpus = _corpus()
     rng = random.Random(seed)
     topics = rng.sample(range(len(corpus.questions)), TOPICS)

@@ -135,8 +135,7 @@ async def send_turns(
     concurrency: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Rows:
-    """All turns of the conversations, `concurrency` at a time, to an empty server; returns the columns of a run, turn
-    by turn."""
+    """Send all turns, `concurrency` conversations at a time, to an empty server; return the columns of a run."""
     import httpx2
 
     server.reset()

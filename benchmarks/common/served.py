@@ -4,12 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import fmean
+from typing import Any
 
 from ragorder.eval.report.declared import Column, Row
-from ragorder.eval.report.words import format_number
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.metrics import Metric
+from ragorder.eval.report.tables import Entry
+from ragorder.eval.report.words import THIN, format_number
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
+from ragorder.eval.running.suite import Experiment, Suite
 
-__all__ = ["late_s", "mean_s", "share", "share_column", "shorter_column"]
+__all__ = [
+    "MEAN",
+    "Cells",
+    "cells_along",
+    "faster",
+    "faster_entry",
+    "late_s",
+    "mean_s",
+    "share",
+    "share_column",
+    "shorter_column",
+]
+
+MEAN = Metric("mean latency", "latency_ms", "ms", relative=True, better="lower")
+Cells = list[tuple[Any, RecordGroup[Any]]]
+"""Cells that differ in one parameter, with their records."""
+
+
+def cells_along(parameter: str, experiment: type[Experiment], suite: Suite, results: Results) -> list[Cells]:
+    """Return the cells that agree in all else, by this parameter."""
+    found: dict[object, Cells] = {}
+    for group in group_runs(results.of(experiment.record, suite.name)):
+        cell = experiment.cell.read(group.cell, suite.name)
+        setting = tuple(value for name, value in cell.model_dump().items() if name != parameter)
+        found.setdefault(setting, []).append((cell, group))
+    return [sorted(each, key=lambda pair: getattr(pair[0], parameter)) for each in found.values()]
+
+
+def faster(difference: float) -> float:
+    """Return how many times as fast, from a relative difference of latencies."""
+    return 1 / max(1e-9, 1 + difference)
+
+
+def faster_entry(group: RecordGroup[Any], policy: str, baseline: str, *, interval: bool) -> Entry:
+    shown = format_number(group.value(policy, MEAN), 2)
+    compared = group.compare(policy, baseline, MEAN)
+    if compared is None:
+        return Entry(shown)
+    note = f"{format_number(faster(compared.difference), 2)}{THIN}×"
+    if interval and compared.known:
+        low, high = (format_number(faster(end), 2) for end in (compared.high, compared.low))
+        note += f" [{low}, {high}]"
+    return Entry(shown, note=note, verdict=compared.verdict if compared.known else "")
 
 
 def mean_s(run: Record) -> float:

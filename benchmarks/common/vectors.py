@@ -31,10 +31,7 @@ def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vecto
 
 
 def build_index(vectors: Vectors, nprobe: float, *, sampled: bool = False) -> Any:
-    """Return an index by inner product in 4 sqrt(n) clusters; a search scans the share `nprobe` of them.
-
-    A large one is trained in four rounds, on a sample of 40 vectors a cluster (`sampled`).
-    """
+    """Return an index by inner product in 4 sqrt(n) clusters; a large one is trained on a sample (`sampled`)."""
     import faiss
 
     clusters = min(len(vectors), round(4 * len(vectors) ** 0.5))
@@ -58,10 +55,7 @@ def embedded(texts: Iterable[str]) -> Vectors:
 
 
 def nearest_documents(corpus: Corpus, by: str, count: int) -> list[list[int]]:
-    """Return the documents most similar to each of a corpus, the nearest first, as `by` says (see `ragorder fuse`).
-
-    Raises ImportError, OSError or ValueError.
-    """
+    """Return the documents most similar to each one, nearest first, as `by` says (see `ragorder fuse`)."""
     from ragorder.kernels.preprocessing.neighbours import make_neighbours
 
     choice = make_neighbours(by)

@@ -100,8 +100,7 @@ def _times_retrieval(row: Row) -> Entry:
 
 
 class BatchKV(Experiment):
-    """Column `batch`: requests in each batch. Facts: tokens of prompts and answers served, and KV tokens held for
-    them."""
+    """Column `batch`: requests in each. Facts: tokens of prompts and answers served, and KV tokens held for them."""
 
     kind = "batch-kv"
     cell = BatchKVCell
@@ -161,11 +160,7 @@ def measure(policy: str, requests: Served, capacity_tokens: int) -> tuple[list[i
 
 
 def fill(requests: Iterable[Sequence[Document]], capacity_tokens: int, *, shared: bool) -> tuple[list[int], int]:
-    """Return sizes of the batches, and tokens of KV in all of them.
-
-    A batch's KV is its trie if `shared`: a document after the same documents counts once; else the sum of its prompts.
-    A request that is larger than the cache has a batch of its own.
-    """
+    """Return the sizes of batches and the tokens of their KV: tries if `shared`, else sums of prompts."""
     sizes: list[int] = []
     nodes: dict[tuple[int, str], int] = {}
     held = total = 0

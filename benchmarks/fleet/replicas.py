@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from math import ceil, inf
@@ -83,13 +84,7 @@ class Started:
 
 
 class SimulatedReplica:
-    """One cache of a fleet.
-
-        replica = SimulatedReplica(16_384, NumberedPrompts())
-        replica.end(replica.start(request, 0))
-
-    `prompts` are those of all replicas. It has `in_flight` requests.
-    """
+    """One cache of a fleet; `prompts` are those of all replicas."""
 
     def __init__(self, capacity_tokens: int, prompts: NumberedPrompts) -> None:
         self.in_flight = 0
@@ -118,12 +113,7 @@ Fleet = Mapping[int, SimulatedReplica]
 
 
 class Ring:
-    """Replicas on a ring of hashes, each at many points.
-
-        next(Ring(range(16)).owners("topic"))
-
-    A key belongs to the replica at the next point; if that is too busy, to those after it.
-    """
+    """Replicas on a ring of hashes, each at many points; a key belongs to the one at the next point."""
 
     def __init__(self, replicas: Iterable[int]) -> None:
         points = sorted((_hash(f"{replica}:{point}"), replica) for replica in replicas for point in range(_POINTS))
@@ -229,10 +219,11 @@ class TopicOwner(Router):
 
 
 class BoundedOwner(TopicOwner):
-    """The first owner with at most `bound` times the mean number in flight, rounded up (Mirrokni, Thorup and
-    Zadimoghaddam 2018)."""
+    """The first owner with at most `bound` times the mean in flight (Mirrokni, Thorup and Zadimoghaddam 2018)."""
 
-    bound: ClassVar[float]
+    def __init__(self, cell: ReplicasCell, seed: int, bound: float) -> None:
+        super().__init__(cell, seed)
+        self.bound = bound
 
     def owner(self, topic: str, replicas: Fleet) -> int:
         in_flight = 1 + sum(replica.in_flight for replica in replicas.values())
@@ -240,26 +231,12 @@ class BoundedOwner(TopicOwner):
         return next(number for number in self._ring.owners(topic) if replicas[number].in_flight < most)
 
 
-class BoundedBy2(BoundedOwner):
-    bound = 2.0
-
-
-class BoundedBy1Half(BoundedOwner):
-    bound = 1.5
-
-
-class BoundedBy1Quarter(BoundedOwner):
-    bound = 1.25
-
-
 class TableOwner(TopicOwner):
-    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; again once
-    that has `bound` times the mean number in flight."""
+    """The replica that was least busy when the topic was new; again once it has `bound` times the mean in flight."""
 
-    bound: ClassVar[float] = inf
-
-    def __init__(self, cell: ReplicasCell, seed: int) -> None:
+    def __init__(self, cell: ReplicasCell, seed: int, bound: float = inf) -> None:
         super().__init__(cell, seed)
+        self.bound = bound
         self._owners: dict[str, int] = {}
 
     def changed(self, replicas: Fleet) -> float | None:
@@ -276,10 +253,6 @@ class TableOwner(TopicOwner):
         return owner
 
 
-class TableBoundBy2(TableOwner):
-    bound = 2.0
-
-
 class Best(Router):
     """The best of all, by predicted cached tokens and load."""
 
@@ -293,16 +266,16 @@ class Best(Router):
         )
 
 
-ROUTERS: Mapping[str, type[Router]] = {
+ROUTERS: Mapping[str, Callable[[ReplicasCell, int], Router]] = {
     "random": Random,
     "in turn": InTurn,
     "least busy": LeastBusy,
     "topic": TopicOwner,
-    "topic, bound 2": BoundedBy2,
-    "topic, bound 1.5": BoundedBy1Half,
-    "topic, bound 1.25": BoundedBy1Quarter,
+    "topic, bound 2": partial(BoundedOwner, bound=2.0),
+    "topic, bound 1.5": partial(BoundedOwner, bound=1.5),
+    "topic, bound 1.25": partial(BoundedOwner, bound=1.25),
     "topic, table": TableOwner,
-    "topic, table, bound 2": TableBoundBy2,
+    "topic, table, bound 2": partial(TableOwner, bound=2.0),
     "best": Best,
 }
 
@@ -403,8 +376,7 @@ def serve(
     warmup: int,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Rows and facts of a record. All requests that the fleet takes are always in flight; each ends after a random
-    number of further ones, so that nothing depends on time."""
+    """Return rows and facts of a record; requests end after a random number of others, so nothing depends on time."""
     prompts, rng = NumberedPrompts(), random.Random(seed)
     replicas = {number: SimulatedReplica(cell.capacity_tokens, prompts) for number in range(cell.replicas)}
     router = ROUTERS[policy](cell, seed)

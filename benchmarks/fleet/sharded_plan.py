@@ -38,8 +38,7 @@ _POPULAR = 2_000
 
 
 class ShardedPlanCell(SuiteCell):
-    """A batch of `requests`, planned in `shards` by `workers` processes. One plan is made of at most
-    `one_plan_requests`."""
+    """A batch of `requests`, in `shards` by `workers` processes; one plan of at most `one_plan_requests`."""
 
     workload: str = "topics"
     requests: int = Field(30_000, ge=1)

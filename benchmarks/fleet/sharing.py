@@ -30,8 +30,7 @@ _ENOUGH = 90.0
 
 
 class SharingCell(SuiteCell):
-    """`processes` share an engine of `capacity_tokens`, which has `in_flight` requests at a time. The others know an
-    order `late` requests after the next one."""
+    """`processes` share an engine; the others know an order `late` requests after the next one."""
 
     processes: int = Field(4, ge=1)
     workload: str

@@ -62,8 +62,7 @@ class AnswersCell(SuiteCell):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`fusion`: without the share (None: full attention). `shares`: its own instead of the cell's, which have `more`
-    in addition. `preprocessed`: KV computed after that of similar documents, too."""
+    """`fusion`: None is full attention. `shares`: instead of the cell's, which have `more` in addition."""
 
     fusion: Fusion | None
     shares: Sequence[float] | None = None
@@ -87,7 +86,6 @@ WAYS: Mapping[str, Way] = {
     "random": Way(Fusion(select="random")),
     "two rounds": Way(Fusion(rounds=2)),
 }
-
 
 FIGURES = ("kl", "em", "f1", "contains", "recomputed")
 
@@ -167,17 +165,12 @@ class FusedAnswers(Experiment):
 _SYSTEM = "Answer the question with a short phrase from the documents."
 # Without ids, which small models take for answers.
 _DOCUMENT = "{title}\n{text}\n\n"
-
 _TOGETHER = 12
 """Requests that share the engine's pool; in it all of their copies find room."""
 
 
 class Asking:
-    """Prompts have the `cell.documents` best documents of a question, the best one first. In each way this one is an
-    exact prefix, as in an engine that has served it before; the others are reused.
-
-    Raises ImportError, OSError for the model of embeddings.
-    """
+    """Prompts whose best document is an exact prefix, while the others are reused. Raises ImportError, OSError."""
 
     def __init__(self, model: TorchModel, corpus: Corpus, cell: AnswersCell) -> None:
         self._model, self._corpus, self._cell = model, corpus, cell
@@ -313,8 +306,7 @@ def _compute_alone(engine: TorchEngine, prompt: PromptIds, documents: int) -> No
 def _serve(
     engine: TorchEngine, prompt: PromptIds, ways: Mapping[str, Way], cell: AnswersCell
 ) -> Iterator[tuple[str, float, Completion | None]]:
-    """Of each way and share the completion; None: that of full attention. Raises EngineError if anything but the first
-    document was an exact prefix, or a document was not reused."""
+    """Yield each way's completions (None: full attention's). Raises EngineError if other documents were reused."""
     _, *ends = prompt.document_ends
     asked = [(name, share, way.at(share)) for name, way in ways.items() for share in way.shares_of(cell)]
     fused = [each for each in asked if each[2] != "exact"]

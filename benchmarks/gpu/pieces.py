@@ -35,7 +35,6 @@ PYTHON = "3.12"
 PIECE_BYTES = 60 << 20
 _MANIFEST = "manifest.json"
 _TAR = "wheels.tar"
-
 _PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (17, 24, 26, 27, 28, 31, 34, 35)))
 
 # FlashAttention 3 is what Hopper uses; the others serve MoE, MLA and quantised models, or are another server.
@@ -145,8 +144,7 @@ def _lean(wheel: Path, into: Path) -> Path:
 
 
 def join(pieces: Path, into: Path) -> bool:
-    """Keep the pieces that are in the folder; unpack all into `into`/site once the last one is here. Say whether it is
-    unpacked. Raises ValueError for a damaged piece."""
+    """Keep the pieces in the folder; unpack all once the last is here. Raises ValueError for a damaged piece."""
     into.mkdir(parents=True, exist_ok=True)
     for folder in sorted(pieces.glob("[0-9][0-9]")):
         manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))

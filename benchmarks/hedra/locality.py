@@ -56,8 +56,7 @@ _ORDERS = {"nearest": "nearest first", "history": "by the first search"}
 
 
 class LocalityCell(SuiteCell):
-    """Two searches for each question of a `corpus`: for the question, and for the question with the first
-    `generated` share of its first document, which stands for an answer in the making (IRG)."""
+    """Two searches for each question: alone, and with the first `generated` share of its first document."""
 
     corpus: str = "pydocs"
     questions: int = Field(300, ge=1)
@@ -71,8 +70,7 @@ class LocalityCell(SuiteCell):
 
 
 class Locality(Experiment):
-    """Column `final_at`: clusters after which a second search's best no longer changed. Facts: those of the functions
-    below, and distances between embeddings."""
+    """Column `final_at`: clusters after which a second search's best stayed. Facts: of the functions below."""
 
     kind = "locality"
     cell = LocalityCell
@@ -204,8 +202,7 @@ def early_ends(found: Ids, patience: int) -> tuple[float, float]:
 
 
 def observations(index: Any, first: Vectors, second: Vectors, k: int) -> dict[str, float]:
-    """The share of second searches whose results are all among the 20 best of the first; in the clusters of these; in
-    clusters that both scan (Figure 9a)."""
+    """Return shares of second searches: in the first's 20 best, their clusters, shared clusters (Figure 9a)."""
     import faiss
     import numpy as np
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.declared import Column, TableForm, figure, tables_of
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
@@ -65,8 +66,7 @@ def added_ms(run: Record) -> float:
 
 
 class Staging(Experiment):
-    """Columns: CPU time of each search without stages, and what they add. Fact `final` (of a corpus): see
-    `final_shares`."""
+    """Columns: CPU time of each search, and what stages add. Fact `final` (of a corpus): see `final_shares`."""
 
     kind = "staging"
     cell = StagingCell
@@ -150,10 +150,7 @@ def _searches(vectors: Vectors, stages: int, policies: Collection[str]) -> Itera
 def time_stages(
     plain: Callable[[Vectors, int], object], staged: StagedSearch, queries: Vectors, k: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """Return the number of stages, and columns of CPU time in ms: of each query without stages, and added by them.
-
-    FAISS has one thread.
-    """
+    """Return the number of stages, and CPU times in ms: of each query without stages, and added by them."""
     from ragorder.pipelining.search.scanner import one_thread
 
     with one_thread():
@@ -240,18 +237,10 @@ def _overhead_picture(group: _Group) -> Picture:
 def _convergence_picture(group: _Group) -> Picture:
     shown = [line for line in group.runs() if line.policy in ("IVF 1 equal", "IVF 1 geometric", "HNSW 256")]
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for line, name in zip(shown, ("earned", "greedy", "sorted"), strict=False):
-            looks, shares = style(name), _shares(line)
-            axes.plot(range(1, len(shares) + 1), shares, looks.dashes, marker=looks.marker, color=looks.colour)
-            ends.append((len(shares), shares[-1], line.policy, looks))
-        axes.set_xlabel("stage")
-        axes.set_ylabel("top 1 final, % of questions")
-        label_ends(axes, ends)
-
+    points = {line.policy: list(enumerate(_shares(line), 1)) for line in shown}
     alt = "; ".join(f"{line.policy}: {', '.join(format_number(share) for share in _shares(line))} %" for line in shown)
-    return draw(paint, title="When the best document is final", alt=alt, caption=_words(group))
+    title = "When the best document is final"
+    return draw_lines(title, points, "stage", "top 1 final, % of questions", alt=alt, caption=_words(group))
 
 
 def _shares(line: Record) -> Sequence[float]:

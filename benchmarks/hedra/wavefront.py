@@ -25,8 +25,7 @@ _ROUNDS = 3
 
 
 class WavefrontCell(SuiteCell):
-    """`requests` of IRG, `in_flight` at a time, whose searches have `stages` and whose answers have `tokens`; measured
-    `repeats` times."""
+    """`requests` of IRG, `in_flight` at a time, with `stages` a search and `tokens` an answer."""
 
     in_flight: int = Field(100, ge=1)
     requests: int = Field(300, ge=1)
@@ -40,8 +39,7 @@ class WavefrontCell(SuiteCell):
 
 
 class WavefrontTime(Experiment):
-    """Column `ms`: processor time a piece, less that of the far ends, which is the fact `far_ends_ms`. Facts: `pieces`,
-    `speculative` ones among them, and `cycles`."""
+    """Column `ms`: processor time a piece, less the far ends', which is a fact as counts of pieces are."""
 
     kind = "wavefront"
     cell = WavefrontCell

@@ -56,8 +56,7 @@ def _direct(row: Row) -> str:
 
 
 class Applications(Experiment):
-    """Rows are of each request. `ordered` answers had a permutation, `changed` bodies were none that the application
-    writes; a body of 32 KiB took `ordering_ms` of processor time to order, and `looking_ms` without a template."""
+    """Rows: of each request. `changed` bodies are none that the application writes; times are of a body of 32 KiB."""
 
     kind = "applications"
     cell = ApplicationCell

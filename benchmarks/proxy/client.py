@@ -53,8 +53,7 @@ async def post(port: int, body: bytes) -> bytes:
 
 
 class Connections:
-    """Connections to a port, one for each request at a time; a free one is used again, `in_turn` that which
-    was free for longest."""
+    """Connections to a port, one a request at a time; `in_turn`: that which was free for longest."""
 
     def __init__(self, port: int, *, in_turn: bool = False) -> None:
         self._port = port

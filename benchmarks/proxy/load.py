@@ -35,8 +35,7 @@ _NOTE = (
 
 
 class ProxyLoadCell(SuiteCell):
-    """`rate` requests a second for `seconds`; then `streams` at a time, each of `events` events, with `pause`
-    seconds between them."""
+    """`rate` requests a second for `seconds`; then `streams` of `events` events, `pause` seconds apart."""
 
     rate: float = Field(50.0, ge=1)
     seconds: float = Field(20.0, ge=0)
@@ -46,8 +45,7 @@ class ProxyLoadCell(SuiteCell):
 
 
 class ProxyLoadRecord(Record):
-    """One side, `direct` or `proxied`; the requests of both are pairs. `facts`: number of streams, how many came whole,
-    the seconds that they took, and the most memory of the side's server in MB."""
+    """One side, `direct` or `proxied`; the requests of both are pairs."""
 
     columns_of_all = ("latency_ms", "tagged")
 
@@ -74,10 +72,7 @@ def servers(*options: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
 async def measure_latency(
     upstream: int, proxy: int, rate: float, seconds: float, seed: int = 0
 ) -> list[tuple[bool, float, float]]:
-    """Send `rate` requests a second to the proxy, every other one tagged, and the same half a period away upstream.
-
-    Returns for each pair whether it was tagged, and the latencies in ms of server and proxy.
-    """
+    """Send requests to the proxy and upstream, half a period apart; return (tagged, ms upstream, ms by the proxy)."""
     rng = random.Random(seed)
     clients = Connections(upstream), Connections(proxy)
     sent = []
@@ -96,8 +91,7 @@ async def measure_latency(
 
 
 async def run_streams(port: int, streams: int, events: int = 20, pause_s: float = 0.25) -> list[bool]:
-    """Hold `streams` at a time: none goes on after its first event until all have begun. Returns whether each
-    had exactly its own content, byte for byte."""
+    """Hold `streams` at a time, all begun before any goes on; return whether each had its own bytes."""
     together = [secrets.token_hex(8), streams]
 
     async def one(number: int) -> bool:

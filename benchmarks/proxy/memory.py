@@ -112,8 +112,7 @@ def attack(target: Target, chosen: Attack, clients: int) -> None:
 
 
 def attack_with_everything(target: Target, seconds: float) -> int:
-    """All attacks and bodies at once, by three clients each that try again as soon as they are refused; returns the
-    number of steps done."""
+    """Make all attacks at once, by three clients each; return the number of steps done."""
     stop, done = threading.Event(), [0]
 
     def repeat(step: Callable[[Target], None]) -> None:
@@ -259,8 +258,7 @@ def _peak(row: Row) -> Entry:
 
 
 class ProxyMemory(Experiment):
-    """Rows: the most memory, in MB, that a proxy of its own had under one attack (`peak_mb`), the clients, and under
-    all attacks at once the steps that they did."""
+    """Rows: the most memory of a proxy under one attack, its clients, and the steps of all attacks at once."""
 
     kind = "proxy-memory"
     cell = ProxyMemoryCell

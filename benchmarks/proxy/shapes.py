@@ -32,9 +32,9 @@ Write = Callable[[Sequence[Passage], str], Body]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`write` returns the request's body for documents in this order and a question; `template` is what `--template`
-    takes, or the fields of its file; without one the documents are in the API's own form. no text may
-    have `plain`; `open_ended`: nothing marks the end of the list; `kept`: why the documents keep their order."""
+    """`write` returns a body for documents in this order and a question; `template` is what `--template` takes, or the
+    fields of its file. No text may have `plain`; `open_ended`: nothing marks the end of the list; `kept`: why the
+    documents keep their order."""
 
     write: Write
     template: str | Mapping[str, Any] = "auto"
@@ -48,8 +48,7 @@ class Shape:
         return msgspec.json.encode(self.write(passages, question))
 
     def orders(self, passages: Sequence[Passage], question: str, sent: bytes, permutation: str | None = None) -> bool:
-        """Return whether the application itself would have sent this for its documents in some order, that of the
-        header x-ragorder-permutation first."""
+        """Return whether the application would have sent this for its documents in some order, the header's first."""
         count = len(passages)
         ranks = [int(each) for each in permutation.split(",")] if permutation else []
         for first in range(count - len(ranks) + 1 if ranks else 0):
@@ -93,6 +92,20 @@ def _in_system(head: str, form: str, between: str, tail: str, first: int = 1) ->
     return write
 
 
+def _described(
+    write: Callable[[str, str, str, str], Write],
+    head: str,
+    form: str,
+    between: str,
+    tail: str = "",
+    rest: str = "{question}",
+    open_ended: bool = False,
+) -> Shape:
+    """Return a text whose template's file has all but the `rest`."""
+    fields = {"head": head, "form": form, "between": between, **({"tail": tail} if tail else {})}
+    return Shape(write(head, form, between, tail + rest), fields, open_ended=open_ended)
+
+
 def _after_call(content: Callable[[Sequence[Passage], str], str]) -> Write:
     """Documents as the result of a tool in a chat."""
 
@@ -128,37 +141,28 @@ def _cohere_chat(passages: Sequence[Passage], question: str) -> Body:
     return {"model": "m", "messages": _user(question), "documents": documents}
 
 
-def _document_blocks(passages: Sequence[Passage], question: str) -> Body:
-    blocks = [
-        {
-            "type": "document",
-            "source": {"type": "text", "media_type": "text/plain", "data": each.text},
-            "title": each.title,
-            "citations": {"enabled": True},
-        }
-        for each in passages
-    ]
-    return {"model": "m", "max_tokens": 16, "messages": _user([*blocks, {"type": "text", "text": question}])}
+def _blocks(make: Callable[[Passage], Body]) -> Write:
+    def write(passages: Sequence[Passage], question: str) -> Body:
+        content = [*map(make, passages), {"type": "text", "text": question}]
+        return {"model": "m", "max_tokens": 16, "messages": _user(content)}
+
+    return write
 
 
-def _search_results(passages: Sequence[Passage], question: str) -> Body:
-    blocks = [
-        {
-            "type": "search_result",
-            "source": each.id,
-            "title": each.title,
-            "content": [{"type": "text", "text": each.text}],
-        }
-        for each in passages
-    ]
-    return {"model": "m", "max_tokens": 16, "messages": _user([*blocks, {"type": "text", "text": question}])}
+def _document_block(each: Passage) -> Body:
+    source = {"type": "text", "media_type": "text/plain", "data": each.text}
+    return {"type": "document", "source": source, "title": each.title, "citations": {"enabled": True}}
+
+
+def _search_result(each: Passage) -> Body:
+    content = [{"type": "text", "text": each.text}]
+    return {"type": "search_result", "source": each.id, "title": each.title, "content": content}
 
 
 def _results_of_tool(passages: Sequence[Passage], question: str) -> Body:
     """Anthropic's results of a search tool, as blocks."""
-    blocks = _search_results(passages, question)["messages"][0]["content"][:-1]
     use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": blocks}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [*map(_search_result, passages)]}
     messages = [*_user(question), {"role": "assistant", "content": [use]}, *_user([result])]
     return {"model": "m", "max_tokens": 16, "messages": messages}
 
@@ -307,8 +311,8 @@ APPLICATIONS: dict[str, Shape] = {
     ),
     "vllm-documents": Shape(_vllm_documents, "auto", "`documents` of vLLM's chats"),
     "cohere-chat": Shape(_cohere_chat, "auto", "Cohere's API", "/v2/chat"),
-    "document-blocks": Shape(_document_blocks, "auto", "Anthropic's `document` blocks", "/v1/messages"),
-    "search-results": Shape(_search_results, "auto", "Anthropic's `search_result` blocks", "/v1/messages"),
+    "document-blocks": Shape(_blocks(_document_block), "auto", "Anthropic's `document` blocks", "/v1/messages"),
+    "search-results": Shape(_blocks(_search_result), "auto", "Anthropic's `search_result` blocks", "/v1/messages"),
     "responses": Shape(_responses_text, _DOCUMENT, "OpenAI's responses", "/v1/responses", plain="</document>"),
     "parts": Shape(_tagged_parts, _DOCUMENT, "a content part for each document", plain="</document>"),
 }
@@ -338,35 +342,19 @@ _SHAPES: dict[str, Shape] = {
         "<item n='{n}'>\r\n{text}\r\n</item>",
     ),
     "scored": Shape(_in_user("", _SCORED, "\n\n", "\n{question}"), '<hit id="{id}"{*}>\n{text}\n</hit>', plain="hit"),
-    "numbered-list": Shape(
-        _in_user("Facts:\n", "{n}. {text}", "\n", "\n\nQuestion: {question}"),
-        {"head": "Facts:\n", "form": "{n}. {text}", "between": "\n", "tail": "\n\nQuestion: "},
+    "numbered-list": _described(_in_user, "Facts:\n", "{n}. {text}", "\n", "\n\nQuestion: "),
+    "bracketed": _described(_in_system, "Sources:\n", "[{n}] {text}", "\n\n", "\n\nEnd of sources.", ""),
+    "passages": _described(_in_user, "Passages.\n", "Passage {n}: {text}", "\n\n", "\n\nAnswer this: "),
+    "titled": _described(
+        _in_user, "Search results:\n\n", "Document [{n}](Title: {title}) {text}", "\n", "\n\nQuestion: "
     ),
-    "bracketed": Shape(
-        _in_system("Sources:\n", "[{n}] {text}", "\n\n", "\n\nEnd of sources."),
-        {"head": "Sources:\n", "form": "[{n}] {text}", "between": "\n\n", "tail": "\n\nEnd of sources."},
-    ),
-    "passages": Shape(
-        _in_user("Passages.\n", "Passage {n}: {text}", "\n\n", "\n\nAnswer this: {question}"),
-        {"head": "Passages.\n", "form": "Passage {n}: {text}", "between": "\n\n", "tail": "\n\nAnswer this: "},
-    ),
-    "titled": Shape(
-        _in_user("Search results:\n\n", "Document [{n}](Title: {title}) {text}", "\n", "\n\nQuestion: {question}"),
-        {
-            "head": "Search results:\n\n",
-            "form": "Document [{n}](Title: {title}) {text}",
-            "between": "\n",
-            "tail": "\n\nQuestion: ",
-        },
-    ),
-    "headings": Shape(
-        _in_system("# Knowledge\n\n", "### Document {n}: {title}\n\n{text}", "\n\n---\n\n", "\n\n# Rules\nBe brief."),
-        {
-            "head": "# Knowledge\n\n",
-            "form": "### Document {n}: {title}\n\n{text}",
-            "between": "\n\n---\n\n",
-            "tail": "\n\n# Rules\n",
-        },
+    "headings": _described(
+        _in_system,
+        "# Knowledge\n\n",
+        "### Document {n}: {title}\n\n{text}",
+        "\n\n---\n\n",
+        "\n\n# Rules\n",
+        "Be brief.",
     ),
     "rulers": Shape(
         _in_user("Notes:\n", "{text}", "\n=====\n", "\n=====\nEnd of notes.\n{question}"),
@@ -378,10 +366,8 @@ _SHAPES: dict[str, Shape] = {
         "Sources:\n{text}\n{text}\nEnd.\n",
         plain="\n",
     ),
-    "no-tail": Shape(
-        _in_system("Sources\n\n", "Source {n}:\n{text}", "\n\n", "\n\nCite them."),
-        {"head": "Sources\n\n", "form": "Source {n}:\n{text}", "between": "\n\n"},
-        open_ended=True,
+    "no-tail": _described(
+        _in_system, "Sources\n\n", "Source {n}:\n{text}", "\n\n", rest="\n\nCite them.", open_ended=True
     ),
     "json-indented": Shape(_after_call(lambda each, _: json.dumps(_objects(each), indent=2)), "json"),
     "json-responses": Shape(_responses_search, "json", path="/v1/responses", kept="they stand after the question"),

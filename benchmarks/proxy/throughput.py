@@ -162,8 +162,7 @@ def _added(row: Row) -> str:
 
 
 class ProxyThroughput(Experiment):
-    """`rows` have an entry for each rate: requests a second as `asked` and as they `came` back, the `added_p50_ms` and
-    `added_p99_ms` of the proxy, its processor time for a request in ms (`cpu_ms`), and whether the rate `holds`."""
+    """Rows: for each rate requests a second as `asked` and as they `came`, times, and whether the rate `holds`."""
 
     kind = "proxy-throughput"
     cell = ThroughputCell

@@ -96,8 +96,7 @@ async def _meet(name: str, count: int) -> None:
 
 
 def allow_many_connections(count: int = 0) -> None:
-    """Allow this process and those that it starts all open files that the system allows. Raises OSError if that is less
-    than `count` connections need."""
+    """Allow all open files that the system does. Raises OSError if `count` connections need more."""
     try:
         import resource
     except ImportError:

@@ -86,8 +86,7 @@ DISCIPLINES = {
 
 
 class QueueOutcome:
-    """Times to first token since arrival and between tokens (None where unknown), tokens, the time from the first
-    arrival to the last token, and by how many later requests one was overtaken at most."""
+    """Times of requests (None where unknown), tokens, and by how many later ones a request was overtaken at most."""
 
     def __init__(self, requests: int) -> None:
         self.ttft_s = [math.nan] * requests
@@ -202,10 +201,7 @@ class SimulatedQueues(VirtualQueues):
 
 
 class LiveQueues:
-    """The server at `base_url`, in real time; each trace has a cache salt of its own.
-
-    Raises EngineError for a server that cannot be measured, ImportError naming the extra to install.
-    """
+    """The server at `base_url`, in real time, with a cache salt for each trace. Raises EngineError, ImportError."""
 
     def __init__(self, base_url: str, max_in_flight: int, output_tokens: int, options: Options) -> None:
         from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config

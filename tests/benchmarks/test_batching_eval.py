@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.benchmarks.doll.batching.cells import BatchingCell
 from ragorder.benchmarks.doll.batching.experiment import SYSTEMS
 from ragorder.benchmarks.doll.batching.generation import (
     ANSWER_TOKENS,
     QUESTION_TOKENS,
     BacklogSizes,
     FixedSizes,
-    KeptKV,
     Line,
     Passes,
     Prompts,
@@ -24,7 +22,15 @@ from ragorder.benchmarks.doll.batching.generation import (
     Served,
 )
 from ragorder.benchmarks.doll.batching.serving import rates, serve
-from ragorder.benchmarks.doll.batching.settings import FAR_AHEAD, PARTITIONS, SETTINGS, Generator, stalls, step_seconds
+from ragorder.benchmarks.doll.batching.settings import (
+    FAR_AHEAD,
+    PARTITIONS,
+    SETTINGS,
+    BatchingCell,
+    Generator,
+    stalls,
+    step_seconds,
+)
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
@@ -61,10 +67,6 @@ class TestLayers:
         equal, bound = stalls(32, 1.0, 1, 1.0), stalls(32, 0.2, 1, 1.0)
         assert 1 < bound < equal < stalls(32, 1.0, 0, 1.0) < 2.1
         assert stalls(32, 1.0, FAR_AHEAD, 1.0) == 1
-
-    def test_cannot_be_read_behind(self) -> None:
-        with pytest.raises(ValueError, match="depth"):
-            step_seconds([1], [1], -1)
 
 
 class TestSizes:
@@ -190,44 +192,6 @@ class TestPrompts:
         assert prompts.token_ids(0, [third, first, second])[100:200] == ids[:100]
         assert prompts.mean_tokens == 300 + QUESTION_TOKENS + ANSWER_TOKENS
         assert set(prompts.token_ids(1, [])) & set(ids) == set()
-
-    def test_of_more_requests_than_questions_ask_each_again_only_then(self) -> None:
-        prompts = Prompts.of(corpus(False), 150, top_k=1, seed=3)
-        asked = [documents[0].id for documents in prompts.documents]
-        assert len(set(asked[:100])) == 100
-        assert len(asked) == 150
-
-
-class TestKeptKV:
-    def prompts(self) -> Prompts:
-        return Prompts.of(corpus(True), 100, top_k=3, seed=0)
-
-    def test_is_found_behind_the_same_documents_alone(self) -> None:
-        tokens = {}
-        for ordered in (False, True):
-            kept = KeptKV(self.prompts(), 100_000, ordered=ordered)
-            for number in range(10):
-                prompt = kept.order(number, [*range(number + 1, 10)])
-                kept.begin(prompt)
-                kept.end(prompt)
-            tokens[ordered] = kept.computed_tokens
-            assert kept.prompt_tokens == 10 * (300 + QUESTION_TOKENS)
-        # The two documents of all requests stand in front, as those that wait show them.
-        assert tokens[False] == 10 * (300 + QUESTION_TOKENS)
-        assert tokens[True] <= tokens[False] - 7 * 190
-
-    def test_has_room_for_more_requests_that_share(self) -> None:
-        counts = []
-        for ordered in (False, True):
-            kept = KeptKV(self.prompts(), 10 * (300 + QUESTION_TOKENS + ANSWER_TOKENS), ordered=ordered)
-            for number in range(100):
-                prompt = kept.order(number, [*range(number + 1, number + 9)])
-                if not kept.has_room(prompt):
-                    counts.append(number)
-                    break
-                kept.begin(prompt)
-        assert counts[0] in (9, 10)
-        assert counts[1] >= 1.5 * counts[0]
 
 
 class TestSystems:

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from support.rings import grid
+from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.chats.clouds.cells import CloudsCell
-from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord
-from ragorder.benchmarks.chats.clouds.policies import CHATS
-from ragorder.benchmarks.chats.clouds.serving import serve_conversations, talks
-from ragorder.cli import main
+from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord, serve_conversations, talks
+from ragorder.benchmarks.chats.clouds.policies import CHATS, CloudsCell
 from ragorder.clouds import CacheRules, cache_rules
 
 ANTHROPIC = cache_rules("anthropic", "claude-opus-5")
@@ -66,20 +63,14 @@ def test_every_policy_answers_the_same_turns() -> None:
 
 
 def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
-    asked = ["eval", "run", "clouds-conversations", "--reduced", "--seeds", "0"]
-    result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-    assert report.exit_code == 0, report.output
-    assert "conversations: claude-opus-5, a request every 2 s, 6 turns 60 s apart" in report.output
-    assert "of what appending costs without a cache, %" in report.output
-    assert "| ragorder's turns for the cloud |" in report.output
+    run_suites(tmp_path, "clouds-conversations", "--reduced", "--seeds", 0)
+    page = page_of(tmp_path)
+    assert "conversations: claude-opus-5, a request every 2 s, 6 turns 60 s apart" in page
+    assert "of what appending costs without a cache, %" in page
+    assert "| ragorder's turns for the cloud |" in page
 
 
 def test_other_policies_send_no_conversations(tmp_path: Path) -> None:
-    asked = ["eval", "run", "clouds", "--reduced", "--seeds", "0", "--set", "workload=conversations"]
-    result = CliRunner().invoke(main, [*asked, "--limit", "12", "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "4 runs served, 3 unavailable" in " ".join(result.output.split())
-    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-    assert "conversations are sent by automatic, system prompt" in " ".join(report.output.split())
+    asked = ("clouds", "--reduced", "--seeds", 0, "--limit", 12)
+    assert "4 runs served, 3 unavailable" in run_suites(tmp_path, *asked, workload="conversations")
+    assert "conversations are sent by automatic, system prompt" in " ".join(page_of(tmp_path).split())

@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from support.rings import grid
+from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.chats.clouds.cells import CloudsCell
-from ragorder.benchmarks.chats.clouds.experiment import Clouds, CloudsRecord
-from ragorder.benchmarks.chats.clouds.policies import POLICIES
-from ragorder.benchmarks.chats.clouds.serving import serve
-from ragorder.cli import main
+from ragorder.benchmarks.chats.clouds.experiment import CloudsRecord, serve
+from ragorder.benchmarks.chats.clouds.policies import POLICIES, CloudsCell
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.cloud import CloudAnswer, CloudError, SimulatedCloud
-from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.running.suite import load_suites
 
 ANTHROPIC = cache_rules("anthropic", "claude-opus-5")
 OPENAI = cache_rules("openai", "gpt-5.6")
@@ -237,63 +232,21 @@ class TestCosts:
         found = run("mix8", "ragorder", cache_rules("anthropic", "claude-haiku-4-5"), 200)
         assert found.cost == 1.0
 
-    def test_is_the_same_each_time(self) -> None:
-        assert run("mix8", "ragorder", ANTHROPIC, 200).rows == run("mix8", "ragorder", ANTHROPIC, 200).rows
-
     def test_every_policy_serves_the_same_prompts(self) -> None:
         found = [run("mix8", policy, ANTHROPIC, 50).rows["prompt_tokens"] for policy in POLICIES]
         assert all(each == found[0] for each in found)
         assert found[0] == [600 + 5 * 600 + 60] * 50
 
 
-class TestRecord:
-    def test_adds_up(self) -> None:
-        rows = {
-            "prompt_tokens": [100, 100],
-            "cached_tokens": [0, 50],
-            "written_tokens": [100, 0],
-            "predicted_tokens": [0, 40],
-        }
-        record = CloudsRecord(suite="mine", policy="end", cell={}, rows=rows, facts={"write": 1.25, "read": 0.1})
-        assert record.cost == pytest.approx((125 + 55) / 200) == record.worst
-        assert (record.share("cached_tokens"), record.exact) == (0.25, 0.5)
-        assert record.model_copy(update={"rows": rows | {"predicted_tokens": [-1, -1]}}).exact is None
-
-    def test_the_worst_window_is_found(self) -> None:
-        count = 1500
-        rows = {
-            "prompt_tokens": [100] * count,
-            "cached_tokens": [100] * 500 + [0] * 1000,
-            "written_tokens": [0] * 500 + [100] * 1000,
-            "predicted_tokens": [-1] * count,
-        }
-        record = CloudsRecord(suite="mine", policy="end", cell={}, rows=rows, facts={"write": 1.25, "read": 0.1})
-        assert record.worst == pytest.approx(1.25)
-        assert record.cost < 1
-
-
 class TestSuite:
     def test_runs_and_reports(self, tmp_path: Path) -> None:
-        asked = ["eval", "run", "clouds", "clouds-nothing-shared", "--reduced", "--limit", "60", "--seeds", "0,1"]
-        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
-        assert result.exit_code == 0, result.output
-        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-        assert report.exit_code == 0, report.output
-        assert "mix8: claude-opus-5, a request every 2 s" in report.output
-        assert "unique: claude-opus-5 (5m), a request every 2 s" in report.output
-        assert report.output.count("| ragorder for the cloud |") == 2
+        run_suites(tmp_path, "clouds", "clouds-nothing-shared", "--reduced", "--limit", 60, "--seeds", "0,1")
+        page = page_of(tmp_path)
+        assert "mix8: claude-opus-5, a request every 2 s" in page
+        assert "unique: claude-opus-5 (5m), a request every 2 s" in page
+        assert page.count("| ragorder for the cloud |") == 2
 
     def test_an_unknown_model_is_refused(self) -> None:
         suite = load_suites()["clouds"]
         with pytest.raises(SuiteError, match="claude-opus-9"):
             suite.with_parameters(["model=claude-opus-9"])
-
-    def test_the_report_says_whether_the_bound_holds(self) -> None:
-        lines = [run("mix8", policy, ANTHROPIC, 60) for policy in ("automatic", "ragorder")]
-        (table,) = tables_of(Clouds, Suite.unlisted("mine"), Results(Path(), records=lines))
-        assert [row[0].text for row in table.rows] == [
-            "as retrieved, the provider's automatic mark",
-            "ragorder for the cloud",
-        ]
-        assert table.rows[0][1].text == "125.0" and table.rows[0][5].text == "–"
-        assert table.rows[1][2].tone == "good"

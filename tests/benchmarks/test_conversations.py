@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.results import result_lines
+from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
@@ -19,7 +18,6 @@ pytest.importorskip("bm25s")
 from ragorder.benchmarks.chats.conversations import LAYOUTS, make_proxy, send_conversations
 from ragorder.benchmarks.chats.servers import SimulatedServer
 from ragorder.benchmarks.chats.talks import ChatTurn, conversations
-from ragorder.eval.cli.eval import eval as evaluate
 
 
 @dataclass
@@ -90,25 +88,19 @@ def test_tags_have_what_the_template_has(made: list[list[ChatTurn]]) -> None:
     assert abs(tagged.cached_share - template.cached_share) < 0.02
 
 
-def invoke(*arguments: Any) -> str:
-    done = CliRunner().invoke(evaluate, [str(each) for each in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_the_suite_shows_both_shares_and_what_was_predicted(tmp_path: Path) -> None:
-    run = ["run", "conversations", "--reduced", "--seeds", "1", "-o", tmp_path, "--set", "layout=each turn,one turn"]
-    assert "4 runs served" in invoke(*run)
-    assert "0 runs served" in invoke(*run)
-    page = invoke("report", tmp_path, "--md")
+    for served in (4, 0):
+        asked = ("conversations", "--reduced", "--seeds", 1)
+        assert f"{served} runs served" in run_suites(tmp_path, *asked, layout="each turn,one turn")
+    page = page_of(tmp_path)
     assert "| one turn | 11,227 | 39.9 | 39.3 |" in page
     assert "ragorder" in page and "retrieval order" in page
 
 
 def test_a_tokenizer_needs_a_model(tmp_path: Path) -> None:
-    said = invoke("run", "conversations", "-o", tmp_path, "--seeds", "0", "--set", "tokenizer=yes", "--limit", "3")
-    assert "0 runs served" in said
-    assert "the simulated server has no tokenizer: use --engine openai" in (tmp_path / "results.jsonl").read_text()
+    assert "0 runs served" in run_suites(tmp_path, "conversations", "--seeds", 0, "--limit", 3, tokenizer="yes")
+    [missing, *_] = result_lines(tmp_path, "unavailable")
+    assert "the simulated server has no tokenizer: use --engine openai" in missing["reason"]
 
 
 def test_with_engine_openai_a_server_with_a_model_is_started(
@@ -123,9 +115,9 @@ def test_with_engine_openai_a_server_with_a_model_is_started(
         yield SimulatedServer(blocks)
 
     monkeypatch.setattr("ragorder.benchmarks.chats.servers.VLLMServer", start)
-    options = ["--engine", "openai", "--model", model_folder, "--seeds", "0", "--limit", "3", "-o", tmp_path]
-    invoke("run", "conversations", *options, "--set", "turns=1", "--set", "layout=one turn", "--set", "tokenizer=yes")
+    options = ("--engine", "openai", "--model", model_folder, "--seeds", 0, "--limit", 3)
+    run_suites(tmp_path, "conversations", *options, turns=1, layout="one turn", tokenizer="yes")
     assert started == [(model_folder, 8192)]
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]
+    lines = result_lines(tmp_path, "conversations")
     assert [line["policy"] for line in lines] == ["retrieval", "ragorder"]
     assert [len(line["rows"]["cached_tokens"]) for line in lines] == [3, 3]

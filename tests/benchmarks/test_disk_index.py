@@ -6,27 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.suites import page_of, run_suites
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import clustered
 from ragorder.benchmarks.doll.disk_index import POLICIES, DiskIndexCell, measure, refine
-from ragorder.cli import main
 
 D = 32
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
     vectors, queries = (clustered(count, D, clusters=60, seed=seed) for seed, count in ((0, 3000), (1, 40)))
     cell = DiskIndexCell(vectors=3000, dimensions=D, nprobe=0.5, factor=20)
     folder = tmp_path_factory.mktemp("vectors")
-    yield {policy: measure(policy, vectors, queries, cell, folder) for policy in POLICIES}
-    faiss.omp_set_num_threads(before)
+    return {policy: measure(policy, vectors, queries, cell, folder) for policy in POLICIES}
 
 
 def test_codes_take_a_part_of_the_memory_and_find_less(found: Any) -> None:
@@ -61,6 +57,5 @@ def test_each_page_is_read_once() -> None:
 
 
 def test_the_suite_runs(tmp_path: Path) -> None:
-    assert run_command(main, "eval", "run", "doll-disk-index", "--reduced", "-o", tmp_path).exit_code == 0
-    report = run_command(main, "eval", "report", tmp_path, "--md").output
-    assert "A batch of 8 searches: 2,000 random vectors of 16, top 5" in report
+    run_suites(tmp_path, "doll-disk-index", "--reduced")
+    assert "A batch of 8 searches: 2,000 random vectors of 16, top 5" in page_of(tmp_path)

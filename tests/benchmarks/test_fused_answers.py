@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from support.commands import run_command
+from support.results import result_lines
+from support.suites import run_suites, write_corpus
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 from ragorder.benchmarks.fusion.fused_answers import make_part
-from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
 
@@ -28,21 +27,11 @@ WORDS = tuple(f"word{letter}" for letter in "abcdefghijklmnopqrst")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Corpus "threes": each of five questions with three of four documents; only the last has no answer."""
     folder = tmp_path_factory.mktemp("corpora") / "threes"
-    folder.mkdir()
     texts = [" ".join(WORDS[(place * step) % 20] for place in range(30)) for step in (1, 3, 7, 9)]
     answers = [{"answers": [WORDS[number]]} for number in range(4)]
-    lines: dict[str, list[Any]] = {
-        "documents": [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)],
-        "questions": [
-            {"id": f"q{number}", "question": f"what of {WORDS[number]}?", **answer}
-            for number, answer in enumerate([*answers, {}])
-        ],
-        "run_top20": [
-            {"id": f"q{number}", "chunks": [f"d{(number + place) % 4}" for place in range(3)]} for number in range(5)
-        ],
-    }
-    for name, records in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    questions = [{"question": f"what of {WORDS[number]}?", **answer} for number, answer in enumerate([*answers, {}])]
+    rankings = [[(number + place) % 4 for place in range(3)] for number in range(5)]
+    write_corpus(folder, texts, questions, rankings)
     graph = [{"id": f"d{number}#0", "neighbours": [f"d{(number + 1) % 4}#0"]} for number in range(4)]
     (folder / "graph.jsonl").write_text("".join(json.dumps(line) + "\n" for line in graph))
     return folder.parent
@@ -56,28 +45,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, texts=[" ".join(WORDS)], layers=3, hidden_size=64, vocab_size=300)
 
 
-def run(corpora: Path, out: Path, *options: Any) -> Result:
-    parts = {"corpus": "threes", "documents": "3", "by": f"graph:{corpora / 'threes' / 'graph.jsonl'}"}
-    cell = [text for name, value in parts.items() for text in ("--set", f"{name}={value}")]
-    return run_command(ragorder, "eval", "run", "fusion-answers", "--corpora", corpora, *cell, *options, "-o", out)
-
-
-def lines(out: Path, kind: str) -> list[dict[str, Any]]:
-    every = map(json.loads, (out / "results.jsonl").read_text().splitlines())
-    return [line for line in every if line["type"] == kind]
+def run(corpora: Path, out: Path, *options: Any, **cell: Any) -> None:
+    cell = {"corpus": "threes", "documents": 3, "by": f"graph:{corpora / 'threes' / 'graph.jsonl'}"} | cell
+    run_suites(out, "fusion-answers", "--corpora", corpora, *options, **cell)
 
 
 @pytest.fixture(scope="module")
 def measured(corpora: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    done = run(corpora, out, "--engine", "torch", "--model", model, "--seeds", "0,1", "--limit", "2")
-    assert done.exit_code == 0, done.output
+    run(corpora, out, "--engine", "torch", "--model", model, "--seeds", "0,1", "--limit", "2")
     return out
 
 
 @pytest.fixture(scope="module")
 def found(measured: Path) -> dict[str, dict[str, Any]]:
-    return {line["policy"]: line["rows"] for line in lines(measured, "fused-answers") if line["seed"] == 0}
+    return {line["policy"]: line["rows"] for line in result_lines(measured, "fused-answers") if line["seed"] == 0}
 
 
 def test_every_way_answers_the_same_questions_of_the_same_prompts(found: dict[str, dict[str, Any]]) -> None:
@@ -87,7 +69,7 @@ def test_every_way_answers_the_same_questions_of_the_same_prompts(found: dict[st
 
 
 def test_each_seed_has_its_own_questions_and_those_without_an_answer_are_left_out(measured: Path) -> None:
-    asked = {line["seed"]: line["rows"]["id"] for line in lines(measured, "fused-answers")}
+    asked = {line["seed"]: line["rows"]["id"] for line in result_lines(measured, "fused-answers")}
     assert sorted(asked[0] + asked[1]) == ["q0", "q1", "q2", "q3"]
 
 
@@ -108,15 +90,14 @@ def test_kv_computed_after_neighbours_is_other_kv(found: dict[str, dict[str, Any
 
 
 def test_what_is_measured_already_is_not_measured_again(corpora: Path, model: Path, measured: Path) -> None:
-    before = lines(measured, "fused-answers")
-    again = run(corpora, measured, "--engine", "torch", "--model", model, "--seeds", "0,1", "--limit", "2")
-    assert again.exit_code == 0, again.output
-    assert lines(measured, "fused-answers") == before
+    before = result_lines(measured, "fused-answers")
+    run(corpora, measured, "--engine", "torch", "--model", model, "--seeds", "0,1", "--limit", "2")
+    assert result_lines(measured, "fused-answers") == before
 
 
 def test_a_suite_without_a_model_says_what_to_give(corpora: Path, tmp_path: Path) -> None:
     run(corpora, tmp_path, "--seeds", "0", "--limit", "1")
-    reasons = {line["reason"] for line in lines(tmp_path, "unavailable")}
+    reasons = {line["reason"] for line in result_lines(tmp_path, "unavailable")}
     assert reasons == {
         "answers need a model in the embedded engine: give --engine torch --model smollm2, or another one"
     }
@@ -132,8 +113,7 @@ def test_the_report_compares_the_ways_question_by_question(measured: Path) -> No
 
 
 def test_answers_of_one_token_are_not_scored(corpora: Path, model: Path, tmp_path: Path) -> None:
-    short = ["--set", "output_tokens=1", "--set", "shares=0.3", "--policy", "full attention", "--policy", "EPIC"]
-    done = run(corpora, tmp_path, "--engine", "torch", "--model", model, "--seeds", "0", "--limit", "1", *short)
-    assert done.exit_code == 0, done.output
+    options = ("--engine", "torch", "--model", model, "--seeds", 0, "--limit", 1)
+    run(corpora, tmp_path, *options, "--policy", "full attention", "--policy", "EPIC", output_tokens=1, shares=0.3)
     part = make_part(load_suites()["fusion-answers"], read_results(tmp_path))
     assert not [table.title for table in part.tables if "answer" in table.title or "F1" in table.title]

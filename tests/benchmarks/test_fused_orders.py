@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.suites import run_suites, write_corpus
 
 pytest.importorskip("scipy")
 
@@ -24,7 +23,6 @@ from ragorder.benchmarks.fusion.fused_orders import (
 )
 from ragorder.benchmarks.ragcache.replacement.streams import DocumentStream, stream_of_trace
 from ragorder.benchmarks.ragcache.replacement.tiers import QUESTION_TOKENS
-from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.report.declared import tables_of
@@ -171,25 +169,14 @@ class TestOrders:
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Corpus "few": 300 requests for three of six documents."""
     folder = tmp_path_factory.mktemp("corpora") / "few"
-    folder.mkdir()
     random = Random(0)
-    lines = {
-        "documents": [{"id": f"d{number}", "text": f"{number} words " * (20 + number)} for number in range(6)],
-        "questions": [{"id": f"q{number}", "question": "what?"} for number in range(300)],
-        "run_top20": [
-            {"id": f"q{number}", "chunks": [f"d{each}" for each in random.sample(range(6), 3)]} for number in range(300)
-        ],
-    }
-    for name, records in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder.parent
+    texts = [f"{number} words " * (20 + number) for number in range(6)]
+    return write_corpus(folder, texts, [{"question": "what?"}] * 300, [random.sample(range(6), 3) for _ in range(300)])
 
 
 class TestTheSuite:
     def test_is_run_and_told(self, corpora: Path, tmp_path: Path) -> None:
-        options = ["--corpora", corpora, "--set", "corpus=few", "--set", "top_k=3", "--limit", "250", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-orders", *options)
-        assert done.exit_code == 0, done.output
+        run_suites(tmp_path, "fusion-orders", "--corpora", corpora, "--limit", 250, corpus="few", top_k=3)
         results = read_results(tmp_path)
         found = results.of(FusedOrders.record, "fusion-orders")
         assert {record.policy for record in found} == set(ORDERS)

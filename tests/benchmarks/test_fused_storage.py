@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.suites import run_suites
 
 pytest.importorskip("scipy")
 
 from ragorder.benchmarks.fusion.fused_storage import POLICIES, FusedStorage, StorageCell, draw, measure
-from ragorder.cli import main as ragorder
 from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
@@ -60,8 +59,7 @@ def test_what_is_evicted_is_computed_again() -> None:
 
 
 def test_the_suite_is_run_and_told(tmp_path: Path) -> None:
-    done = run_command(ragorder, "eval", "run", "fusion-storage", "--reduced", "--seeds", "0,1", "-o", tmp_path)
-    assert done.exit_code == 0, done.output
+    run_suites(tmp_path, "fusion-storage", "--reduced", "--seeds", "0,1")
     results = read_results(tmp_path)
     assert len(results.of(FusedStorage.record, "fusion-storage")) == 2 * 2 * len(POLICIES)
     [table] = tables_of(FusedStorage, load_suites()["fusion-storage"], results)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from support.commands import run_command
+from support.results import result_lines
+from support.suites import run_suites, write_corpus
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 from ragorder.benchmarks.fusion.fusion_deviation.experiment import make_part
-from ragorder.cli import main as ragorder
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
 
@@ -30,15 +29,8 @@ ROUNDING = 1e-3
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Corpus "pair": each question is answered by the first two of its four documents."""
     folder = tmp_path_factory.mktemp("corpora") / "pair"
-    folder.mkdir()
     texts = [" ".join(WORDS[(place * step) % 20] for place in range(40)) for step in (1, 3, 7, 9)]
-    lines = {
-        "documents": [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)],
-        "questions": [{"id": f"q{number}", "question": f"what of {WORDS[number]}?"} for number in range(3)],
-        "run_top20": [{"id": f"q{number}", "chunks": ["d0", "d1"]} for number in range(3)],
-    }
-    for name, records in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_corpus(folder, texts, [{"question": f"what of {word}?"} for word in WORDS[:3]], [[0, 1]] * 3)
     # The second document of each prompt is preprocessed behind the first one.
     (folder / "graph.jsonl").write_text(json.dumps({"id": "d1#0", "neighbours": ["d0#0"]}) + "\n")
     return folder.parent
@@ -52,29 +44,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, texts=[" ".join(WORDS)], layers=3, hidden_size=64, vocab_size=300)
 
 
-def run(corpora: Path, model: Path, out: Path, *options: str) -> Result:
-    given = ["--corpora", corpora, "--engine", "torch", "--model", model, "--seeds", "0", "-o", out]
-    parts = {"corpus": "pair", "documents": "2", "neighbours": "3", "by": f"graph:{corpora / 'pair' / 'graph.jsonl'}"}
-    cell = [text for name, value in parts.items() for text in ("--set", f"{name}={value}")]
-    return run_command(ragorder, "eval", "run", "fusion-deviation", *given, *cell, *options)
-
-
-def lines(out: Path, kind: str) -> list[dict[str, Any]]:
-    every = map(json.loads, (out / "results.jsonl").read_text().splitlines())
-    return [line for line in every if line["type"] == kind]
+def run(corpora: Path, model: Path, out: Path, **cell: Any) -> None:
+    graph = f"graph:{corpora / 'pair' / 'graph.jsonl'}"
+    options = ("--corpora", corpora, "--engine", "torch", "--model", model, "--seeds", 0)
+    cell = {"corpus": "pair", "documents": 2, "neighbours": 3, "by": graph} | cell
+    run_suites(out, "fusion-deviation", *options, **cell)
 
 
 @pytest.fixture(scope="module")
 def measured(corpora: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    done = run(corpora, model, out)
-    assert done.exit_code == 0, done.output
+    run(corpora, model, out)
     return out
 
 
 @pytest.fixture(scope="module")
 def found(measured: Path) -> dict[str, dict[str, Any]]:
-    return {line["policy"]: line for line in lines(measured, "fusion-deviation")}
+    return {line["policy"]: line for line in result_lines(measured, "fusion-deviation")}
 
 
 class TestDeviation:
@@ -135,24 +121,23 @@ class TestReport:
 
 class TestNotMeasured:
     @pytest.mark.parametrize(
-        ("options", "reason"),
+        ("cell", "reason"),
         [
-            (["--set", "documents=3"], "no question of pair has 3 documents: give fewer"),
-            (["--set", "corpus=absent"], "there is no corpus absent"),
-            (["--set", "by=graph:nowhere.jsonl"], "nowhere.jsonl"),
+            ({"documents": 3}, "no question of pair has 3 documents: give fewer"),
+            ({"corpus": "absent"}, "there is no corpus absent"),
+            ({"by": "graph:nowhere.jsonl"}, "nowhere.jsonl"),
         ],
     )
-    def test_it_is_said_why(self, corpora: Path, model: Path, tmp_path: Path, options: list[str], reason: str) -> None:
-        run(corpora, model, tmp_path, *options)
-        missing = lines(tmp_path, "unavailable")
+    def test_it_is_said_why(self, corpora: Path, model: Path, tmp_path: Path, cell: Any, reason: str) -> None:
+        run(corpora, model, tmp_path, **cell)
+        missing = result_lines(tmp_path, "unavailable")
         assert {line["policy"] for line in missing} == {"alone", "preprocessed"}
         assert all(reason in line["reason"] for line in missing)
 
     def test_a_model_of_one_layer_never_deviates(self, corpora: Path, model_folder: Path, tmp_path: Path) -> None:
         run(corpora, model_folder, tmp_path)
-        assert "has one layer" in lines(tmp_path, "unavailable")[0]["reason"]
+        assert "has one layer" in result_lines(tmp_path, "unavailable")[0]["reason"]
 
     def test_an_unknown_choice_of_neighbours_is_refused(self, corpora: Path, model: Path, tmp_path: Path) -> None:
-        done = run(corpora, model, tmp_path, "--set", "by=grap")
-        assert done.exit_code != 0
-        assert "did you mean 'graph'" in done.output
+        with pytest.raises(AssertionError, match="did you mean 'graph'"):
+            run(corpora, model, tmp_path, by="grap")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.results import result_lines
+from support.suites import run_suites
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -19,18 +19,10 @@ pytest.importorskip("scipy")
 import torch
 
 from ragorder.benchmarks.fusion.fusion import training
-from ragorder.benchmarks.fusion.fusion.cells import RATIOS, Arm
-from ragorder.benchmarks.fusion.fusion.experiment import (
-    ARMS,
-    BASELINE,
-    REUSE,
-    SHIPPED,
-    FusionCell,
-    FusionRecord,
-    checkpoint,
-)
+from ragorder.benchmarks.fusion.fusion.cells import RATIOS, SHIPPED, Arm, checkpoint
+from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, REUSE, FusionCell
 from ragorder.benchmarks.fusion.fusion.prompts import Prompts, Questions, draw_questions, make_copies, measure_curves
-from ragorder.benchmarks.fusion.fusion.report import Group, curve, make_part
+from ragorder.benchmarks.fusion.fusion.report import make_part
 from ragorder.benchmarks.fusion.fusion.served import (
     answer_on_engine,
     chain_engine,
@@ -56,8 +48,7 @@ from ragorder.benchmarks.fusion.fusion.task import (
     system_prompt,
 )
 from ragorder.benchmarks.fusion.fusion.training import KINDS, LINKS, Stage, draw_batch, hidden_states, train
-from ragorder.cli import main as ragorder
-from ragorder.eval.report.groups import group_runs
+from ragorder.eval.report import make_report, render_html
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites
@@ -87,9 +78,9 @@ def trained() -> ChainModel:
 
 
 @pytest.fixture(scope="module")
-def engine(trained: ChainModel) -> Iterator[Any]:
+def two_hops(trained: ChainModel) -> Iterator[tuple[ChainModel, Any]]:
     with chain_engine(trained) as made:
-        yield made
+        yield trained, made
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +127,6 @@ class TestTask:
             heads = [[head for head, *_ in lines_of(document)] for document in documents]
             owners = [next(n for n, found in enumerate(heads) if token in found) for token in chain[:-1]]
             assert len(set(owners)) == level.hops
-
-    @pytest.mark.parametrize("level", LEVELS, ids=str)
-    def test_two_percent_of_the_tokens_are_less_than_the_lines_of_the_answer(self, level: Level) -> None:
-        assert 0.02 * level.tokens < level.answer_tokens
 
     def test_nothing_can_be_memorised(self) -> None:
         questions = draw_questions(300, Level(2, 8), "any", seed=0)
@@ -397,17 +384,20 @@ class TestShippedModels:
         assert right["two rounds"] >= 0.9
 
     @pytest.mark.parametrize(
-        "arm",
+        ("hops", "arm"),
         [
-            Arm(exact=1 / 8),
-            Arm("deviation", exact=1 / 2),
+            (2, Arm(exact=1 / 8)),
+            (2, Arm("deviation", exact=1 / 2)),
+            (3, Arm(rounds=2, exact=1 / 8)),
+            (3, Arm("deviation", rounds=3, exact=1 / 8)),
         ],
-        ids=["query", "deviation"],
+        ids=["query", "deviation", "two rounds", "three rounds"],
     )
-    def test_the_engine_fuses_as_the_reference_does(self, trained: ChainModel, engine: Any, arm: Arm) -> None:
+    def test_the_engine_fuses_as_the_reference_does(self, hops: int, arm: Arm, request: pytest.FixtureRequest) -> None:
         """A document that was computed behind the system prompt is an exact prefix where it comes first."""
-        questions = draw_questions(2, Level(2, 8), "any", seed=6)
-        prompts = Prompts(trained, questions, neighbours=0, seed=0)
+        model, engine = request.getfixturevalue("two_hops" if hops == 2 else "three_hops")
+        questions = draw_questions(2, Level(hops, 8), "any", seed=4 + hops)
+        prompts = Prompts(model, questions, neighbours=0, seed=0)
         for number in range(len(questions)):
             prepare(engine, questions, number, arm)
             for ratio in (0.0, 0.05, 0.15, 1.0):
@@ -417,27 +407,6 @@ class TestShippedModels:
                 budget = prompts.budget(arm, ratio)
                 assert done.recomputed == budget
                 expected = prompts.answer(arm, budget)[number]
-                torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
-
-    @pytest.mark.parametrize(
-        "arm",
-        [
-            Arm(rounds=2, exact=1 / 8),
-            Arm("deviation", rounds=3, exact=1 / 8),
-        ],
-        ids=["two rounds", "three rounds"],
-    )
-    def test_the_engine_selects_in_rounds_as_the_reference_does(
-        self, three_hops: tuple[ChainModel, Any], arm: Arm
-    ) -> None:
-        model, engine = three_hops
-        questions = draw_questions(2, Level(3, 8), "any", seed=7)
-        prompts = Prompts(model, questions, neighbours=0, seed=0)
-        for number in range(len(questions)):
-            prepare(engine, questions, number, arm)
-            for ratio in (0.01, 0.05, 0.15):
-                done = answer_on_engine(engine, questions, number, arm, ratio, keep_logits=True)
-                expected = prompts.answer(arm, prompts.budget(arm, ratio))[number]
                 torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
 
     def test_many_questions_are_compared_with_the_reference(self, trained: ChainModel) -> None:
@@ -459,9 +428,10 @@ class TestShippedModels:
         right = expected.answer(like, expected.budget(like, 0.15)).argmax(-1) == questions.values
         assert found["with ordering"].rows["0.15"] == right.float().tolist()
 
-    def test_the_engine_answers_exactly(self, trained: ChainModel, engine: Any) -> None:
+    def test_the_engine_answers_exactly(self, two_hops: tuple[ChainModel, Any]) -> None:
         from ragorder.kernels.engine import Request, Sampling
 
+        trained, engine = two_hops
         questions = draw_questions(8, Level(2, 8), "in front", seed=4)
         logits = trained.logits(compute_prompts(trained, questions.prompts).hidden[:, -1])
         size = questions.level.document_tokens
@@ -499,7 +469,7 @@ class TestTraining:
     def brief(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stages = (Stage([Level(2, 3)], 5), Stage([Level(2, 3), Level(2, 4)], 4, settles=True))
         monkeypatch.setitem(training.CURRICULA, 2, stages)
-        monkeypatch.setattr(training, "_STEP_TOKENS", 300)
+        monkeypatch.setattr(training, "STEP_TOKENS", 300)
 
     def test_the_same_seed_gives_the_same_model(self, brief: None) -> None:
         models = [list(train(seed, training.CURRICULA[2], lambda point: None))[-1] for seed in (1, 1, 2)]
@@ -507,7 +477,7 @@ class TestTraining:
         assert same == [True, True, False]
 
     def test_ends_a_stage_as_soon_as_it_is_learnt(self, brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(training, "_LEARNT", -1.0)
+        monkeypatch.setattr(training, "LEARNT", -1.0)
         points: list[Any] = []
         list(train(0, training.CURRICULA[2], points.append))
         assert [point.documents for point in points[:3]] == [3, 3, 4]
@@ -520,39 +490,32 @@ class TestTraining:
         assert training.remaining(3, None) == training.CURRICULA[3]
         assert training.remaining(3, 2) == more
         assert training.remaining(3, 3) == more[-1:]
-        options = ["--set", "hops=3", "--set", f"start={tmp_path / 'first'}", "-o", tmp_path / "then"]
-        done = run_command(ragorder, "eval", "run", "fusion-training", "--seeds", "5", "-o", tmp_path / "first")
-        assert done.exit_code == 0, done.output
-        done = run_command(ragorder, "eval", "run", "fusion-training", "--seeds", "5,6", *options)
-        assert done.exit_code == 0, done.output
-        [line] = _lines(tmp_path / "then", "fusion-training")
+        run_suites(tmp_path / "first", "fusion-training", "--seeds", 5)
+        run_suites(tmp_path / "then", "fusion-training", "--seeds", "5,6", hops=3, start=tmp_path / "first")
+        [line] = result_lines(tmp_path / "then", "fusion-training")
         assert (line["seed"], line["facts"]["steps"]) == (5, 5)
-        [missing] = _lines(tmp_path / "then", "unavailable")
+        [missing] = result_lines(tmp_path / "then", "unavailable")
         assert "no model of seed 6" in missing["reason"]
         first, then = checkpoint(tmp_path / "first", 2, 5), checkpoint(tmp_path / "then", 3, 5)
         moved = ChainModel.load(then).weights["qkv"] - ChainModel.load(first).weights["qkv"]
         assert 0 < float(moved.abs().max()) < 0.2
 
     def test_a_trained_model_is_measured(self, brief: None, tmp_path: Path) -> None:
-        options = ["--seeds", "5", "--limit", "4", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-training", *options)
-        assert done.exit_code == 0, done.output
+        options = ("--seeds", 5, "--limit", 4)
+        run_suites(tmp_path, "fusion-training", *options)
         assert checkpoint(tmp_path, 2, 5).is_file()
-        options += ["--set", f"models={tmp_path}", "--set", "documents=3", "--policy", REUSE, "--policy", "random"]
-        done = run_command(ragorder, "eval", "run", "fusion-quality", *options)
-        assert done.exit_code == 0, done.output
-        assert {line["policy"] for line in _lines(tmp_path, "fusion")} == {REUSE, "random"}
-        done = run_command(ragorder, "eval", "report", tmp_path)
-        assert done.exit_code == 0, done.output
-        assert "Right predictions at the end of training" in (tmp_path / "report.html").read_text("utf-8")
+        options += ("--policy", REUSE, "--policy", "random")
+        run_suites(tmp_path, "fusion-quality", *options, models=tmp_path, documents=3)
+        assert {line["policy"] for line in result_lines(tmp_path, "fusion")} == {REUSE, "random"}
+        assert "Right predictions at the end of training" in render_html(
+            make_report(read_results(tmp_path), load_suites())
+        )
 
 
 class TestSuite:
     def test_measures_every_arm_at_every_ratio_and_reports_what_a_toy_cannot_show(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--limit", "5", "--seeds", "0", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-quality", *options)
-        assert done.exit_code == 0, done.output
-        lines = _lines(tmp_path, "fusion")
+        run_suites(tmp_path, "fusion-quality", "--reduced", "--limit", "5", "--seeds", "0")
+        lines = result_lines(tmp_path, "fusion")
         assert {line["cell"]["order"] for line in lines} == {"in front", "behind"}
         for line in lines:
             arm = ARMS[line["policy"]]
@@ -569,36 +532,30 @@ class TestSuite:
                 assert f"{title} (2 hops, 8 documents, definitions {order})" in titles
 
     def test_says_how_to_train_a_model_that_is_not_there(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--limit", "2", "--seeds", "0,41", "--policy", REUSE, "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-quality", *options)
-        assert done.exit_code == 0, done.output
-        assert {line["seed"] for line in _lines(tmp_path, "fusion")} == {0}
-        missing = _lines(tmp_path, "unavailable")
+        run_suites(tmp_path, "fusion-quality", "--reduced", "--limit", "2", "--seeds", "0,41", "--policy", REUSE)
+        assert {line["seed"] for line in result_lines(tmp_path, "fusion")} == {0}
+        missing = result_lines(tmp_path, "unavailable")
         assert {line["policy"] for line in missing} == {"seed 41"}
         assert all("ragorder eval run fusion-training --set hops=2 --seeds 41" in line["reason"] for line in missing)
 
     @pytest.mark.slow
     def test_the_engine_is_measured_as_well(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--limit", "2", "--seeds", "0", "--set", "by=engine", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-quality", *options)
-        assert done.exit_code == 0, done.output
-        lines = _lines(tmp_path, "fusion")
+        run_suites(tmp_path, "fusion-quality", "--reduced", "--limit", "2", "--seeds", "0", by="engine")
+        lines = result_lines(tmp_path, "fusion")
         assert {line["policy"] for line in lines} == {
             name for name in load_suites()["fusion-quality"].policies if ARMS[name].on_engine
         }
         assert {line["engine"]["name"] for line in lines} == {"torch"}
-        assert all("take by = reference" in line["reason"] for line in _lines(tmp_path, "unavailable"))
+        assert all("take by = reference" in line["reason"] for line in result_lines(tmp_path, "unavailable"))
         part = make_part(load_suites()["fusion-quality"], read_results(tmp_path))
         assert "embedded engine" in part.tables[0].title
         assert all("Every row was computed by the embedded engine." in table.note for table in part.tables[:2])
         assert len(part.pictures()) == 2
 
     def test_times_are_compared_at_the_same_share_and_at_the_same_answers(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
-        for arm in (BASELINE, REUSE, "FusionRAG, online only", "with ordering"):
-            options += ["--policy", arm]
-        done = run_command(ragorder, "eval", "run", "fusion-seconds", *options)
-        assert done.exit_code == 0, done.output
+        arms = (BASELINE, REUSE, "FusionRAG, online only", "with ordering")
+        policies = [word for arm in arms for word in ("--policy", arm)]
+        run_suites(tmp_path, "fusion-seconds", "--reduced", "--limit", 10, "--seeds", 0, *policies)
         part = make_part(load_suites()["fusion-seconds"], read_results(tmp_path))
         [seconds] = [table for table in part.tables if table.title.startswith("Time to the first token")]
         ours, theirs = (["EM at 5 %", "CPU ms", "times sooner, CPU", "wall"], [row[0].text for row in seconds.rows])
@@ -610,9 +567,7 @@ class TestSuite:
         assert {row[3].text for row in beside.rows} == {"0"}
 
     def test_preprocessing_is_compared_with_what_it_cannot_know(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "fusion-preprocessing", *options)
-        assert done.exit_code == 0, done.output
+        run_suites(tmp_path, "fusion-preprocessing", "--reduced", "--limit", "10", "--seeds", "0")
         [table] = make_part(load_suites()["fusion-preprocessing"], read_results(tmp_path)).tables
         removed = {tuple(entry.text for entry in row[:3]): float(row[4].text) for row in table.rows}
         for topic in ("anywhere", "within topics of 8"):
@@ -639,42 +594,3 @@ class TestSuite:
     def test_refuses_cells_without_questions(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(SuiteError):
             FusionCell.read(wrong, "here")
-
-    def test_normalised_and_least_ratios_are_equation_11(self) -> None:
-        right = {BASELINE: {"1": 1.0}, REUSE: {"0": 0.2}}
-        right["CacheBlend"] = {"0": 0.2, "0.05": 0.6, "0.1": 0.96, "0.5": 0.9, "1": 1.0}
-        right["with ordering"] = {"0": 0.5, "0.05": 0.98, "0.1": 1.0, "0.5": 1.0, "1": 1.0}
-        group = _group(right)
-        ours, ordered = curve(group, "CacheBlend"), curve(group, "with ordering")
-        assert ours is not None and ordered is not None
-        assert ours.normalised(0.05) == pytest.approx(0.5)
-        assert ours.enough() == 1
-        assert (ordered.enough(), ordered.computed(0.05)) == (0.05, 0.025)
-        assert curve(group, "FusionRAG") is None
-        difference = ordered.against("CacheBlend", 0.05)
-        assert difference is not None
-        assert difference.difference == pytest.approx(0.38)
-        assert difference.verdict == "better"
-
-
-def _group(right: dict[str, dict[str, float]]) -> Group:
-    def column(share: float) -> list[float]:
-        return [float(7 * number % 50 < round(50 * share)) for number in range(50)]
-
-    records = [
-        FusionRecord(
-            suite="fusion-quality",
-            cell={"hops": 2},
-            policy=arm,
-            rows={ratio: column(share) for ratio, share in columns.items()},
-            facts={"exact": 0.5 if "ordering" in arm else 0.0, "tokens": 144},
-        )
-        for arm, columns in right.items()
-    ]
-    (group,) = group_runs(records)
-    return group
-
-
-def _lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in lines if line["type"] == kind]

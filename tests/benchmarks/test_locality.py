@@ -18,10 +18,7 @@ D = 16
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield build_index(clustered(1000, D, clusters=40, seed=0), 0.25)
-    faiss.omp_set_num_threads(before)
+    return build_index(clustered(1000, D, clusters=40, seed=0), 0.25)
 
 
 @pytest.fixture(scope="module")

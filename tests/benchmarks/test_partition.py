@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 pytest.importorskip("scipy")
 
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.partition import engines, experiment
 from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
-from ragorder.cli import main
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import silent
@@ -27,14 +25,6 @@ from ragorder.eval.virtual.costs import ScanCosts
 
 POLICIES = ("equal shares", "oldest first", "shortest first")
 COSTS = ScanCosts(code_s=1e-3, piece_s=1e-3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
 
 
 def index_of(*nprobes: int) -> engines.VirtualIndex:
@@ -98,11 +88,9 @@ def test_on_faiss_every_search_ends(policy: str) -> None:
 
 
 def test_the_suite_runs_in_real_and_virtual_time(tmp_path: Path) -> None:
-    arguments = ["eval", "run", "hedra-partition", "--seeds", "0", "--limit", "12", "-o", str(tmp_path)]
-    cell = ["vectors=1000", "dimensions=8", "cores=1", "load=0.5", "mixed=yes"]
-    found = CliRunner().invoke(main, [*arguments, *(part for each in cell for part in ("--set", each))])
-    assert found.exit_code == 0, found.output
-    shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
+    cell = {"vectors": 1000, "dimensions": 8, "cores": 1, "load": 0.5, "mixed": "yes"}
+    run_suites(tmp_path, "hedra-partition", "--seeds", 0, "--limit", 12, **cell)
+    shown = page_of(tmp_path)
     assert "how many times as fast as batches: 1 core, real clock, mixed nprobe" in shown
     assert "1 core, virtual clock, mixed nprobe" in shown
     assert "of CPU time beside its scan, with 100 searches in flight" in shown

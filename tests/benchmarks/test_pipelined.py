@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,25 @@ from typing import Any
 import pytest
 from support.commands import run_command
 from support.results import result_lines
-from support.suites import assert_refused, suite_of
+from support.suites import assert_refused, suite_of, write_corpus
 
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
 from ragorder.benchmarks.ragcache.pipelined.measuring import (
     ALONE,
-    _rate,
     measure_cold,
     measure_speculation,
     measure_throughput,
+    paced,
+    plan_search,
+    real_retrieval,
+    saturated_rate,
 )
-from ragorder.benchmarks.ragcache.pipelined.search import paced, plan_search, real_retrieval
 from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.running.suite import choose_suites, load_suites
 from ragorder.eval.suites.pipelining.search import embed, played
 from ragorder.eval.suites.pipelining.server import MeasuredServer, ask, find_server, long_builder
 from ragorder.eval.virtual.loop import run_virtual
@@ -152,8 +154,8 @@ class TestASearchOfAnIndex:
 class TestARate:
     def test_is_that_of_the_saturated_middle(self) -> None:
         slow_ends = [0.0, 5.0, *(5.0 + each / 10 for each in range(1, 10)), 10.9, 20.0]
-        assert _rate(slow_ends, 2) == pytest.approx(10)
-        assert _rate([0.0, 1.0, 2.0, 3.0], 2) is None
+        assert saturated_rate(slow_ends, 2) == pytest.approx(10)
+        assert saturated_rate([0.0, 1.0, 2.0, 3.0], 2) is None
 
 
 class TestASystemPrompt:
@@ -299,10 +301,6 @@ speculative_ms = 69.7
 """
 
 
-def suite(text: str = SUITE) -> Suite:
-    return suite_of(text)
-
-
 class TestSuites:
     def test_of_the_papers_tables_can_be_run(self) -> None:
         for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 18, 10)):
@@ -352,18 +350,10 @@ class TestTheHarness:
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the corpus "small"."""
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "small").mkdir()
-    known = documents()
-    files = {
-        "documents": [{"id": each.id, "title": each.id, "text": each.text} for each in known],
-        "questions": [{"id": f"q{n}", "question": f"Do {WORDS[n]}?"} for n in range(8)],
-        "run_small": [{"id": f"q{n}", "chunks": [known[n + each].id for each in range(5)]} for n in range(8)],
-    }
-    for name, rows in files.items():
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (folder / "small" / f"{name}.jsonl").write_text(text, "utf-8")
-    return folder
+    texts = [each.text for each in documents()]
+    questions = [{"question": f"Do {words}?"} for words in WORDS[:8]]
+    rankings = [[number + each for each in range(5)] for number in range(8)]
+    return write_corpus(tmp_path_factory.mktemp("corpora") / "small", texts, questions, rankings)
 
 
 @pytest.mark.slow
@@ -403,7 +393,7 @@ class TestOnARealServer:
         assert result_lines(command[3], "pipelining") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
-        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
+        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite_of(SUITE)})
         (section,) = report.sections
         titles = [table.title for table in section.tables]
         assert titles == [
@@ -426,100 +416,41 @@ class TestOnARealServer:
         assert vectors.shape == (24, 384) and abs((vectors**2).sum(axis=1) - 1).max() < 1e-5
 
 
-def line(measure: str, rows: JSON, **cell: Any) -> JSON:
-    """A line as the harness writes it."""
-    fields = {"suite": "ragcache-figure-22", "seed": 0, "policy": "speculative", "system_tokens": 64, "warmup": 0}
-    return {
-        "type": "pipelining",
-        "cell": {"measure": measure, **cell},
-        "engine": {"model": "m"},
-        "rows": rows,
-        **fields,
-    }
-
-
-def report(folder: Path, *found: JSON) -> Any:
-    text = "".join(f"{json.dumps(each)}\n" for each in found)
-    (folder / "results.jsonl").write_text(text, "utf-8")
+def report(folder: Path, cell: JSON, *rows: JSON, **fields: Any) -> Any:
+    """The report on a cell with these rows, each with another number of documents."""
+    line = {"type": "pipelining", "suite": "ragcache-figure-22", "policy": "speculative", "engine": {"model": "m"}}
+    line |= {"seed": 0, "system_tokens": 64, "warmup": 0, **fields}
+    lines = [line | {"cell": cell | {"top_k": number + 1}, "rows": each} for number, each in enumerate(rows)]
+    (folder / "results.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines), "utf-8")
     return make_report(read_results(folder), load_suites())
 
 
-def cells(table: Any, row: int = 0) -> dict[str, str]:
-    return {heading: entry.text for heading, entry in zip(table.headings, table.rows[row], strict=True)}
+def first_row(report: Any) -> dict[str, str]:
+    table, *_ = report.sections[0].tables
+    return {heading: entry.text for heading, entry in zip(table.headings, table.rows[0], strict=True)}
 
 
-def searched(
-    plain_ms: Sequence[float], ours_ms: Sequence[float], *, started: Sequence[list[int]], right: Sequence[bool]
-) -> JSON:
-    count = len(plain_ms)
+def saturated(rates: list[float]) -> JSON:
+    def rows(rates: list[float], begun: int) -> JSON:
+        counts = {"requests": 20, "clients": 8, "alone_s": 1.0, "computed_tokens": None, "speculations": begun}
+        columns = {name: [count] * 10 for name, count in {**counts, "refused": 3 * begun}.items()}
+        return columns | {"requests_per_s": rates}
 
-    def rows(times: Sequence[float], started: Sequence[list[int]], right: Sequence[bool], tokens: int) -> JSON:
-        return {
-            "ttft_ms": [100 + each for each in times],
-            "exposed_ms": list(times),
-            "computed_tokens": [tokens] * count,
-            "refused": [0] * count,
-            "right": list(right),
-            "speculations": [len(each) for each in started],
-            "started_stages": list(started),
-            "speculated_stage": [s[-1] if r else None for s, r in zip(started, right, strict=True)],
-        }
+    return {"none": rows([2.0] * 10, 0), "speculative": rows(rates, 5)}
 
-    return {
-        "none": rows(plain_ms, [[]] * count, [False] * count, 100),
-        "speculative": rows(ours_ms, started, right, 125),
-    }
+
+SATURATED = {"measure": "throughput", "overload": 2.0}
 
 
 class TestTheReport:
-    def test_says_how_much_of_a_search_is_left(self, tmp_path: Path) -> None:
-        rows = searched([400.0] * 10, [100.0] * 10, started=[[1, 2]] * 8 + [[1]] * 2, right=[True] * 9 + [False])
-        ours = line("speculation", rows, index="hnsw", search_ratio=1.0, search_ms=422.3)
-        search, stages, *_ = report(tmp_path, ours).sections[0].tables
-        found = cells(search)
-        assert found["search"] == "HNSW, 100\u00a0% searched, stretched to 422.3\u00a0ms"
-        assert (found["T2, ms"], found["T1, ms"], found["T2 / T1"]) == ("400.0", "100.0", "4.00 ×")
-        assert found["TTFT p50, ms"] == "500.0 → 200.0"
-        assert (found["right, %"], found["extra prefill, %"]) == ("50.0", "+25.0")
-        assert found["paper: T2 / T1"] == "4.34 × (MMLU), 3.08 × (Natural Questions)"
-        assert cells(stages) == {"search": found["search"], "after stage 1": "1 of 10", "after stage 2": "8 of 8"}
-
-    def test_has_the_time_between_tokens_where_answers_have_several(self, tmp_path: Path) -> None:
-        rows = searched([400.0] * 10, [100.0] * 10, started=[[1]] * 10, right=[True] * 10)
-        for mode, times in (("none", [10.0] * 9 + [None]), ("speculative", [None] + [12.0] * 9)):
-            rows[mode]["tbt_ms"] = times
-        ours = line("speculation", rows, search_ratio=0.5, search_ms=243.7, output_tokens=16)
-        _, between, *_ = report(tmp_path, ours).sections[0].tables
-        found = cells(between)
-        assert found.pop("search").endswith("answers of 16 tokens")
-        assert list(found.values()) == ["10.0", "10.0", "12.0", "12.0"]
-
-    def test_begins_with_the_time_that_speculation_saves(self, tmp_path: Path) -> None:
-        rows = searched([400.0] * 50, [100.0] * 50, started=[[1]] * 50, right=[True] * 50)
-        found = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=422.3))
-        assert found.headline.words == [
-            "Speculative pipelining: speculation changes the median time to the first token by −60.0\u00a0% "
-            "[−60.0, −60.0] against no speculation."
-        ]
-        assert [entry.text for entry in found.overview.rows[0][2:]] == ["TTFT p50", "−60.0\u00a0%", "1 better"]
-
-    def test_has_no_number_of_the_papers_for_a_search_that_is_not_stretched(self, tmp_path: Path) -> None:
-        rows = searched([4.0] * 10, [2.0] * 10, started=[[1]] * 10, right=[True] * 10)
-        search, *_ = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=0)).sections[0].tables
-        assert "not stretched" in cells(search)["search"] and "paper: T2 / T1" not in search.headings
-
     @pytest.mark.parametrize(("pipelined_ms", "said"), [(329.0, "holds"), (331.0, "does not hold")])
     def test_holds_a_cold_start_against_its_bound(self, tmp_path: Path, pipelined_ms: float, said: str) -> None:
-        def times(ttft_ms: float) -> JSON:
-            return {"ttft_ms": [ttft_ms] * 10, "retrieval_ms": [100.0] * 10}
-
+        times = {"ttft_ms": [400.0] * 10, "retrieval_ms": [100.0] * 10}
         alone = {"system_ms": [200.0] * 10, "documents_ms": [100.0] * 10}
-        rows = {"none": times(400.0), "warmup": times(pipelined_ms), "alone": alone}
-        cold = line("cold", rows, retrieval_ms=100.0) | {"suite": "table-6", "policy": "warmup"}
-        found = cells(report(tmp_path, cold).sections[0].tables[0])
+        rows = {"none": times, "warmup": {**times, "ttft_ms": [pipelined_ms] * 10}, "alone": alone}
+        cell = {"measure": "cold", "retrieval_ms": 100.0}
+        found = first_row(report(tmp_path, cell, rows, suite="table-6", policy="warmup"))
         assert (found["serial, ms"], found["bound, ms"], found["to 10 %"]) == ("400.0", "300.0", said)
-        assert found["saving, %"] == f"{100 - pipelined_ms / 4:.1f}"
-        assert found["paper: serial, pipelined, ms"] == "156.8, 128.8" and found["paper: saving, %"] == "17.8"
 
     @pytest.mark.parametrize(
         ("rates", "said"),
@@ -531,33 +462,12 @@ class TestTheReport:
         ],
     )
     def test_says_whether_throughput_is_the_same(self, tmp_path: Path, rates: list[float], said: str) -> None:
-        def rows(rates: list[float], begun: int) -> JSON:
-            return {
-                "requests": [20] * 10,
-                "clients": [8] * 10,
-                "requests_per_s": rates,
-                "alone_s": [1.0] * 10,
-                "computed_tokens": [None] * 10,
-                "refused": [3 * begun] * 10,
-                "speculations": [begun] * 10,
-            }
-
-        (table, *_) = (
-            report(
-                tmp_path, line("throughput", {"none": rows([2.0] * 10, 0), "speculative": rows(rates, 5)}, overload=2.0)
-            )
-            .sections[0]
-            .tables
-        )
-        found = cells(table)
+        found = first_row(report(tmp_path, SATURATED, saturated(rates)))
         assert (found["offered"], found["refused, %"], found["at most 2 % less"]) == ("4.0 ×", "75.0", said)
         assert found["extra prefill, %"] == "–"
 
     def test_passes_over_a_line_whose_columns_do_not_fit(self, tmp_path: Path) -> None:
-        rows = searched([4.0] * 10, [2.0] * 10, started=[[1]] * 10, right=[True] * 10)
-        whole = line("speculation", rows, search_ratio=1.0)
-        torn = line("speculation", rows | {"none": {"ttft_ms": [1.0]}}, search_ratio=0.5)
-        found = report(tmp_path, whole, torn, whole)
-        assert "1 runs, 20 requests after warm-up" in found.measured
+        rows = saturated([2.0] * 10)
+        found = report(tmp_path, SATURATED, rows, rows | {"none": {"requests": [1]}})
+        assert "1 runs" in found.measured
         assert any("missing fields" in note for note in found.notes)
-        assert any("is there already" in note for note in found.notes)

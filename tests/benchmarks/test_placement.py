@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 pytest.importorskip("numpy")
 pytest.importorskip("scipy")
 
 from ragorder import Document
 from ragorder.benchmarks.chats.placement import PLACES, PlacedPrompts
-from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.metrics import CACHED
@@ -67,9 +66,7 @@ class TestPrompts:
 
 
 def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:
-    run = ["run", "placement", "--set", "workload=mix8", "--limit", "200", "--seeds", "0", "-o", str(tmp_path)]
-    done = CliRunner().invoke(evaluate, run)
-    assert done.exit_code == 0, done.output
+    run_suites(tmp_path, "placement", "--limit", 200, "--seeds", 0, workload="mix8")
     groups = group_runs(read_results(tmp_path).of(RunRecord, "placement"))
     cached = {
         (group.cell["documents"], policy): group.value(policy, CACHED) or 0
@@ -85,5 +82,4 @@ def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(
     # The system prompt's whole blocks, and no more.
     assert cached["behind the question", "earned"] == cached["behind the question", "retrieval"] < 10
     assert cached["behind a date", "earned"] == cached["behind a date", "retrieval"] < 10
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
-    assert "documents numbered by rank" in page
+    assert "documents numbered by rank" in page_of(tmp_path)

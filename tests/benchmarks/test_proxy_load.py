@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -23,7 +23,6 @@ pytest.importorskip("uvicorn")
 from ragorder.benchmarks.proxy.client import post
 from ragorder.benchmarks.proxy.load import measure_latency, run_streams, servers
 from ragorder.benchmarks.proxy.upstream import allow_many_connections, answer, answer_events
-from ragorder.eval.cli.eval import eval as evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -73,13 +72,10 @@ def test_every_request_is_measured_past_the_proxy_and_through_it(ports: tuple[in
 
 def test_the_suite_shows_latencies_and_streams(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
-    run = ["run", "proxy-load", "--seeds", "0", "-o", str(tmp_path)]
-    for parameter in ("rate=40", "seconds=0.5", "streams=10", "events=3", "pause=0.01"):
-        run += ["--set", parameter]
+    cell = {"rate": 40, "seconds": 0.5, "streams": 10, "events": 3, "pause": 0.01}
     for served in (2, 0):
-        done = CliRunner().invoke(evaluate, run)
-        assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        assert f"{served} runs served" in run_suites(tmp_path, "proxy-load", "--seeds", 0, **cell)
+    page = page_of(tmp_path)
     assert "| tagged | 10 |" in page and "| others | 10 |" in page
     assert page.count("10 of 10, ") == 2
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from pydantic import ValidationError
+from support.results import result_lines
+from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("numpy")
 
 from ragorder.benchmarks.proxy.throughput import ProxyThroughput, ThroughputCell
-from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.machine import cpu_s, peak_mb
 from ragorder.eval.report.declared import tables_of
 from ragorder.eval.running.reading import Results
@@ -44,9 +43,6 @@ def rows_of(*records: Record) -> list[list[str]]:
 
 
 class TestTheReport:
-    def test_is_of_the_highest_rate_that_holds(self) -> None:
-        assert rows_of(record()) == [["2", "order", "124", "1.5 / 9.5", "1.25", "800"]]
-
     def test_is_the_median_of_the_seeds(self) -> None:
         others = record(seed=1, came=[100.0, 130.0, 140.0]), record(seed=2, holds=[True, False, False])
         ((_, _, held, added, used, core),) = rows_of(record(), *others)
@@ -56,10 +52,9 @@ class TestTheReport:
         assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
 
 
-class TestTheCell:
-    def test_has_a_last_rate_behind_the_first(self) -> None:
-        with pytest.raises(ValidationError, match="most is the last rate"):
-            ThroughputCell(first=100.0, most=50.0)
+def test_has_a_last_rate_behind_the_first() -> None:
+    with pytest.raises(ValidationError, match="most is the last rate"):
+        ThroughputCell(first=100.0, most=50.0)
 
 
 class TestAProcess:
@@ -80,14 +75,10 @@ class TestAProcess:
 
 @pytest.mark.slow
 def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
-    run = ["run", "proxy-throughput", "--seeds", "0", "-o", str(tmp_path)]
-    for parameter in ("workers=1,2", "first=20", "most=24", "growth=1.2", "seconds=0.5", "added_ms=10000"):
-        run += ["--set", parameter]
+    cell = {"workers": "1,2", "first": 20, "most": 24, "growth": 1.2, "seconds": 0.5, "added_ms": 10000}
     for served in (5, 0):
-        done = CliRunner().invoke(evaluate, run)
-        assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line["type"] == "proxy-throughput"]
+        assert f"{served} runs served" in run_suites(tmp_path, "proxy-throughput", "--seeds", 0, **cell)
+    found = result_lines(tmp_path, "proxy-throughput")
     assert [(line["cell"]["workers"], line["policy"]) for line in found] == [
         (1, "order"),
         (1, "route"),
@@ -100,26 +91,21 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
         holds = line["rows"]["holds"]
         assert line["rows"]["asked"] == [20.0, 24.0][: 1 + holds[0]] and len(holds) == 1 + holds[0]
         assert all(line["rows"]["came"])
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    page = page_of(tmp_path)
     assert "| 1 | order |" in page and "| 2 | route |" in page and "| 1 | inside |" in page
 
 
 def test_the_suite_of_applications_shows_what_is_cached_and_that_nothing_else_changes(tmp_path: Path) -> None:
-    run = ["run", "applications", "--seeds", "0", "-o", str(tmp_path)]
-    run += ["--set", "requests=25", "--set", "application=anythingllm,search-results"]
-    done = CliRunner().invoke(evaluate, run)
-    assert done.exit_code == 0 and "4 runs served" in done.output, done.output
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    names = ("anythingllm", "search-results")
+    run_suites(tmp_path, "applications", "--seeds", 0, requests=25, application=",".join(names))
     shares = {}
-    for line in lines:
-        if line["type"] == "applications":
-            rows = line["rows"]
-            shares[line["cell"]["application"], line["policy"]] = sum(rows["cached_tokens"]) / sum(
-                rows["prompt_tokens"]
-            )
-            if line["policy"] == "proxied":
-                assert (line["facts"]["ordered"], line["facts"]["changed"]) == (25, 0)
-    for application in ("anythingllm", "search-results"):
+    for line in result_lines(tmp_path, "applications"):
+        rows = line["rows"]
+        share = sum(rows["cached_tokens"]) / sum(rows["prompt_tokens"])
+        shares[line["cell"]["application"], line["policy"]] = share
+        if line["policy"] == "proxied":
+            assert (line["facts"]["ordered"], line["facts"]["changed"]) == (25, 0)
+    for application in names:
         assert shares[application, "proxied"] > shares[application, "direct"] + 0.05
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    page = page_of(tmp_path)
     assert "| AnythingLLM | `--template anythingllm` |" in page

@@ -8,25 +8,18 @@ from statistics import fmean
 from typing import Any, get_args
 
 import pytest
-from support.commands import run_command
+from support.suites import run_suites
 
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from ragorder.benchmarks.fusion.fusion.experiment import SHIPPED, checkpoint
+from ragorder.benchmarks.fusion.fusion.cells import SHIPPED, checkpoint
 from ragorder.benchmarks.fusion.fusion.task import VALUES, ChainModel
 from ragorder.benchmarks.fusion.quality_positions.experiment import (
     QualityPositions,
-    Share,
-    bands,
-    by_place,
-    change,
     make_part,
-    swapped,
 )
 from ragorder.benchmarks.fusion.quality_positions.measuring import Answers, Stream, Task, draw_stream, order_stream
-from ragorder.cli import main as ragorder
-from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import read_results
 from ragorder.eval.running.suite import load_suites, read_suite
@@ -138,27 +131,9 @@ def record(policy: str, right: list[int], place: list[int], **columns: Any) -> A
     return QualityPositions.record(suite="mine", cell={"documents": 16}, policy=policy, rows=rows)
 
 
-class TestTheReport:
-    def test_counts_by_place_and_pairs_questions(self) -> None:
-        records = [
-            record("retrieval", [1, 1, 1, 0, 1, 1, 1, 1, 0, 1], [0, 1, 2, 15, 0, 0, 0, 0, 0, 0]),
-            record("free", [0, 0, 1, 1, 1, 1, 1, 1, 0, 1], [15] * 10),
-        ]
-        [group] = group_runs(records)
-        assert bands(group)[0] == range(2) and bands(group)[-1] == range(14, 16)
-        assert by_place(group, "retrieval") == [Share(7, 8), Share(1, 1), *[Share(0, 0)] * 5, Share(0, 1)]
-        assert swapped(group, "free", "retrieval")[:2] == (2, 1)
-        found = change(group, "free", "retrieval")
-        assert found is not None and found.difference == pytest.approx(-10)
-        # Wilson (1927), as in every table of it: 8 of 10.
-        assert Share(8, 10).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)
-
-
 class TestTheSuite:
     def test_is_run_and_told(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--seeds", "0,7", "--set", "requests=25", "-o", tmp_path]
-        done = run_command(ragorder, "eval", "run", "quality-positions", *options)
-        assert done.exit_code == 0, done.output
+        run_suites(tmp_path, "quality-positions", "--reduced", "--seeds", "0,7", requests=25)
         results = read_results(tmp_path)
         assert len(results.of(QualityPositions.record, "quality-positions")) == 9
         # No model was trained with this seed.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import run_command
 from support.results import result_lines
 from support.rings import examples
-from support.suites import assert_refused, suite_of
+from support.suites import assert_refused, run_suites
 
 pytest.importorskip("numpy")
 
@@ -35,13 +32,11 @@ from ragorder.benchmarks.ragcache.replacement.tiers import (
     most_hits,
     simulate,
 )
-from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.running.suite import load_suites
 
-JSON = dict[str, Any]
 Path_ = tuple[int, ...]
 CACHES = [policy for policy in REPLACEMENT_POLICIES if policy not in ("none", "device")]
 
@@ -211,11 +206,6 @@ class TestTwoTiers:
                 if node in fast.host and above is not None:
                     assert above in fast.device or above in fast.host
 
-    def test_count_a_document_as_hit_only_behind_the_same_documents(self) -> None:
-        """Section 7.4: [D1, D2] is cached and [D1, D3] asked for: half of it is hit."""
-        tiers = TwoTiers(100, 100)
-        assert [tiers.serve(request, TOKENS).hits for request in ([1, 2], [1, 3], [2, 1], [1, 2])] == [0, 1, 0, 2]
-
     def test_take_what_the_profile_says(self) -> None:
         tiers = TwoTiers(100, 100)
         tiers.serve([1, 2], TOKENS)
@@ -229,29 +219,6 @@ class TestTwoTiers:
             tiers.serve([document], TOKENS)
         assert (tiers.traffic.swapped_out, tiers.traffic.swapped_in) == (9 + 6, 9 + 6 + 9)
         assert tiers.traffic.lost == 0
-
-    def test_keep_of_a_request_that_is_too_long_what_fits(self) -> None:
-        tiers = TwoTiers(5, 0)
-        tiers.serve([1, 2, 3], TOKENS)
-        assert tiers.serve([1, 2, 3], TOKENS).hits == 2
-        assert tiers.device.used == 5
-
-    def test_without_a_history_keep_counting_a_document_that_changes_tiers(self) -> None:
-        tiers = TwoTiers(9, 50, "lfu")
-        for document in (6, 5, 6, 5, 6, 5, 6):
-            tiers.serve([document], TOKENS)
-        (node,) = tiers.path([6], TOKENS)
-        known = tiers.device.get(node)
-        assert known is not None and known.frequency == 4
-
-    @pytest.mark.parametrize("history_nodes", [0, 1_000])
-    def test_remember_one_that_left_both_tiers_only_with_a_history(self, history_nodes: int) -> None:
-        tiers = TwoTiers(9, 0, "lfu", history_nodes)
-        for document in (6, 6, 5, 6):
-            tiers.serve([document], TOKENS)
-        (node,) = tiers.path([6], TOKENS)
-        known = tiers.device.get(node)
-        assert known is not None and known.frequency == (3 if history_nodes else 1)
 
 
 @pytest.fixture(scope="module")
@@ -295,10 +262,6 @@ class TestSimulating:
         assert found.traffic.swapped_out == 0
         alone = simulate(skewed, "lru", 30_000, 0)
         assert [each.hits for each in found.served] == [each.hits for each in alone.served]
-
-    def test_least_recently_used_needs_no_history(self, skewed: DocumentStream) -> None:
-        with_history, without = (simulate(skewed, policy, 30_000, 60_000).served for policy in ("lru+history", "lru"))
-        assert with_history == without
 
     def test_is_the_same_every_time_whatever_strings_hash_to(self, python: Any) -> None:
         script = (
@@ -485,10 +448,6 @@ metrics = ["hits"]
 """
 
 
-def suite(text: str = SUITE) -> Suite:
-    return suite_of(text)
-
-
 class TestSuites:
     def test_of_table_2_bring_both_data_sets_at_the_sizes_that_are_simulated(self) -> None:
         found = load_suites()["ragcache-figure-20"]
@@ -513,15 +472,11 @@ class TestSuites:
         assert_refused(SUITE, old, new, said)
 
 
-invoke = partial(run_command, eval_command)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replacement")
     (folder / "mine.toml").write_text(SUITE, "utf-8")
-    done = invoke("run", folder / "mine.toml", "-o", folder, "--seeds", "0,1")
-    assert done.exit_code == 0, done.output
+    run_suites(folder, folder / "mine.toml", "--seeds", "0,1")
     return folder
 
 
@@ -540,15 +495,14 @@ class TestTheHarness:
         assert sizes["1GiB"] == 8_192 and sizes["20%"] == pytest.approx(4 * sizes["5%"], abs=4)
 
     def test_gives_a_device_room_for_the_longest_request(self, folder: Path) -> None:
-        facts = [
-            line["facts"] for line in result_lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"
-        ]
-        for each in facts:
-            assert each["working_set_tokens"] // 100 < 400 < each["device_tokens"] <= 2 * 220
+        for line in result_lines(folder, "replacement"):
+            if line["cell"]["workload"] == "paper-shuf":
+                facts = line["facts"]
+                assert facts["working_set_tokens"] // 100 < 400 < facts["device_tokens"] <= 2 * 220
 
     def test_says_once_that_a_workload_does_not_exist(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE.replace("paper-shuf", "papr"), "utf-8")
-        invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
+        run_suites(tmp_path, tmp_path / "mine.toml", "--seeds", 0, "--limit", 10)
         (line,) = result_lines(tmp_path, "unavailable")
         assert "unknown workload 'papr'" in line["reason"]
         assert len(result_lines(tmp_path, "replacement")) == 3
@@ -558,7 +512,7 @@ class TestTheHarness:
             '[cell]\nmeasure = "scheduling"\nnodes = 300\ntop_k = 3\n[report]\nchart = "scheduling"\n'
         )
         (tmp_path / "mine.toml").write_text(text, "utf-8")
-        invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--policy", "lru")
+        run_suites(tmp_path, tmp_path / "mine.toml", "--seeds", 0, "--policy", "lru")
         (line,) = result_lines(tmp_path, "replacement")
         times = line["scheduling"]
         assert 0 < times["p50_ms"] <= times["p99_ms"] <= times["max_ms"]
@@ -566,127 +520,9 @@ class TestTheHarness:
         found = make_report(read_results(tmp_path), load_suites()).sections[0].tables[0]
         assert [entry.text for entry in found.rows[0][:2]] == ["300", "LRU"]
 
-
-def line(
-    policy: str, hits: Sequence[int], prefill_ms: Sequence[float], suite: str = "ragcache-figure-20", **cell: Any
-) -> JSON:
-    """A line as the harness writes it."""
-    cell = {"workload": "mmlu-like", "host": "8GiB", "device": "4GiB", "top_k": 2, **cell}
-    facts = {"working_set_tokens": 1e6, "device_tokens": 32_768, "host_tokens": 65_536, "seen_percent": 95.0}
-    rows = {"retrieved": [2] * len(hits), "hits": list(hits), "prefill_ms": list(prefill_ms)}
-    line = {"type": "replacement", "suite": suite, "cell": cell, "seed": 0, "policy": policy, "warmup": 0}
-    return line | {"engine": {"name": "sim"}, "facts": facts, "rows": rows}
-
-
-def report(folder: Path, *found: JSON) -> Any:
-    text = "".join(f"{json.dumps(each)}\n" for each in found)
-    (folder / "results.jsonl").write_text(text, "utf-8")
-    return make_report(read_results(folder), load_suites())
-
-
-def cells(table: Any, row: int = 0) -> dict[str, Any]:
-    return dict(zip(table.headings, table.rows[row], strict=True))
-
-
-HALF = [0, 2] * 50
-MORE = [1, 2] * 50
-
-
-class TestTheReport:
-    def test_shows_hits_and_times_by_those_of_the_baseline(self, tmp_path: Path) -> None:
-        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("pgdsf+history", MORE, [80.0] * 100))
-        hits, times, *_ = found.sections[0].tables
-        ours = cells(hits)["PGDSF, history"]
-        assert (ours.text, ours.note[:6], ours.verdict) == ("75.0", "1.50 ×", "better")
-        assert (cells(hits)["LRU"].text, cells(hits)["LRU"].note) == ("50.0", "baseline")
-        ours = cells(times)["PGDSF, history"]
-        assert (ours.text, ours.note, ours.verdict) == ("80.0", "0.80 × [0.80, 0.80]", "better")
-        assert cells(times)["paper: mean TTFT, s"].text == "1.38, 1.68, 1.78, 1.81"
-        assert "8\u00a0GiB" in cells(hits)["host"].text and "seen before: 95.0" in cells(hits)["stream"].note
-
-    def test_begins_with_the_prefill_that_the_policy_saves(self, tmp_path: Path) -> None:
-        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("pgdsf+history", MORE, [80.0] * 100))
-        assert found.headline.words == [
-            "Replacement policies: PGDSF, history changes the mean prefill by −20.0\u00a0% [−20.0, −20.0] against LRU."
-        ]
-        assert [(row[2].text, row[3].text, row[4].text) for row in found.overview.rows] == [
-            ("mean prefill", "−20.0\u00a0%", "1 better"),
-            ("hits", "+50.0\u00a0%", "1 better"),
-        ]
-
-    def test_of_a_forecast_begins_with_what_that_saves(self, tmp_path: Path) -> None:
-        cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events", "waiting": 32}
-        ours = [line(policy, MORE, [80.0] * 100, **cell) for policy in ("pgdsf+history", "forecast+history")]
-        found = report(tmp_path, line("lru", HALF, [100.0] * 100, **cell), *ours)
-        assert "FORECAST, history changes the mean prefill by −20.0" in found.headline.words[0]
-        stream = cells(found.sections[0].tables[0])["stream"].text
-        assert stream.endswith("placed by ragorder, which follows events, 32 waiting requests known")
-
-    def test_holds_a_forecast_against_what_is_required(self, tmp_path: Path) -> None:
-        """By LRU which knows of no waiting request."""
-        lines = []
-        for waiting, (lru, ours) in ((0, (100.0, 92.0)), (32, (90.0, 84.0)), (8, (95.0, 102.0))):
-            cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events"}
-            cell |= {"waiting": waiting} if waiting else {}
-            lines += [line("lru", HALF, [lru] * 100, **cell), line("forecast+history", MORE, [ours] * 100, **cell)]
-        lines.append(line("forecast+history", MORE, [80.0] * 100, suite="forecast-tiers"))
-        for each in lines:
-            each["facts"]["most_hits_percent"] = 90.0
-        table = report(tmp_path, *lines).sections[0].tables[-1]
-        assert table.title == "The forecast, held against what is required"
-        found = [[entry.text for entry in row[2:]] + [row[3].note] for row in table.rows]
-        assert found == [
-            ["0.920 ×", "0.93 ×", "holds", "50.0", "75.0", "90.0", "holds"],
-            ["0.840 ×", "0.85 ×", "holds", "50.0", "75.0", "90.0", "holds"],
-            ["1.020 ×", "0.85 ×", "does not hold", "50.0", "75.0", "90.0", "does not hold"],
-        ]
-        assert "KV events: 1 of 1 streams; KV events, 32 waiting requests known: 1 of 1 streams" in table.note
-
-    @pytest.mark.parametrize(
-        ("hits", "prefill_ms", "said"),
-        [
-            (MORE, 100.5, ("holds", "holds")),
-            (HALF, 101.5, ("does not hold", "does not hold")),
-            ([0] * 4 + HALF[4:], 90.0, ("does not hold", "holds")),
-        ],
-    )
-    def test_holds_pgdsf_against_what_is_required(
-        self, tmp_path: Path, hits: list[int], prefill_ms: float, said: tuple[str, str]
-    ) -> None:
-        others = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history")]
-        found = report(tmp_path, *others, line("pgdsf+history", hits, [prefill_ms] * 100))
-        required = cells(found.sections[0].tables[2])
-        assert (required["1.05 ×"].text.partition(",")[0], required["1 %"].text) == said
-
-    @pytest.mark.parametrize(("most", "said"), [(52.0, "no policy can"), (53.0, "does not hold")])
-    def test_says_where_no_policy_can_hit_so_many(self, tmp_path: Path, most: float, said: str) -> None:
-        found = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history", "pgdsf+history")]
-        for each in found:
-            each["facts"]["most_hits_percent"] = most
-        table = report(tmp_path, *found).sections[0].tables[2]
-        assert cells(table)["possible"].text == f"{most / 50:.3f} ×"
-        assert cells(table)["1.05 ×"].text.partition(",")[0] == said
-        assert f"in {int(most == 52)} no policy can" in table.note
-
-    def test_says_where_an_interval_reaches_across_the_bound(self, tmp_path: Path) -> None:
-        others = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history")]
-        ours = line("pgdsf+history", [*HALF[:80], *[2] * 20], [70.0] * 40 + [120.5] * 60)
-        required = cells(report(tmp_path, *others, ours).sections[0].tables[2])
-        assert required["1 %"].text == "holds, within its interval"
-
-    def test_takes_the_device_for_hits_where_the_baseline_has_none(self, tmp_path: Path) -> None:
-        policies = {"none": [0] * 100, "device": HALF, "pgdsf+history": MORE}
-        found = [line(each, hits, [100.0] * 100, suite="ragcache-figure-18") for each, hits in policies.items()]
-        hits, times, *_ = report(tmp_path, *found).sections[0].tables
-        assert "no cache" not in hits.headings and cells(hits)["PGDSF, history"].note.startswith("1.50 ×")
-        assert cells(times)["no cache"].note == "baseline"
-
-    def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path) -> None:
-        suites = load_suites()
-        (folder / "mine").mkdir(exist_ok=True)
+    def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path, tmp_path: Path) -> None:
         text = (folder / "results.jsonl").read_text("utf-8").replace('"suite":"mine"', '"suite":"ragcache-figure-20"')
-        (folder / "mine" / "results.jsonl").write_text(text, "utf-8")
-        found = make_report(read_results(folder / "mine"), suites)
-        page = render_html(found)
-        assert "Hits by host (paper-shuf, top 2)" in page
-        assert all(words in render_markdown(found) for words in ("PGDSF, history", "held against what is required"))
+        (tmp_path / "results.jsonl").write_text(text, "utf-8")
+        found = make_report(read_results(tmp_path), load_suites())
+        assert "Hits by host (paper-shuf, top 2)" in render_html(found)
+        assert "held against what is required" in render_markdown(found)

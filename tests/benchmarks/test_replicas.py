@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from pydantic import ValidationError
+from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.fleet.replicas import (
     ROUTERS,
@@ -22,14 +22,10 @@ from ragorder.benchmarks.fleet.replicas import (
     load,
     serve,
 )
-from ragorder.cli import main
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
-from ragorder.eval.report.declared import tables_of
-from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Suite
 
 TOPICS = [f"topic {number}" for number in range(4000)]
 
@@ -87,20 +83,17 @@ class TestAReplica:
 
 class TestServing:
     @pytest.mark.parametrize("policy", ROUTERS)
-    def test_serves_every_request_once(self, requests: list[TraceRequest], policy: str) -> None:
+    def test_serves_every_request_once_the_same_each_time_as_predicted(
+        self, requests: list[TraceRequest], policy: str
+    ) -> None:
         found = serve(requests, cell(), policy, 0, warmup=100)
+        assert found == serve(requests, cell(), policy, 0, warmup=100)
         rows = found["rows"]
         assert sum(rows["requests"]) == 500
         assert len(rows["requests"]) == 4
         assert all(cached < prompt for cached, prompt in zip(rows["cached_tokens"], rows["prompt_tokens"], strict=True))
-
-    @pytest.mark.parametrize("policy", ROUTERS)
-    def test_is_the_same_each_time(self, requests: list[TraceRequest], policy: str) -> None:
-        assert serve(requests, cell(), policy, 3, 100) == serve(requests, cell(), policy, 3, 100)
-
-    @pytest.mark.parametrize("policy", ROUTERS)
-    def test_predictions_are_exact_beside_the_engine(self, requests: list[TraceRequest], policy: str) -> None:
-        assert serve(requests, cell(), policy, 0, 100)["facts"]["exact"] >= 0.99
+        # Beside the engine.
+        assert found["facts"]["exact"] >= 0.99
 
     def test_topics_and_the_best_replica_find_more_than_chance(self, requests: list[TraceRequest]) -> None:
         found = {policy: cached(served(requests, cell(), policy)) for policy in ROUTERS}
@@ -140,51 +133,18 @@ class TestServing:
         assert all(found["rows"]["requests"][1:])
 
 
-class TestRecord:
-    def test_counts_work_of_replicas_that_were_always_there(self) -> None:
-        rows = {
-            "requests": [1, 2, 2],
-            "prompt_tokens": [100, 200, 200],
-            "cached_tokens": [0, 150, 50],
-            "always": [0, 1, 1],
-        }
-        record = Replicas.record(suite="s", policy="best", rows=rows, facts={"exact": 1, "in_flight": 1})
-        assert cached(record) == 200 / 500
-        assert load(record) == 150 / 100
-
-    def test_a_cell_has_one_trace(self) -> None:
+def test_a_cell_has_one_trace() -> None:
+    for fields in ({}, {"workload": "mix8", "corpus": "pydocs"}):
         with pytest.raises(ValidationError, match="either workload or corpus"):
-            ReplicasCell(replicas=4)
-        with pytest.raises(ValidationError, match="either workload or corpus"):
-            ReplicasCell(replicas=4, workload="mix8", corpus="pydocs")
+            ReplicasCell(replicas=4, **fields)
 
 
-class TestSuites:
-    def test_run_and_report(self, tmp_path: Path) -> None:
-        asked = ["eval", "run", "replicas", "replicas-changed", "--reduced", "--limit", "120", "--seeds", "0,1"]
-        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
-        assert result.exit_code == 0, result.output
-        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-        assert report.exit_code == 0, report.output
-        assert "mix64: 4 replicas" in report.output
-        assert "topics moved, %" in report.output
-        assert report.output.count("| topic, bound 1.5 |") == 2
-
-    def test_the_report_says_whether_the_goals_are_reached(self) -> None:
-        def record(policy: str, cached: list[int]) -> Record:
-            rows = {"requests": [5, 5], "prompt_tokens": [1000, 1000], "cached_tokens": cached, "always": [1, 1]}
-            facts = {"exact": 0.995, "in_flight": 1.5, "moved": []}
-            fields = {"suite": "mine", "cell": {"workload": "mix8", "replicas": 2}, "engine": {"name": "sim"}}
-            return Replicas.record(policy=policy, rows=rows, facts=facts, **fields)
-
-        lines = [record("random", [100, 100]), record("topic, bound 2", [650, 300]), record("best", [500, 500])]
-        (table,) = tables_of(Replicas, Suite.unlisted("mine"), Results(Path(), records=lines))
-        assert [[entry.text for entry in row] for row in table.rows] == [
-            ["random", "10.0", "20.0", "1.00", "1.50", "99.5"],
-            ["topic, bound 2", "47.5", "95.0", "1.33", "1.50", "99.5"],
-            ["best", "50.0", "100.0", "1.00", "1.50", "99.5"],
-        ]
-        assert [entry.tone for entry in table.rows[1]] == ["", "", "good", "good", "", ""]
+def test_the_suites_run_and_report(tmp_path: Path) -> None:
+    run_suites(tmp_path, "replicas", "replicas-changed", "--reduced", "--limit", 120, "--seeds", "0,1")
+    page = page_of(tmp_path)
+    assert "mix64: 4 replicas" in page
+    assert "topics moved, %" in page
+    assert page.count("| topic, bound 1.5 |") == 2
 
 
 class TestMixedStreams:

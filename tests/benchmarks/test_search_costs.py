@@ -10,11 +10,10 @@ import pytest
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.search_costs import SearchCosts, cluster_ms, explained, scans
-from ragorder.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,6 @@ def test_what_is_explained_is_of_the_later_half() -> None:
 @pytest.mark.merge
 def test_the_suite_runs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    result = CliRunner().invoke(main, ["eval", "run", "hedra-costs", "--reduced", "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-    assert "R² of what was predicted" in report.output and "A decoding step, ms" in report.output
+    run_suites(tmp_path, "hedra-costs", "--reduced")
+    page = page_of(tmp_path)
+    assert "R² of what was predicted" in page and "A decoding step, ms" in page

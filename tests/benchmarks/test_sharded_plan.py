@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.fleet.sharded_plan import PlanFailedError, ShardedPlan, draw, run_plan, write_requests
-from ragorder.cli import main
-from ragorder.eval.report.declared import tables_of
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Suite
+from ragorder.benchmarks.fleet.sharded_plan import PlanFailedError, draw, run_plan, write_requests
 
 
 class TestRequests:
@@ -44,24 +39,6 @@ class TestRun:
 
 class TestSuite:
     def test_runs_and_reports(self, tmp_path: Path) -> None:
-        asked = ["eval", "run", "sharded-plan", "--reduced", "--seeds", "0", "--output", str(tmp_path)]
-        result = CliRunner().invoke(main, asked)
-        assert result.exit_code == 0, result.output
-        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-        assert report.exit_code == 0, report.output
-        rows = [line for line in report.output.splitlines() if line.startswith("| topics | 300 |")]
+        run_suites(tmp_path, "sharded-plan", "--reduced", "--seeds", 0)
+        rows = [line for line in page_of(tmp_path).splitlines() if line.startswith("| topics | 300 |")]
         assert [row.split(" | ")[2] for row in rows] == ["one plan", "4"]
-
-    def test_the_report_compares_with_one_plan(self) -> None:
-        def record(policy: str, saved: int) -> Record:
-            facts = {"requests": 100, "core_s": 0.5, "peak_bytes": 1 << 30, "largest": 1.25}
-            rows = {"tokens": [1000], "saved_tokens": [saved]}
-            return ShardedPlan.record(suite="mine", policy=policy, cell={"shards": 8}, rows=rows, facts=facts)
-
-        lines = [record("one plan", 500), record("shards", 480)]
-        (table,) = tables_of(ShardedPlan, Suite.unlisted("mine"), Results(Path(), records=lines))
-        assert [[entry.text for entry in row] for row in table.rows] == [
-            ["topics", "100", "one plan", "50.0", "–", "1.25", "5,000", "1.00"],
-            ["topics", "100", "8", "48.0", "96.0", "1.25", "5,000", "1.00"],
-        ]
-        assert table.rows[1][4].tone == "bad"

@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
-from ragorder.benchmarks.fleet.sharing import Sharing, SharingCell, serve
-from ragorder.cli import main
+from ragorder.benchmarks.fleet.sharing import SharingCell, serve
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.report.declared import tables_of
-from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Suite
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +50,9 @@ class TestServing:
 
 class TestSuite:
     def test_runs_and_reports(self, tmp_path: Path) -> None:
-        asked = ["eval", "run", "shared-orders", "--reduced", "--limit", "60", "--seeds", "0"]
-        result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
-        assert result.exit_code == 0, result.output
-        report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-        assert report.exit_code == 0, report.output
-        rows = [line for line in report.output.splitlines() if "orders |" in line and line[:3] in ("| 1", "| 4")]
+        run_suites(tmp_path, "shared-orders", "--reduced", "--limit", 60, "--seeds", 0)
+        page = page_of(tmp_path)
+        rows = [line for line in page.splitlines() if "orders |" in line and line[:3] in ("| 1", "| 4")]
         # One process: once either way. Four: their own once, shared ones with each delay.
         assert len(rows) == 2 + 1 + 3
-        assert "32 requests later" in report.output
-
-    def test_the_report_compares_with_one_process(self) -> None:
-        def record(processes: int, policy: str, cached: int) -> Record:
-            rows = {"prompt_tokens": [100, 100], "cached_tokens": [0, cached], "predicted_tokens": [0, 48]}
-            fields = {"suite": "mine", "engine": {"name": "sim", "block_size": 16}}
-            return Sharing.record(policy=policy, cell={"workload": "mix8", "processes": processes}, rows=rows, **fields)
-
-        lines = [record(1, "own orders", 60), record(4, "own orders", 30), record(4, "shared orders", 57)]
-        (table,) = tables_of(Sharing, Suite.unlisted("mine"), Results(Path(), records=lines))
-        assert [[entry.text for entry in row] for row in table.rows] == [
-            ["1", "own orders", "–", "30.0", "100.0", "100.0"],
-            ["4", "own orders", "–", "15.0", "50.0", "50.0"],
-            ["4", "shared orders", "with the next request", "28.5", "95.0", "100.0"],
-        ]
-        assert table.rows[2][4].tone == "good"
+        assert "32 requests later" in page

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run_command
+from support.results import result_lines
+from support.suites import page_of, run_suites
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.staging import final_shares, time_stages
-from ragorder.cli import main
 from ragorder.pipelining import Stage, StagedIVF
 
 
@@ -50,12 +49,8 @@ def test_stages_are_counted_and_both_searches_timed() -> None:
 
 
 def test_the_suite_measures_each_search(tmp_path: Path) -> None:
-    options = ["vectors=400", "dimensions=8", "queries=3"]
-    command = ["eval", "run", "staged-search", "-o", tmp_path]
-    assert run_command(main, *command, *(word for option in options for word in ("--set", option))).exit_code == 0
-    lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    searches = [line["facts"]["search"] for line in lines if line["type"] == "staging"]
+    run_suites(tmp_path, "staged-search", vectors=400, dimensions=8, queries=3)
+    searches = [line["facts"]["search"] for line in result_lines(tmp_path, "staging")]
     assert len(searches) == 10
     assert searches[:2] == ["IVFFlat, 10 of 80 clusters, equal", "IVFFlat, 10 of 80 clusters, geometric"]
-    report = run_command(main, "eval", "report", tmp_path, "--md").output
-    assert "What stages add to a search: 400 random vectors" in report
+    assert "What stages add to a search: 400 random vectors" in page_of(tmp_path)

@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.doll.streaming.cells import StreamingCell
 from ragorder.benchmarks.doll.streaming.experiment import SLOTS
 from ragorder.benchmarks.doll.streaming.measuring import Bench, ThrottledSource, TokenBucket, write_model
-from ragorder.cli import main
 from ragorder.kernels.offload import Checkpoint
 
 SMALL = {"layers": 6, "hidden_size": 64, "intermediate_size": 256, "budget_layers": 4, "gigabytes_s": 1.0}
@@ -73,16 +72,10 @@ class TestBucket:
 
 def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
     small = {"layers": 5, "hidden_size": 64, "intermediate_size": 128, "repeats": 1, "jitter": 0, "gigabytes_s": 0.5}
-    asked = ["eval", "run", "doll-streaming", "--limit", "2"]
-    for name, value in small.items():
-        asked += ["--set", f"{name}={value}"]
-    result = CliRunner().invoke(main, [*asked, "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
-    assert report.exit_code == 0, report.output
+    run_suites(tmp_path, "doll-streaming", "--limit", 2, **small)
     rows = [
         line.split("|")
-        for line in report.output.splitlines()
+        for line in page_of(tmp_path).splitlines()
         if line.startswith(("| no prefetch", "| one", "| two", "| ring"))
     ]
     assert [row[1].strip() for row in rows] == list(SLOTS)

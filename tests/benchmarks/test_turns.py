@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
@@ -15,7 +15,6 @@ pytest.importorskip("bm25s")
 from ragorder.benchmarks.chats.servers import SimulatedServer
 from ragorder.benchmarks.chats.talks import ChatTurn, conversations
 from ragorder.benchmarks.chats.turns import CHATS, send_turns
-from ragorder.eval.cli.eval import eval as evaluate
 
 
 def columns(rows: dict[str, Any], name: str, turn: int) -> list[int]:
@@ -53,20 +52,15 @@ def test_documents_that_stand_there_are_named(served: dict[str, dict[str, Any]])
 
 
 def test_the_suite_shows_each_turn_and_what_was_predicted(tmp_path: Path) -> None:
-    run = ["run", "turns", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
-    done = CliRunner().invoke(evaluate, run)
-    assert done.exit_code == 0, done.output
-    assert "3 runs served" in done.output
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "3 runs served" in run_suites(tmp_path, "turns", "--reduced", "--seeds", 0)
+    page = page_of(tmp_path)
     assert "By turn" in page and "within a block, %" in page
     assert "turn 3" in page
 
 
 def test_the_suite_of_lost_conversations_says_how_many_were_laid_out_anew(tmp_path: Path) -> None:
-    run = ["run", "turns-lost", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
-    done = CliRunner().invoke(evaluate, run)
-    assert done.exit_code == 0, done.output
-    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    run_suites(tmp_path, "turns-lost", "--reduced", "--seeds", 0)
+    page = page_of(tmp_path)
     assert "laid out again" in page and "turns that compute more than appended" in page
 
 

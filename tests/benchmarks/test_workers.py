@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.results import result_lines
+from support.suites import page_of, run_suites
 
 pytest.importorskip("openai")
 pytest.importorskip("bm25s")
@@ -18,7 +18,6 @@ pytest.importorskip("scipy")
 
 from ragorder import Orderer
 from ragorder.benchmarks.fleet import workers
-from ragorder.eval.cli.eval import eval as evaluate
 
 
 def test_some_topics_are_far_more_popular_and_a_seed_draws_the_same_questions() -> None:
@@ -40,12 +39,6 @@ class Server:
         self.resets += 1
 
 
-def invoke(*arguments: Any) -> str:
-    done = CliRunner().invoke(evaluate, [str(each) for each in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,9 +57,9 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     monkeypatch.setattr(workers.SeveralOrderers, "start", lambda self: (server, None))
     monkeypatch.setattr(workers.TimedOrderer, "for_vllm", for_vllm)
     monkeypatch.setattr(workers, "serve", serve)
-    run = ["run", "workers", "--engine", "openai", "--seeds", "0,1", "--limit", "7", "-o", tmp_path]
-    assert "10 runs served" in invoke(*run, "--set", "orderers=1,4")
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]
+    asked = ("workers", "--engine", "openai", "--seeds", "0,1", "--limit", 7)
+    assert "10 runs served" in run_suites(tmp_path, *asked, orderers="1,4")
+    lines = result_lines(tmp_path)[1:]
     order = [(line["seed"], line["cell"]["orderers"], line["policy"]) for line in lines]
     assert order[:5] == [
         (0, 1, "retrieval"),
@@ -81,10 +74,10 @@ def test_retrieval_order_is_measured_once_and_each_run_finds_an_empty_cache(
     assert server.resets == 10
     assert made[0] == {"partial_blocks_first": True, "keep_first": 5}
     assert made[2]["events_endpoint"] == "ipc://events"
-    assert "0 runs served" in invoke(*run, "--set", "orderers=1,4")
-    assert "| events | 40.0 |" in invoke("report", tmp_path, "--md")
+    assert "0 runs served" in run_suites(tmp_path, *asked, orderers="1,4")
+    assert "| events | 40.0 |" in page_of(tmp_path)
 
 
 def test_the_suite_needs_a_server_of_its_own(tmp_path: Path) -> None:
-    assert "0 runs served" in invoke("run", "workers", "-o", tmp_path)
-    assert "use --engine openai without --base-url" in (tmp_path / "results.jsonl").read_text()
+    assert "0 runs served" in run_suites(tmp_path, "workers")
+    assert "use --engine openai without --base-url" in result_lines(tmp_path, "unavailable")[0]["reason"]

@@ -25,10 +25,9 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
-from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord
+from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord, judge, make_part, median, required
 from ragorder.benchmarks.kernels.embedded.models import SHAPES, Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
-from ragorder.benchmarks.kernels.embedded.report import judge, make_part, median, required
 from ragorder.benchmarks.kernels.embedded.serving import draw_trace
 from ragorder.benchmarks.ragcache.reordering import Discipline, EmbeddedQueues
 from ragorder.cli import main as ragorder

@@ -35,6 +35,25 @@ def run(section: str, **given: Any) -> dict[str, Any]:
     return names
 
 
+def llama_nodes(names: list[str]) -> list[Any]:
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    from ragorder.citations import number_label
+
+    nodes = [TextNode(id_=each, text=text(each), metadata={"label": number_label(text(each))}) for each in names]
+    return [NodeWithScore(node=node, score=1 / rank) for rank, node in enumerate(nodes, 1)]
+
+
+def llama_retriever() -> Any:
+    from llama_index.core.retrievers import BaseRetriever
+
+    class Finder(BaseRetriever):
+        def _retrieve(self, query_bundle: Any) -> list[Any]:
+            return llama_nodes(RANKED)
+
+    return Finder()
+
+
 @pytest.fixture
 def orderer() -> Orderer:
     return Orderer(block_size=1)
@@ -96,24 +115,14 @@ def test_sources_and_numbers_agree_in_llama_index(orderer: Orderer) -> None:
     from llama_index.core.llms import MockLLM
     from llama_index.core.node_parser import SentenceSplitter
     from llama_index.core.query_engine import CitationQueryEngine
-    from llama_index.core.retrievers import BaseRetriever
-    from llama_index.core.schema import NodeWithScore, TextNode
 
     from ragorder.adapters.llama_index import CacheOrderPostprocessor
     from ragorder.citations import number_label
 
-    def nodes(names: list[str]) -> list[NodeWithScore]:
-        labels = {each: {"label": number_label(text(each))} for each in names}
-        return [NodeWithScore(node=TextNode(id_=each, text=text(each), metadata=labels[each])) for each in names]
-
-    class Finder(BaseRetriever):
-        def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
-            return nodes(RANKED)
-
     postprocessor = CacheOrderPostprocessor(orderer)
-    postprocessor.postprocess_nodes(nodes(IN_THE_PROMPT))
+    postprocessor.postprocess_nodes(llama_nodes(IN_THE_PROMPT))
     engine = CitationQueryEngine(
-        Finder(),
+        llama_retriever(),
         llm=MockLLM(),
         text_splitter=SentenceSplitter(tokenizer=str.split),
         node_postprocessors=[postprocessor],
@@ -166,27 +175,15 @@ def test_in_llama_index(orderer: Orderer) -> None:
     pytest.importorskip("llama_index.core")
     from llama_index.core.llms import MockLLM
     from llama_index.core.query_engine import RetrieverQueryEngine
-    from llama_index.core.retrievers import BaseRetriever
-    from llama_index.core.schema import NodeWithScore, TextNode
 
     from ragorder.adapters.llama_index import CacheOrderPostprocessor
 
-    def nodes(names: list[str]) -> list[NodeWithScore]:
-        return [
-            NodeWithScore(node=TextNode(id_=each, text=text(each)), score=1 / rank)
-            for rank, each in enumerate(names, 1)
-        ]
-
-    class Finder(BaseRetriever):
-        def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
-            return nodes(RANKED)
-
-    CacheOrderPostprocessor(orderer).postprocess_nodes(nodes(IN_THE_PROMPT))
+    CacheOrderPostprocessor(orderer).postprocess_nodes(llama_nodes(IN_THE_PROMPT))
     names = run(
         "LlamaIndex",
         RetrieverQueryEngine=RetrieverQueryEngine,
         CacheOrderPostprocessor=CacheOrderPostprocessor,
-        retriever=Finder(),
+        retriever=llama_retriever(),
         llm=MockLLM(),
         orderer=orderer,
     )

@@ -17,6 +17,23 @@ pytestmark = pytest.mark.merge
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+CHATS = [
+    ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
+    ("langgraph_chat.py", ("langgraph", "langchain_openai")),
+    ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
+    ("haystack_chat.py", ("haystack",)),
+]
+
+
+def need(*modules: str) -> None:
+    for module in modules:
+        pytest.importorskip(module)
+
+
+def cached_tokens(text: str) -> list[int]:
+    return [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", text, re.MULTILINE)]
+
+
 def test_every_example_is_run_by_a_test() -> None:
     tests = "".join(path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
     examples = [path.name for path in EXAMPLES.iterdir() if path.is_file()]
@@ -30,7 +47,7 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     done = python(EXAMPLES / "openai_client.py", vllm_server.base_url, timeout=180)
     assert done.returncode == 0, done.stderr
     *answers, summary = done.stdout.strip().splitlines()
-    cached = [int(found[1]) for line in answers if (found := re.search(r"cached (\d+) of \d+ tokens$", line))]
+    cached = cached_tokens(done.stdout)
     assert len(cached) == len(answers) == 6
     assert cached[0] == 0
     assert all(tokens > 0 for tokens in cached[1:])
@@ -52,7 +69,7 @@ def test_a_conversation(vllm_server: Any, python: Any) -> None:
     assert done.returncode == 0, done.stderr
     named = re.findall(r"named (\[.*?\]), cached", done.stdout)
     assert named == ["[]", "['orders', 'hours']", "['orders']"]
-    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    cached = cached_tokens(done.stdout)
     assert cached[0] == 0 < cached[1] <= cached[2]
 
 
@@ -74,8 +91,7 @@ def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
 @pytest.mark.parametrize("example", ["pipelined.py", "conversation.py"])
 def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder: Path, python: Any) -> None:
     """On the embedded engine: the texts, whatever the stages and the cached tokens of that run were."""
-    for module in ("openai", "starlette"):
-        pytest.importorskip(module)
+    need("openai", "starlette")
     options = ("--model", "smollm2", "--dtype", "float32", "--profile", "none", "--port", "0")
     with launching(ServeProcess, *SERVE[:-1], "engine", *options) as serve:
         folder = [smollm2_folder] if example == "pipelined.py" else []
@@ -106,19 +122,15 @@ def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
         ("langgraph_rag.py", ("langgraph", "langchain_openai")),
         ("haystack_pipeline.py", ("haystack",)),
         ("dspy_rag.py", ("dspy",)),
-        ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
-        ("langgraph_chat.py", ("langgraph", "langchain_openai")),
-        ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
-        ("haystack_chat.py", ("haystack",)),
+        *CHATS,
     ],
 )
 def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[str, ...]) -> None:
-    for module in needs:
-        pytest.importorskip(module)
+    need(*needs)
     vllm_server.reset()
     done = python(EXAMPLES / example, f"{vllm_server.base_url}/v1", timeout=180)
     assert done.returncode == 0, done.stderr
-    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    cached = cached_tokens(done.stdout)
     assert len(cached) == 4
     assert cached[0] == 0
     # More than what stands in front of the documents, which every question after the first finds.
@@ -129,18 +141,9 @@ def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[s
 class TestChats:
     """On a simulated cache, without a network: each turn finds the whole history."""
 
-    @pytest.mark.parametrize(
-        ("example", "needs"),
-        [
-            ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
-            ("langgraph_chat.py", ("langgraph", "langchain_openai")),
-            ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
-            ("haystack_chat.py", ("haystack",)),
-        ],
-    )
+    @pytest.mark.parametrize(("example", "needs"), CHATS)
     def test_of_a_framework(self, python: Any, example: str, needs: tuple[str, ...]) -> None:
-        for module in (*needs, "starlette"):
-            pytest.importorskip(module)
+        need(*needs, "starlette")
         from support.chat_server import BLOCK, chat_server
 
         with chat_server() as server:
@@ -148,13 +151,12 @@ class TestChats:
             assert done.returncode == 0, done.stderr
             server.forget(lambda body: body["messages"][0]["role"] != "system")
             server.check_replay()
-        cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+        cached = cached_tokens(done.stdout)
         assert len(cached) == 4
         assert cached[0] == 0 and cached[1:] == server.cached[1:] and cached[1] >= 8 * BLOCK
 
     def test_of_an_agent(self, python: Any) -> None:
-        for module in ("langchain.agents", "langchain_openai", "starlette"):
-            pytest.importorskip(module)
+        need("langchain.agents", "langchain_openai", "starlette")
         from support.chat_server import chat_server
 
         with chat_server() as server:
@@ -164,8 +166,7 @@ class TestChats:
         assert re.findall(r"named (.+)$", done.stdout, re.MULTILINE) == ["nothing", "wool, dye", "nothing"]
 
     def test_of_a_cloud(self, python: Any) -> None:
-        for module in ("langchain_anthropic", "starlette"):
-            pytest.importorskip(module)
+        need("langchain_anthropic", "starlette")
         from support.cloud import Cloud
         from support.serving_app import serving
 
@@ -182,20 +183,19 @@ class TestChats:
 
 @pytest.mark.slow
 def test_a_workflow(python: Any, tmp_path: Path) -> None:
-    for module in ("faiss", "torch", "transformers", "starlette"):
-        pytest.importorskip(module)
+    need("faiss", "torch", "transformers", "starlette")
     trace = tmp_path / "trace.jsonl"
     done = python(EXAMPLES / "workflow.py", trace, timeout=180)
     assert done.returncode == 0, done.stderr
-    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    cached = cached_tokens(done.stdout)
     assert len(cached) == 12 and max(cached) > 0
     shown = python("-m", "ragorder", "workflow", "trace", trace)
     assert "12 (12 answered)" in shown.stdout
 
 
+@pytest.mark.slow
 def test_workflows_on_a_server(python: Any) -> None:
-    for module in ("numpy", "openai", "starlette"):
-        pytest.importorskip(module)
+    need("numpy", "openai", "starlette")
     from support.chat_server import chat_server
 
     with chat_server() as server:
@@ -208,8 +208,7 @@ def test_workflows_on_a_server(python: Any) -> None:
 
 @pytest.mark.slow
 def test_frameworks_that_share_workflows(python: Any) -> None:
-    for module in ("faiss", "torch", "transformers", "starlette", "langgraph", "langchain_core", "haystack"):
-        pytest.importorskip(module)
+    need("faiss", "torch", "transformers", "starlette", "langgraph", "langchain_core", "haystack")
     done = python(EXAMPLES / "shared_workflows.py", timeout=180)
     assert done.returncode == 0, done.stderr
     *answers, summary = done.stdout.strip().splitlines()
@@ -220,8 +219,7 @@ def test_frameworks_that_share_workflows(python: Any) -> None:
 
 @pytest.mark.slow
 def test_a_vector_database(python: Any) -> None:
-    for module in ("qdrant_client", "torch", "transformers", "starlette"):
-        pytest.importorskip(module)
+    need("qdrant_client", "torch", "transformers", "starlette")
     done = python(EXAMPLES / "vector_database.py", timeout=180)
     assert done.returncode == 0, done.stderr
     *requests, summary = done.stdout.strip().splitlines()
@@ -232,8 +230,7 @@ def test_a_vector_database(python: Any) -> None:
 
 @pytest.mark.slow
 def test_batches_of_a_backlog(python: Any) -> None:
-    for module in ("faiss", "torch", "transformers", "starlette"):
-        pytest.importorskip(module)
+    need("faiss", "torch", "transformers", "starlette")
     done = python(EXAMPLES / "batching.py", timeout=180)
     assert done.returncode == 0, done.stderr
     *searches, generated, answered = done.stdout.strip().splitlines()
@@ -245,8 +242,7 @@ def test_batches_of_a_backlog(python: Any) -> None:
 
 @pytest.mark.slow
 def test_a_small_machine(python: Any) -> None:
-    for module in ("faiss", "torch", "transformers", "starlette"):
-        pytest.importorskip(module)
+    need("faiss", "torch", "transformers", "starlette")
     done = python(EXAMPLES / "small_machine.py", timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("answered in") == 10
@@ -259,8 +255,7 @@ def test_a_small_machine(python: Any) -> None:
 
 @pytest.mark.slow
 def test_ray_serve(python: Any) -> None:
-    for module in ("ray.serve", "openai", "torch", "transformers"):
-        pytest.importorskip(module)
+    need("ray.serve", "openai", "torch", "transformers")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     done = python(EXAMPLES / "ray_serve.py", str(port), timeout=300, RAY_USAGE_STATS_ENABLED="0")
@@ -276,8 +271,7 @@ def test_ray_serve(python: Any) -> None:
 
 @pytest.mark.slow
 def test_ray_data(python: Any) -> None:
-    for module in ("ray.data", "pyarrow", "torch", "transformers"):
-        pytest.importorskip(module)
+    need("ray.data", "pyarrow", "torch", "transformers")
     done = python(EXAMPLES / "ray_data.py", timeout=300, RAY_USAGE_STATS_ENABLED="0")
     assert done.returncode == 0, done.stderr
     saved = re.findall(r"(\d+) of (\d+) document tokens saved$", done.stdout, re.MULTILINE)
@@ -297,8 +291,7 @@ def test_ray_data_with_vllm(vllm_model: Path, python: Any) -> None:
 
 @pytest.mark.slow
 def test_spark(python: Any) -> None:
-    for module in ("pyspark", "pandas", "pyarrow"):
-        pytest.importorskip(module)
+    need("pyspark", "pandas", "pyarrow")
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("Spark needs Java")
     done = python(EXAMPLES / "spark_plan.py", timeout=300)

@@ -15,7 +15,7 @@ import pytest
 from ragorder import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval")
+FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval", "benchmarks")
 LOADED = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
@@ -79,6 +79,14 @@ def test_the_layer_imports_nothing_of_the_backend(part: str) -> None:
     assert not {name: names for name, names in kernels.items() if names}
 
 
+def test_kernels_import_only_what_is_below_them() -> None:
+    """import-linter does not look into a folder without an `__init__.py`."""
+    own = {name: names for name, names in imports().items() if name.startswith("ragorder.kernels.")}
+    below = {"kernels", "trie", "pipelining", "common", "errors"}
+    assert own
+    assert {each for names in own.values() for each in names if not {*each.split(".")[1:2]} <= below} == set()
+
+
 @pytest.mark.parametrize(
     ("module", "needs", "lines"),
     [("ragorder", None, 6_500), ("ragorder.adapters.langchain", "langchain_core", 10_000)],
@@ -103,7 +111,7 @@ def test_the_tree_of_errors_is_drawn_whole() -> None:
         if module:
             drawn[name] = module[0], above[depth - 1]
     defined = {}
-    for folder in set(FOLDERS) - {"eval"}:
+    for folder in set(FOLDERS) - {"eval", "benchmarks"}:
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if folder == "ragorder" and parts[1] in FOLDERS:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
-from ragorder.benchmarks.chats.clouds.cells import CloudsCell
-from ragorder.benchmarks.chats.clouds.policies import CHATS, POLICIES
-from ragorder.benchmarks.chats.clouds.serving import serve, serve_conversations, talks
+from ragorder.benchmarks.chats.clouds.policies import (
+    CHATS,
+    POLICIES,
+    CloudChat,
+    CloudsCell,
+    make_builder,
+    make_document,
+    make_orderer,
+    make_question,
+    make_text,
+)
+from ragorder.benchmarks.chats.talks import NEAREST, TOPICS, draw_topics, find_again
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.cloud import SimulatedCloud
 from ragorder.eval.report.declared import Block, Column, Row, TableForm, figure, policy_column
 from ragorder.eval.report.tables import Entry, Tone
 from ragorder.eval.report.words import format_number
@@ -18,16 +33,16 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["WINDOW", "Clouds", "CloudsRecord"]
+__all__ = ["WINDOW", "Clouds", "CloudsRecord", "serve", "serve_conversations", "talks"]
 
+_ANSWER_TOKENS = 200
+Rankings = Sequence[Sequence[Sequence[int]]]
 WINDOW = 1000
 """Requests over which the worst cost is taken."""
 
 
 class CloudsRecord(Record):
-    """`rows` of each request: `prompt_tokens`, of these `cached_tokens` and `written_tokens`, and `predicted_tokens` to
-    be cached (-1: nothing was predicted). Facts: prices to `write` and to `read`, in multiples of the plain input
-    price."""
+    """Rows: tokens of each request; -1 predicted: nothing was. Facts: prices, as multiples of the plain input price."""
 
     called: ClassVar[str] = "a run at a cloud"
     is_run: ClassVar[bool] = False
@@ -65,8 +80,7 @@ class CloudsRecord(Record):
 
     @property
     def exact(self) -> float | None:
-        """Share of the predictions that are right to the token, in conversations to one for each turn, whose template
-        has some; None without predictions."""
+        """Return the share of exact predictions (in conversations, to a token a turn), or None without predictions."""
         pairs = zip(self.rows["cached_tokens"], self.rows["predicted_tokens"], strict=True)
         most = CloudsCell.model_validate(self.cell).turns if self.cell.get("workload") == "conversations" else 0
         right = [abs(cached - predicted) <= most for cached, predicted in pairs if predicted >= 0]
@@ -81,14 +95,123 @@ class CloudsRecord(Record):
         ]
 
 
+class _Cloud:
+    """A simulated cloud in virtual time, and rows of a `CloudsRecord`."""
+
+    def __init__(self, cell: CloudsCell, rules: CacheRules, seed: int, advance: Callable[[], None]) -> None:
+        self.now_s = 0.0
+        self.rng = random.Random(f"arrivals {seed}")
+        self.rows: dict[str, list[int]] = {name: [] for name in CloudsRecord.columns_of_all}
+        self._cell = cell
+        self._advance = advance
+        self._cloud = SimulatedCloud(rules)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def at(self, at_s: float, happen: Callable[[], None]) -> None:
+        heappush(self._events, (at_s, next(self._numbers), happen))
+
+    def run(self, until_s: float = inf) -> None:
+        """Let all happen that is due by then."""
+        while self._events and self._events[0][0] <= until_s:
+            self.now_s, _, happen = heappop(self._events)
+            happen()
+
+    def ask(
+        self,
+        body: Mapping[str, Any],
+        predicted_tokens: int,
+        readable: Callable[[], None],
+        answered: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Send a request now: it is `readable` at its first token, and `answered` at its last one."""
+        answer = self._cloud.begin(body, self.now_s)
+
+        def first_token() -> None:
+            self._cloud.first_token(answer)
+            readable()
+
+        cell = self._cell
+        self.at(self.now_s + cell.first_token_s, first_token)
+        last_s = self.now_s + max(cell.first_token_s, cell.answer_s)
+        self.at(last_s, lambda: answered(self._cloud.usage(answer)))
+        figures = answer.prompt_tokens, answer.cached_tokens, answer.written_tokens, predicted_tokens
+        for name, tokens in zip(self.rows, figures, strict=True):
+            self.rows[name].append(tokens)
+        self._advance()
+
+
+def serve(
+    rankings: Sequence[Sequence[int]],
+    cell: CloudsCell,
+    rules: CacheRules,
+    policy: str,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, list[int]]:
+    """Return rows of a `CloudsRecord`. Requests overlap: what one writes can be read from its first token on."""
+    cloud, builder = _Cloud(cell, rules, seed, advance), make_builder(cell)
+    documents = {number: make_document(number, cell.document_tokens) for ranking in rankings for number in ranking}
+    asked = POLICIES[policy](rules, builder, lambda: cloud.now_s, cell.question_tokens)
+    at_s = 0.0
+    for number, ranking in enumerate(rankings):
+        at_s += cloud.rng.expovariate(1 / cell.gap_s)
+        cloud.run(at_s)
+        cloud.now_s = at_s
+        ordering = asked.ordering([documents[each] for each in ranking])
+        predicted = asked.predicted(ordering)
+        body = asked.body(make_question(number, cell.question_tokens), ordering)
+        cloud.ask(body, predicted, ordering.readable, partial(asked.confirm, ordering))
+    return cloud.rows
+
+
+def talks(conversations: int, turns: int, seed: int) -> Rankings:
+    """Return the numbers of the documents of each turn of conversations: five of its topic's eight."""
+    rng = random.Random(f"talks {seed}")
+    topics = [range(topic * NEAREST, (topic + 1) * NEAREST) for topic in range(TOPICS)]
+    return [
+        [find_again(rng, topics[topic]) for _ in range(turns)]
+        for topic in draw_topics(rng, range(TOPICS), conversations)
+    ]
+
+
+def serve_conversations(
+    rankings: Rankings,
+    cell: CloudsCell,
+    rules: CacheRules,
+    policy: str,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, list[int]]:
+    """Return rows of a `CloudsRecord`, in the order in which turns are asked."""
+    cloud, builder, questions = _Cloud(cell, rules, seed, advance), make_builder(cell), count()
+    orderer = make_orderer(rules, builder, lambda: cloud.now_s, cell.question_tokens)
+    numbers = {number for turns in rankings for turn in turns for number in turn}
+    documents = {number: make_document(number, cell.document_tokens) for number in numbers}
+
+    def ask(chat: CloudChat, turns: Sequence[Sequence[int]]) -> None:
+        number = next(questions)
+        body = chat.ask(make_question(number, cell.question_tokens), [documents[each] for each in turns[0]])
+
+        def answered(usage: Mapping[str, Any]) -> None:
+            chat.answered(make_text(number, _ANSWER_TOKENS), usage)
+            if turns[1:]:
+                pause_s = cloud.rng.expovariate(1 / cell.pause_s)
+                cloud.at(cloud.now_s + pause_s, partial(ask, chat, turns[1:]))
+
+        cloud.ask(body, chat.predicted_tokens, chat.readable, answered)
+
+    at_s = 0.0
+    for turns in rankings:
+        at_s += cloud.rng.expovariate(1 / (cell.gap_s * len(turns)))
+        cloud.at(at_s, partial(ask, CHATS[policy](rules, builder, orderer), turns))
+    cloud.run()
+    return cloud.rows
+
+
 _OURS = "ragorder"
-
-
 _APPENDS = "automatic"
-
-
 _MOST = 103.0
-
 
 _CHAT_WORDS: Mapping[str, str] = {
     "automatic": "appended as retrieved, the provider's automatic mark",
@@ -96,7 +219,6 @@ _CHAT_WORDS: Mapping[str, str] = {
     "sorted by id, four": "appended sorted by id, four marks",
     _OURS: "ragorder's turns for the cloud",
 }
-
 
 _WORDS: Mapping[str, str] = {
     "automatic": "as retrieved, the provider's automatic mark",

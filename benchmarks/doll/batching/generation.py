@@ -136,8 +136,7 @@ class Prompts:
 
 
 class Passes:
-    """Passes over all partitions, a load after another; `resident` of them take no time. `slowed`: times as long while
-    something else uses the machine. `busy_s`: of all passes."""
+    """Passes over all partitions; `resident` ones take no time, `slowed` is the factor while something else runs."""
 
     def __init__(self, load_s: float, resident: Callable[[], int], slowed: Callable[[], float]) -> None:
         self.busy_s = 0.0
@@ -221,8 +220,7 @@ class FixedSizes:
 
 
 class RateSizes:
-    """Full batches of four minutes' requests, at most `most` (RAGDoll section 6.1: 4 x rate). `rate`: requests a minute
-    at a time."""
+    """Full batches of four minutes' requests (RAGDoll section 6.1); `rate`: requests a minute at a time."""
 
     def __init__(self, rate: Callable[[float], float], most: int) -> None:
         self._rate = rate
@@ -253,8 +251,7 @@ class BacklogSizes:
 
 
 class Moment(NamedTuple):
-    """The beginning of a batch, or a step that requests join: the time, requests that run and that wait, the
-    share of KV on the device, and partitions that may be resident."""
+    """The beginning of a batch, or a step that requests join."""
 
     at_s: float
     batch: int
@@ -264,8 +261,7 @@ class Moment(NamedTuple):
 
 
 class Batches:
-    """Generates for batches whose time `seconds` gives by size. `moment` describes one for the trace: (share of KV on
-    the device, partitions). `running`: requests of the present batch."""
+    """Generates batches in `seconds` of their size; `moment`: share of KV on the device, and partitions."""
 
     def __init__(
         self, seconds: Callable[[int], float], sizes: Sizes, moment: Callable[[int], tuple[float, int]]
@@ -384,8 +380,7 @@ class _Running:
 
 
 class Joining:
-    """An engine with the costs of a `generator`, a step at a time: each streams the weights once for all that run. As
-    many run as there is room for in `kept`, or `generator.most` without it."""
+    """An engine with a generator's costs, a step at a time; `kept`, or else `generator.most`, limits what runs."""
 
     def __init__(
         self, generator: Generator, kept: KeptKV | None, moment: Callable[[int], tuple[float, int]], request_s: float

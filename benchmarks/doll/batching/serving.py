@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ragorder import Orderer, Ordering
-from ragorder.benchmarks.doll.batching.cells import BatchingCell, System
 from ragorder.benchmarks.doll.batching.generation import (
     ANSWER_TOKENS,
     QUESTION_TOKENS,
@@ -26,7 +26,15 @@ from ragorder.benchmarks.doll.batching.generation import (
     Served,
     Sizes,
 )
-from ragorder.benchmarks.doll.batching.settings import PARTITIONS, SETTINGS, TOP_K, Generator, Setting
+from ragorder.benchmarks.doll.batching.settings import (
+    PARTITIONS,
+    SETTINGS,
+    TOP_K,
+    BatchingCell,
+    Generator,
+    Setting,
+    System,
+)
 from ragorder.document import Document
 from ragorder.eval.data.arrivals import ArrivalStep
 from ragorder.eval.virtual.costs import EngineCosts
@@ -153,10 +161,7 @@ class _Committed:
 
 
 class Decoupled:
-    """A `DecoupledServer` on a virtual clock. Without `capacity_tokens` its batches run to their ends, after `seconds`
-    of their size; with it requests join an engine with the costs of `generator` at each step, while the trie of
-    their KV leaves room for, documents ordered, and those that are cached go first. `joined_passes`: they join a pass
-    at each partition, too."""
+    """A `DecoupledServer` on a virtual clock: in batches, or joined at each step with `capacity_tokens` of kept KV."""
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class Decoupled:
                 suffix_tokens=_OWN_TOKENS,
             )
             options = {
-                "kv": TrieKV(key=_key, tokens=_tokens, own_tokens=lambda _: _OWN_TOKENS),
+                "kv": TrieKV(key=attrgetter("key"), tokens=attrgetter("token_count"), own_tokens=lambda _: _OWN_TOKENS),
                 "kv_limit": capacity_tokens,
                 "lengths": _lengths(orderer),
             }
@@ -245,14 +250,6 @@ class Decoupled:
             self.batch = observed.running
             moment = Moment(observed.at_s, observed.running, observed.waiting, *self._moment(observed.running))
             self.trace.append(moment)
-
-
-def _key(document: Document) -> str:
-    return document.key
-
-
-def _tokens(document: Document) -> int:
-    return document.token_count
 
 
 def _lengths(orderer: Orderer) -> Callable[[int, Sequence[Document]], CachedLengths]:

@@ -22,6 +22,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ragorder.eval.data.arrivals import Arrivals
+from ragorder.eval.running.cells import SuiteCell, one_of
 
 __all__ = [
     "FAR_AHEAD",
@@ -29,8 +35,11 @@ __all__ = [
     "PARTITION_GB",
     "SETTINGS",
     "TOP_K",
+    "BatchingCell",
     "Generator",
     "Setting",
+    "System",
+    "checked_steps",
     "stalls",
     "step_seconds",
 ]
@@ -48,8 +57,6 @@ _LOADING = {"partitions": 1.0, "disk index": 1.03}
 # Seconds of retrieval beside generation, of those without it, if all weights are streamed.
 _DISTURBED = 1.456
 _LAYERS = {"8b": 32, "70b": 80}
-
-
 FAR_AHEAD = 8
 """Layers that are as good as any number ahead."""
 
@@ -60,11 +67,8 @@ def step_seconds(transfers_s: Sequence[float], computes_s: Sequence[float], dept
     """Until the last layer is computed, if `depth` layers may be read ahead of the one that computes: 0 reads each when
     it is needed (accelerate), 1 the next one (FlexGen), more is a queue (RAGDoll).
 
-    Steps that follow one another are one sequence: the first layer of the next is read during the last ones. Raises
-    ValueError for a negative depth.
+    Steps that follow one another are one sequence: the first layer of the next is read during the last ones.
     """
-    if depth < 0:
-        raise ValueError(f"depth must not be negative, got {depth}")
     read_s = 0.0
     computed_s: list[float] = []
     for layer, (transfer_s, compute_s) in enumerate(zip(transfers_s, computes_s, strict=True)):
@@ -76,8 +80,7 @@ def step_seconds(transfers_s: Sequence[float], computes_s: Sequence[float], dept
 
 @cache
 def stalls(layers: int, compute: float, depth: int, jitter: float) -> float:
-    """Times as long as with a long queue, if a layer computes `compute` times as long as it is read, on average. Both
-    vary: the share `jitter` of each time is exponential."""
+    """Return the time at this `depth` over that far ahead; the share `jitter` of each time is exponential."""
     draw = random.Random("layers")
     transfers = [_varied(1.0, jitter, draw) for _ in range(layers * _STEPS)]
     computes = [_varied(compute, jitter, draw) for _ in range(layers * _STEPS)]
@@ -90,8 +93,7 @@ def _varied(mean: float, jitter: float, draw: random.Random) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """An engine whose batch of B takes base_s + request_s x B, with at most `most` requests. `base_s`: weights streamed
-    in all steps."""
+    """An engine whose batch of B takes base_s + request_s x B, with at most `most` requests."""
 
     base_s: float
     request_s: float
@@ -180,6 +182,7 @@ class Setting:
 
 # A request's prompt of 512 tokens and its answer of 32, 128 KiB a token of 8B and 320 KiB of 70B, in GB.
 _KV_8B, _KV_70B = 0.071, 0.178
+
 # Seconds of 512 tokens of 70B, 72 TFLOP, at half of 165 and of 111 TFLOP/s.
 _REQUEST_70B_HIGH, _REQUEST_70B_LOW = 0.87, 1.3
 _ROOM_HIGH, _ROOM_LOW = 62.1, 26.0
@@ -274,3 +277,59 @@ SETTINGS = {
         },
     ),
 }
+
+
+def checked_steps(text: str) -> str:
+    if not text.startswith("steps:"):
+        raise ValueError(f"arrivals come in steps, such as steps:4@20m,8@20m, got {text!r}")
+    Arrivals.parse(text)
+    return text
+
+
+class BatchingCell(SuiteCell):
+    """Requests that arrive in `steps` on a platform with a model (`setting`), with `top_k` documents each of a
+    `corpus`, which systems that keep KV need. For dissections: partitions that are `resident`, the share of
+    `weights` on the device, and a fixed `batch`; None: as the system decides."""
+
+    setting: Annotated[str, one_of("setting", SETTINGS)] = "high-70b"
+    steps: Annotated[str, AfterValidator(checked_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"
+    index: Annotated[str, one_of("index", PARTITION_GB)] = "partitions"
+    top_k: int = Field(5, ge=1, le=20)
+    corpus: str = "covidqa"
+    resident: int | None = Field(None, ge=0, le=PARTITIONS)
+    weights: float | None = Field(None, ge=0, lt=1)
+    batch: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _streams(self) -> BatchingCell:
+        if self.weights is not None and not SETTINGS[self.setting].streamed:
+            raise ValueError(f"weights: {self.setting} has all of them on the device: choose another setting")
+        return self
+
+    @property
+    def arrivals(self) -> Arrivals:
+        return Arrivals.parse(self.steps)
+
+    @property
+    def requests(self) -> int:
+        return self.arrivals.count or 0
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """`serial`: a batch is searched for, then generated. `sizes` of its batches; `placed`: partitions are resident
+    where memory is left; `depth`: layers read ahead, None: all with room. `joined`: requests join
+    generation at each step; `kept`: KV of prefixes is shared and kept, with documents by "rank", or "ordered";
+    `passes`: requests join retrieval at each partition. `server`: the product's own, with the batches that are joined
+    or not, and ordered KV if kept."""
+
+    words: str
+    engine: Literal["accelerate", "vllm", "prefetch"] = "prefetch"
+    serial: bool = False
+    sizes: Literal["backlog", "rate", "fixed"] = "backlog"
+    placed: bool = True
+    depth: int | None = None
+    joined: bool = False
+    kept: Literal["", "rank", "ordered"] = ""
+    passes: bool = False
+    server: bool = False

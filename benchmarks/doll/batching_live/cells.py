@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ragorder.benchmarks.doll.batching.cells import checked_steps
+from ragorder.benchmarks.doll.batching.settings import checked_steps
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.running.cells import SuiteCell
 

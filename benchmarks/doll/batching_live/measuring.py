@@ -52,8 +52,7 @@ _PLENTY = 1 << 50
 
 
 class SlowPartitions(PartitionedSearch):
-    """Partitions that are read, also ahead, at a speed at which a pass over all takes `pass_s`. `reading_s`: in which
-    one was read; `reading`: one is."""
+    """Partitions that are read, also ahead, at a speed at which a pass over all takes `pass_s`."""
 
     def __init__(self, *arguments: Any, pass_s: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -75,8 +74,7 @@ class SlowPartitions(PartitionedSearch):
 
 
 class TimedEngine(TieredEngine):
-    """`times`: seconds of each step, and whether a partition was being read when it began; `passes`: how often all
-    layers have been read."""
+    """`times`: seconds of each step, and whether a partition was being read; `passes` over all layers."""
 
     def __init__(self, model: StreamedModel, settings: EngineSettings, search: SlowPartitions) -> None:
         super().__init__(model, None, settings)
@@ -285,8 +283,7 @@ async def _generate(
 
 
 class _Serial:
-    """Static batches of four minutes' requests, of the paper's minutes: a batch is searched for, then generated, with
-    documents by rank."""
+    """Static batches of four minutes' requests: a batch is searched for, then generated, with documents by rank."""
 
     def __init__(
         self,

@@ -70,8 +70,7 @@ def _weights(shapes: Mapping[str, Any], generator: torch.Generator) -> dict[str,
 
 
 class TokenBucket:
-    """Bytes pass at `bytes_s`, one reader's after another's. A reader that asks late, by at most `burst_s`, loses
-    nothing: a device goes on while threads wait for a processor. Any thread may call."""
+    """Bytes pass at `bytes_s`, one reader's after another's; one that is late by at most `burst_s` loses nothing."""
 
     def __init__(self, bytes_s: float, burst_s: float = 0.0) -> None:
         self.bytes_s = bytes_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, Arm, Order
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, SHIPPED, Arm, OfTrainedModels, Order, checkpoint
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.running.cells import SuiteCell
@@ -22,23 +22,16 @@ __all__ = [
     "ARMS",
     "BASELINE",
     "REUSE",
-    "SHIPPED",
     "Fusion",
     "FusionCell",
     "FusionRecord",
     "FusionTraining",
-    "checkpoint",
 ]
 
 _DEVIATING = (0.0, 0.05)
-
-
 BASELINE, REUSE = "full attention", "full reuse"
-
-
 NEIGHBOURS = 4
 """Similar documents of the corpus that preprocessing takes."""
-
 
 ARMS: Mapping[str, Arm] = {
     BASELINE: Arm(ratios=(1.0,)),
@@ -85,25 +78,12 @@ class FusionCell(SuiteCell):
             raise ValueError(f"topic = {self.topic}: give a divisor of {CORPUS_DOCUMENTS}, {self.hops} at least")
         return self
 
-    @property
-    def folder(self) -> Path | None:
-        return None if self.models is None else Path(self.models)
-
 
 class TrainingCell(SuiteCell):
-    """A model for questions of up to `hops`. `start` is a folder of earlier models ("shipped": those that come
-    with ragorder), whose training goes on: of the same hops with its last stage again, else of fewer."""
+    """`start`: a folder of models ("shipped": ours) whose training goes on."""
 
     hops: Literal[2, 3] = 2
     start: str | None = None
-
-
-SHIPPED = Path(__file__).parent
-
-
-def checkpoint(folder: Path, hops: int, seed: int) -> Path:
-    """Return the path of the model for questions of up to `hops`."""
-    return folder / f"chains-{hops}-hops-{seed}.safetensors"
 
 
 def earlier(start: str, hops: int, seed: int) -> tuple[int, Path] | None:
@@ -152,25 +132,13 @@ _QUESTIONS_SEED = 1_000
 """Questions of seed 0; no model was trained with it."""
 
 
-class Fusion(Experiment):
+class Fusion(OfTrainedModels):
     kind = "fusion"
     record = FusionRecord
     cell = FusionCell
     policies: ClassVar[Any] = tuple(ARMS)
     unit = "questions"
     one_job = True
-
-    def plan(self, suite: Suite) -> Iterator[Job | Missing]:
-        for cell in suite.cells:
-            yield from (
-                Missing(suite.name, cell.fields, f"seed {seed}", _untrained(cell, seed))
-                for seed in self.options.seeds
-                if not _path(cell, seed).is_file()
-            )
-        yield from super().plan(suite)
-
-    def seeds(self, cell: FusionCell) -> Sequence[int]:
-        return [seed for seed in super().seeds(cell) if _path(cell, seed).is_file()]
 
     def obstacle(self, suite: Suite, cell: FusionCell, policy: str) -> str | None:
         if cell.by == "engine" and not ARMS[policy].on_engine:
@@ -190,7 +158,7 @@ class Fusion(Experiment):
         level, seed = Level(cell.hops, cell.documents), _QUESTIONS_SEED + job.seed
         arms = {name: ARMS[name] for name in job.policies}
         with threads(1):
-            model = ChainModel.load(_path(cell, job.seed))
+            model = ChainModel.load(self.model_of(cell, job.seed))
             questions = draw_questions(job.requests, level, cell.order, seed, cell.topic)
             found: Mapping[str, Measured]
             if cell.by == "engine":
@@ -216,8 +184,7 @@ class Fusion(Experiment):
 
 
 class FusionTraining(Experiment):
-    """Columns: processor time, tokens, hops and documents, and the share of right predictions by kind. Fact `bytes`: of
-    the model's file."""
+    """Columns: processor time, tokens, hops, documents, right predictions by kind. Fact `bytes`: of the file."""
 
     kind = "fusion-training"
     cell = TrainingCell
@@ -258,16 +225,3 @@ class FusionTraining(Experiment):
             "facts": {"bytes": path.stat().st_size, "steps": history.steps},
             "rows": history.rows,
         }
-
-
-def _untrained(cell: FusionCell, seed: int) -> str:
-    train = f"ragorder eval run fusion-training --set hops={cell.hops} --seeds {seed} -o DIR"
-    return f"no model of seed {seed} in {_folder(cell)}: {train}, then --set models=DIR"
-
-
-def _folder(cell: FusionCell) -> Path:
-    return cell.folder or SHIPPED
-
-
-def _path(cell: FusionCell, seed: int) -> Path:
-    return checkpoint(_folder(cell), cell.hops, seed)

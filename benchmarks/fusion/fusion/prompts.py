@@ -86,8 +86,7 @@ class Questions:
 
 
 def draw_questions(count: int, level: Level, order: Order, seed: int, topic: int = 0) -> Questions:
-    """The same questions and documents in each order. A question gets the documents that it needs, and those that are
-    most similar to the first of them: of its `topic` first (see `draw_corpora`)."""
+    """Draw the same questions and documents in each order: those needed, and those most similar to the first."""
     generator = torch.Generator().manual_seed(seed)
     corpora = draw_corpora(count, level, generator, topic=topic)
     chains = corpora.chains
@@ -154,8 +153,7 @@ def make_copies(model: ChainModel, questions: Questions, copies: Copies, neighbo
 
 
 def _in_front(questions: Questions, place: int, copies: Copies, neighbours: int) -> Sequence[Tensor]:
-    """Numbers of the documents, one a question each, whose KV the document at this place of the prompts is computed
-    after."""
+    """Return the documents, one a question each, whose KV this document is computed after."""
     retrieved = questions.retrieved
     if copies == "alone":
         return []
@@ -323,14 +321,12 @@ class Prompts:
 
 
 DEVIATION = "deviation"
-
 _TOGETHER = 50
 
 
 @dataclass(slots=True)
 class Measured:
-    """Of an arm: `rows` has columns with an entry for each question, 1.0 where the answer is right, for each ratio, and
-    the deviation of the reused KV in the second layer; `by_position` is its mean at each token of the documents."""
+    """Rows by question: 1.0 where the answer is right, by ratio, and the deviation of reused KV in the second layer."""
 
     rows: dict[str, list[float]] = field(default_factory=dict)
     by_position: list[float] = field(default_factory=list)

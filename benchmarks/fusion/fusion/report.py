@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.fusion.fusion.cells import RATIOS
 from ragorder.benchmarks.fusion.fusion.experiment import ARMS, BASELINE, REUSE, FusionRecord, FusionTraining
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
@@ -26,7 +27,6 @@ ENOUGH = 0.95
 
 _DEVIATION = "deviation"
 _LEAST_GAP = 0.1
-
 Group = RecordGroup[FusionRecord]
 
 
@@ -48,8 +48,7 @@ class Curve:
         return ratio * (1 - self.exact)
 
     def normalised(self, ratio: float) -> float | None:
-        """Equation 11 of FusionRAG: 0 is full reuse, 1 full attention. None if one of them was not measured, or
-        full attention answers hardly more."""
+        """Return Equation 11 of FusionRAG (0: full reuse, 1: full attention), or None where both answer alike."""
         full, reuse, ours = curve(self._group, BASELINE), curve(self._group, REUSE), self.at(ratio)
         if full is None or reuse is None or ours is None:
             return None
@@ -463,20 +462,10 @@ def _training_picture(group: RecordGroup[Record]) -> Picture:
     kind = "three hops" if group.cell.get("hops") == 3 else "two hops"
     lines = group.runs()
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for line, name in zip(lines, ("earned", "greedy", "prefix", "sorted", "recency"), strict=False):
-            looks = style(name)
-            known = [
-                (seconds, share)
-                for seconds, share in zip(line.rows["seconds"], line.rows[kind], strict=True)
-                if seconds is not None and share is not None
-            ]
-            axes.plot(*zip(*known, strict=True), looks.dashes, color=looks.colour)
-            ends.append((*known[-1], f"seed {line.seed}", looks))
-        axes.set_xlabel("processor time, s")
-        axes.set_ylabel(f"{kind}, share right")
-        label_ends(axes, ends)
-
+    points = {}
+    for line in lines:
+        known = zip(line.rows["seconds"], line.rows[kind], strict=True)
+        points[f"seed {line.seed}"] = [(at_s, share) for at_s, share in known if None not in (at_s, share)]
     alt = "; ".join(f"seed {line.seed}: {format_number(line.rows['seconds'][-1], 0)} s" for line in lines)
-    return draw(paint, title="Training", alt=alt, caption="More documents and hops as soon as fewer are learnt.")
+    caption = "More documents and hops as soon as fewer are learnt."
+    return draw_lines("Training", points, "processor time, s", f"{kind}, share right", alt=alt, caption=caption)

@@ -31,11 +31,7 @@ _IDLE_UNITS = 4096
 
 
 def llama(model: ChainModel, idle_layers: int = 0) -> Any:
-    """The same model in transformers' terms. Its token b * VOCABULARY + t is t after b; its answers are tokens t.
-
-    `idle_layers` before the last one change nothing, and take the time of a larger model's, as do further units of
-    all layers.
-    """
+    """Return the model in transformers' terms; `idle_layers` change nothing, and take a larger model's time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers = model.width, model.passes + idle_layers
@@ -99,8 +95,7 @@ _SYSTEM = [BOS]
 
 @dataclass(slots=True)
 class ServedCurve(Measured):
-    """`rows` also has columns of wall and CPU times in ms for each ratio. Of `compared` answers `others` are not the
-    reference's; `apart`: the largest difference of a logit."""
+    """Rows also have wall and CPU times. Of `compared` answers `others` differ from the reference's."""
 
     compared: int = 0
     others: int = 0

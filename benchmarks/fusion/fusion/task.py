@@ -52,7 +52,6 @@ ALIASES = range(37, 165)
 NAMES = range(165, 293)
 WORDS = range(293, 309)
 VOCABULARY = 309
-
 _DEFINITIONS = 2
 _LINE_TOKENS = 3
 _FILLER_TOKENS = 2
@@ -139,8 +138,7 @@ def draw_corpora(
     shown: float = 0.0,
     topic: int = 0,
 ) -> Corpora:
-    """Corpora of `documents` each; a share `shown` of the links and relays spells its value out. `topic` consecutive
-    documents refer only to each other (0: all do)."""
+    """Draw corpora; a share `shown` of the links spells its value out, `topic` documents refer only to each other."""
     topic = topic or documents
     definitions, relays, links = (documents * each for each in (_DEFINITIONS, level.relays, level.links))
     aliases = _distinct(count, ALIASES, definitions + relays, generator)
@@ -207,7 +205,6 @@ def _elsewhere(count: int, documents: int, topic: int, lines: int, others: int, 
 
 THETA = 5e5
 EPSILON = torch.finfo(torch.float32).eps
-
 _WIDTH, _HEADS, _PASSES = 128, 4, 3
 _TRAINED = ("embedding", "head", "norm", "attention_norm", "qkv", "output", "mlp_norm", "up", "down")
 _FIXED = ("back",)
@@ -332,8 +329,7 @@ _HIDDEN = -1e9
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKV:
-    """KV of B prompts with S slots each: per layer (B, heads, S, head_dim). Keys are kept without positions, so they
-    stand wherever they are put."""
+    """KV of B prompts with S slots, per layer (B, heads, S, head_dim); keys are kept without positions."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

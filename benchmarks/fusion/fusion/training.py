@@ -19,7 +19,6 @@ KINDS = ("one hop", "two hops", "three hops", "alias", "link", "link over a rela
 """What a token must predict, numbered from 1: a question's answer, or the value that a link or relay spells out."""
 
 LINKS = (5, 6)
-
 _ALIAS = 4
 _SHOWN = 0.5
 _QUESTIONS = 2
@@ -79,8 +78,8 @@ def _ordered(documents: Tensor, order: Tensor) -> Tensor:
 
 
 _RATE, _LAST_RATE, _WARM_UP_STEPS = 2e-3, 1e-4, 100
-_STEP_TOKENS = 2_400
-_LEARNT = 0.97
+STEP_TOKENS = 2_400
+LEARNT = 0.97
 _MEMORY = 0.95
 _LOOKS_EARLY = 10
 """In one step of ten questions see the documents in all passes, otherwise in the last alone: what they need must have
@@ -90,8 +89,7 @@ _HIDDEN = -1e4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Training on these levels in turn: until questions of the most hops are answered, at most for `steps`, or
-    (`settles`) for all of them, at a falling rate."""
+    """Training on these levels in turn: until learnt, at most for `steps`, or (`settles`) for all of them."""
 
     levels: Sequence[Level]
     steps: int
@@ -126,8 +124,7 @@ class Point:
 
 
 class Training:
-    """One model in training, from `start` on, whose weights change; the same seed on the same machine gives the same
-    model."""
+    """One model in training; the same seed on the same machine gives the same model."""
 
     def __init__(self, seed: int, start: ChainModel | None = None) -> None:
         self.model = start or ChainModel.random(seed)
@@ -147,11 +144,11 @@ class Training:
             yield point
             answered = point.right.get(KINDS[level.hops - 1], 0.0)
             known = _MEMORY * known + (1 - _MEMORY) * answered
-            if known > _LEARNT and not stage.settles:
+            if known > LEARNT and not stage.settles:
                 return
 
     def _step(self, level: Level, rate: float) -> Point:
-        batch = draw_batch(max(2, _STEP_TOKENS // (level.tokens + 6 * level.documents)), level, self._generator)
+        batch = draw_batch(max(2, STEP_TOKENS // (level.tokens + 6 * level.documents)), level, self._generator)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * min(1, (self.steps + 1) / _WARM_UP_STEPS)
         inputs, nexts, kinds = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.kinds[:, :-1]
@@ -197,8 +194,7 @@ def train(
 
 
 def hidden_states(model: ChainModel, tokens: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
-    """Normed states at the end, and before the last pass. From `start` on, tokens see the documents in the last pass
-    only."""
+    """Return normed states at the end, and before the last pass, in which tokens from `start` on see documents only."""
     hidden, length = model.embed(tokens, previous(tokens)), tokens.shape[1]
     positions = torch.arange(length)[None]
     causal = torch.full((length, length), _HIDDEN).triu(1)

@@ -9,11 +9,12 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.fusion.fusion_deviation.cells import ALONE, PREPROCESSED, DeviationCell
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
+from ragorder.eval.report.canvas import Picture, titled
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
@@ -29,7 +30,6 @@ __all__ = ["FusionDeviation", "make_part"]
 
 COPIES = (ALONE, PREPROCESSED)
 """What documents' KV was computed after: the system prompt, or also KV of similar documents (FusionRAG 3.1)."""
-
 
 _OTHER_ENGINE = "KV is compared in the embedded engine: give --engine torch, or none"
 
@@ -110,20 +110,14 @@ class FusionDeviation(Experiment):
 
 
 _Group = RecordGroup[Record]
-
-
 _LOOKS = {ALONE: "retrieval", PREPROCESSED: "earned", "query": "earned", "deviation": "greedy"}
-
-
 _NAMES = {"query": "question's attention", "deviation": "KV deviation"}
-
 
 _RANDOM = (
     "With random weights attention is almost even: deviation grows with what a document does not see, and what "
     "is selected says nothing about texts. Only a trained model shows which tokens matter, and what similar documents "
     "restore."
 )
-
 
 _Grid = Sequence[Sequence[float]]
 
@@ -181,14 +175,6 @@ def _places(group: _Group, kind: str, select: str | None = None) -> list[list[fl
     return [[fmean(cell) for cell in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
 
 
-def _by_document(places: _Grid) -> list[float]:
-    return [fmean(row) for row in places]
-
-
-def _by_tenth(places: _Grid) -> list[float]:
-    return [fmean(column) for column in zip(*places, strict=True)]
-
-
 def _pictures(group: _Group) -> list[Picture]:
     kinds = {kind: _places(group, kind) for kind in group.policies}
     layers = {kind: _mean_row(group, kind, "layers") for kind in group.policies}
@@ -209,8 +195,12 @@ def _pictures(group: _Group) -> list[Picture]:
 
 
 _CUTS: Sequence[tuple[str, Callable[[_Grid], list[float]], str]] = (
-    ("document", _by_document, "document in the prompt"),
-    ("place in the document", _by_tenth, "tenth of the document"),
+    ("document", lambda places: list(map(fmean, places)), "document in the prompt"),
+    (
+        "place in the document",
+        lambda places: [fmean(each) for each in zip(*places, strict=True)],
+        "tenth of the document",
+    ),
 )
 
 
@@ -219,19 +209,11 @@ def _each(tables: Mapping[str, _Grid], cut: Callable[[_Grid], list[float]]) -> d
 
 
 def _lines(title: str, group: _Group, lines: Mapping[str, Sequence[float]], x: str, y: str) -> Picture:
-    def paint(axes: Any) -> None:
-        ends = []
-        for name, values in lines.items():
-            looks = style(_LOOKS[name])
-            places = range(1, len(values) + 1)
-            axes.plot(places, values, looks.dashes, marker=looks.marker, markersize=4, color=looks.colour)
-            ends.append((len(values), values[-1], _NAMES.get(name, name), looks))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        label_ends(axes, ends)
-
+    points = {name: list(enumerate(values, 1)) for name, values in lines.items()}
     alt = "; ".join(
         f"{name}: {', '.join(format_number(value, 3) for value in values)}" for name, values in lines.items()
     )
-    return draw(paint, title=titled(title, group.label), alt=alt)
+    name = titled(title, group.label)
+    return draw_lines(
+        name, points, x, y, alt=alt, looks=_LOOKS, words=_NAMES, adjust=lambda axes: axes.set_ylim(bottom=0)
+    )

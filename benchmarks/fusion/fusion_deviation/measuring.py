@@ -62,8 +62,7 @@ class CorpusPrompts:
         return self._near[place]
 
     def related(self) -> tuple[float, float]:
-        """Over all questions: the share of the retrieved documents that have one of their neighbours among the others,
-        and the share of their neighbours that are among these (FusionRAG, Figure 7a). Raises as `neighbours`."""
+        """Return FusionRAG's Figure 7a: documents retrieved beside a neighbour, and neighbours retrieved, as shares."""
         wanted = self._cell.documents
         sets = [list(ranking)[:wanted] for ranking in self._corpus.rankings if len(ranking) >= wanted]
         found = [

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS
-from ragorder.benchmarks.fusion.fusion.experiment import SHIPPED, checkpoint
+from ragorder.benchmarks.fusion.fusion.cells import CORPUS_DOCUMENTS, OfTrainedModels
 from ragorder.benchmarks.fusion.fusion.report import TOY
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.report.canvas import Picture, draw, name_marks, style, titled
@@ -23,7 +21,7 @@ from ragorder.eval.report.words import change_words, format_number, policy_words
 from ragorder.eval.running.cells import SuiteCell, SuiteError
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
-from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
+from ragorder.eval.running.suite import Job, Line, Suite
 from ragorder.eval.suites.quality.compare import mcnemar_exact
 from ragorder.eval.suites.quality.orders import Order, QualityError
 
@@ -41,18 +39,12 @@ class PositionsCell(SuiteCell):
     capacity_tokens: int | None = Field(65_536, ge=1)
     models: str | None = None
 
-    @property
-    def folder(self) -> Path | None:
-        return None if self.models is None else Path(self.models)
-
 
 _STREAM_SEED = 2_000
 """Requests of seed 0; no model was trained with it."""
 
-_HOPS = 2
 
-
-class QualityPositions(Experiment):
+class QualityPositions(OfTrainedModels):
     """Columns, by request: whether the answer is `right`; the `rank` and the `place` (from 0) of the document that the
     question names, and for chains `other_place`, of the one that this refers to; the mean number of places that its
     documents moved; cached and prompt tokens, of a simulated engine."""
@@ -74,17 +66,9 @@ class QualityPositions(Experiment):
             if order.fused or order.state_ranking:
                 raise SuiteError(f"{where}: {policy!r}: the model reads documents alone, and all of them again")
 
-    def plan(self, suite: Suite) -> Iterator[Job | Missing]:
-        for cell in suite.cells:
-            for seed in self.options.seeds:
-                if not _path(cell, seed).is_file():
-                    train = f"ragorder eval run fusion-training --seeds {seed} -o DIR"
-                    why = f"no model of seed {seed} in {_path(cell, seed).parent}: {train}, then --set models=DIR"
-                    yield Missing(suite.name, cell.fields, f"seed {seed}", why)
-        yield from super().plan(suite)
-
-    def seeds(self, cell: PositionsCell) -> Sequence[int]:
-        return [seed for seed in super().seeds(cell) if _path(cell, seed).is_file()]
+    @staticmethod
+    def hops_of(cell: PositionsCell) -> None:
+        return None
 
     def obstacle(self, suite: Suite, cell: PositionsCell, policy: str) -> str | None:
         return lacks_torch() or super().obstacle(suite, cell, policy)
@@ -97,15 +81,11 @@ class QualityPositions(Experiment):
         cell: PositionsCell = job.cell
         with threads(1):
             stream = draw_stream(job.requests, cell.task, cell.documents, _STREAM_SEED + job.seed)
-            answers = Answers(ChainModel.load(_path(cell, job.seed)), stream)
+            answers = Answers(ChainModel.load(self.model_of(cell, job.seed)), stream)
             for policy in job.policies:
                 orders = order_stream(stream, policy, cell.capacity_tokens, job.seed)
                 rows = rows_of(stream, orders, answers, advance)
                 yield {"policy": policy, "engine": {"name": "sim", "model": "chains"}, "rows": rows}
-
-
-def _path(cell: PositionsCell, seed: int) -> Path:
-    return checkpoint(cell.folder or SHIPPED, _HOPS, seed)
 
 
 BANDS = 8

@@ -68,8 +68,7 @@ def _document(corpus: int, number: int) -> Document:
 
 
 def draw_stream(count: int, task: Task, documents: int, seed: int) -> Stream:
-    """Draw `count` requests with `documents` each. Corpora, questions and documents differ in popularity (Zipf); the
-    documents that a question needs are always among those retrieved, at any rank."""
+    """Draw `count` requests by popularities (Zipf); the documents that a question needs are among its own."""
     generator = torch.Generator().manual_seed(seed)
     corpora = draw_corpora(CORPORA, Level(2, documents), generator, documents=DOCUMENTS, topic=SOURCE)
     chains, random = corpora.chains, Random(seed)

@@ -179,8 +179,7 @@ def piece_cpu_seconds(index: Any, queries: Vectors) -> float:
 
 
 class RealBatches:
-    """All that wait, in one call of FAISS for each nprobe; what comes later waits for the end. FAISS deals out whole
-    queries, or with `by_clusters` one query after another to all cores."""
+    """All that wait, in one call of FAISS for each nprobe; `by_clusters`: one query after another on all cores."""
 
     def __init__(
         self, index: Any, queries: Vectors, nprobes: Sequence[int], cores: int, *, by_clusters: bool = False

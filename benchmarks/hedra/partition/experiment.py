@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.faster import MEAN, Cells, cells_along, faster, faster_entry
+from ragorder.benchmarks.common.pictures import draw_lines
+from ragorder.benchmarks.common.served import MEAN, Cells, cells_along, faster, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -67,8 +68,7 @@ class PartitionCell(SuiteCell):
 
 
 class Partition(Experiment):
-    """Column `latency_ms`: from arrival to the final result. Facts: `search_ms`, a whole search on one core, and the
-    costs that a virtual clock goes by."""
+    """Column `latency_ms`. Facts: `search_ms`, a whole search on one core, and the costs of a virtual clock."""
 
     kind = "partition"
     cell = PartitionCell
@@ -217,20 +217,18 @@ def _picture(cells: Cells, baseline: str) -> Iterable[Picture]:
     if len(cells) < 2 or not lines:
         return
 
-    def paint(axes: Any) -> None:
-        axes.axhline(1, color=style("retrieval").colour, linewidth=1)
-        ends = []
-        for policy, points in lines.items():
-            looks = style(_LOOKS.get(policy, policy))
-            axes.plot(*zip(*points, strict=True), looks.dashes, marker=looks.marker, color=looks.colour)
-            ends.append((*points[-1], policy, looks))
-        axes.set_xlabel("load")
-        axes.set_ylabel(f"times as fast as {baseline}")
-        axes.set_ylim(bottom=0)
-        label_ends(axes, ends)
-
     alt = "; ".join(
         f"{policy}: {', '.join(f'{format_number(times, 2)} at {load:g}' for load, times in points)}"
         for policy, points in lines.items()
     )
-    yield draw(paint, title="Mean latency by load", alt=alt, caption=_title(cells[0][0]))
+    yield draw_lines(
+        "Mean latency by load",
+        lines,
+        "load",
+        f"times as fast as {baseline}",
+        alt=alt,
+        caption=_title(cells[0][0]),
+        looks=_LOOKS,
+        level=1,
+        adjust=lambda axes: axes.set_ylim(bottom=0),
+    )

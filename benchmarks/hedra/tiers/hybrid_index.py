@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ragorder.benchmarks.common.faster import Cells, cells_along, faster_entry
+from ragorder.benchmarks.common.served import Cells, cells_along, faster_entry
 from ragorder.benchmarks.common.vectors import build_index, clustered, embedded
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.eval.data.machine import load_average
@@ -46,11 +46,7 @@ _K = 1
 
 
 class HybridCell(SuiteCell):
-    """Searches of an index in a file; memory holds the share `held` of it.
-
-    Without a `corpus`: random vectors, asked for so that a fifth of the clusters has the share `skew` of the work
-    (HedraRAG Figure 8: 69 %).
-    """
+    """Searches of an index of which memory holds the share `held`; `skew`: work in a fifth of the clusters."""
 
     corpus: str | None = None
     held: float = Field(0.2, gt=0, lt=1)
@@ -129,13 +125,12 @@ def _tiers(index: Any, held: float) -> IndexTiers:
     from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
     from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
 
-    fast = TorchClusterScan("inner product")
+    fast = TorchClusterScan()
     return IndexTiers(fast, max(1, int(held * fast.bytes_of(index.ntotal, index.d))), every=_EVERY)
 
 
 class ColdIndex:
-    """An IVF index mapped from a file, whose pages `cool` takes out of memory. What is not scanned is not read: a small
-    file would be read ahead whole."""
+    """An IVF index mapped from a file, whose pages `cool` takes out of memory."""
 
     def __init__(self, index: Any, path: Path) -> None:
         from ragorder.pipelining.staged._faiss import load_faiss
@@ -191,8 +186,7 @@ def skewed_queries(index: Any, count: int, share: float, seed: int) -> Vectors:
 def latencies(
     index: Any, queries: Vectors, nprobe: int, tiers: IndexTiers | None, cool: Callable[[], None], warmup: int
 ) -> tuple[list[float], float]:
-    """Milliseconds of each search, one after another, on one core; and the share of codes that the fast tier scanned
-    after the warm-up."""
+    """Return milliseconds of each search on one core, and the share of codes that the fast tier scanned."""
     from ragorder.benchmarks.hedra.tiers.index_tiers import TieredScanner
     from ragorder.pipelining import ContinuousIVF
     from ragorder.pipelining.search.scanner import PieceScanner

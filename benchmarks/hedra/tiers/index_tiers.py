@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.eval.virtual.costs import ScanCosts, SearchCosts
+from ragorder.eval.virtual.search import VirtualIVF
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import BestResults, ScannedPart
 from ragorder.pipelining.search.running import RunningSearch, Visits
@@ -21,23 +22,24 @@ from ragorder.pipelining.search.scanner import PieceScanner, Rows
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["ClusterScan", "FastShare", "IndexTiers", "TieredScanner"]
+__all__ = [
+    "ClusterScan",
+    "FastShare",
+    "IndexTiers",
+    "TieredScanner",
+    "VirtualClusterScan",
+    "VirtualTieredIVF",
+    "VirtualTiers",
+]
 
-_logger = logging.getLogger("ragorder")
 
 # A cluster in the tier stays unless others are used this much more: an exchange takes time.
 _STAY = 1.1
 _TRIALS = 8
-# Indexes whose distances are to decoded vectors.
-_DECODED = {"IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"}
 
 
 class ClusterScan(Protocol):
     """A fast tier for the vectors of some clusters. `put` and `scan` may run in two threads."""
-
-    @property
-    def metric(self) -> str:
-        """ "L2" or "inner product"."""
 
     def bytes_of(self, vectors: int, dimensions: int) -> int: ...
 
@@ -62,15 +64,10 @@ class FastShare:
 
 
 class IndexTiers:
-    """Keeps the most used clusters in `fast`, with at most `capacity_bytes`.
-
-        tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
-        search = ContinuousIVF(index, scanner=partial(TieredScanner, tiers))
+    """Keeps the most used clusters of an inner product index in `fast`, with at most `capacity_bytes`.
 
     Clusters in the tier are scanned there while the cores scan the others, if measured costs say that this is faster.
-    Clusters are exchanged every `every` pieces; the weight of a use halves after `half_life` pieces. For one
-    `ContinuousIVF`. If `fast` raises, the cores continue alone. Call `reset` after vectors were exchanged for the same
-    number of others.
+    Clusters are exchanged every `every` pieces; the weight of a use halves after `half_life` pieces.
     """
 
     def __init__(
@@ -82,9 +79,6 @@ class IndexTiers:
         half_life: int = 1000,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, value in (("capacity_bytes", capacity_bytes), ("every", every), ("half_life", half_life)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.capacity_bytes = capacity_bytes
         self.costs = ClusterCosts(1e-9)
         self.codes = 0
@@ -94,8 +88,6 @@ class IndexTiers:
         self._decay = 0.5 ** (every / half_life)
         self._clock = clock
         self._index: ClusterIndex
-        self._attached = False
-        self._failed = False
         self._trials = _TRIALS
         self._pieces = 0
         self._bytes = self._uses = np.zeros(1)
@@ -109,47 +101,21 @@ class IndexTiers:
     def hit_share(self) -> float:
         return self.fast_codes / self.codes if self.codes else 0.0
 
-    @property
-    def held_bytes(self) -> int:
-        return int(self._bytes[self._held].sum())
-
-    def attach(self, index: ClusterIndex) -> None:
-        """Use these tiers for an index. Raises TypeError if its vectors cannot be scanned elsewhere."""
-        if self._attached:
-            raise ValueError("these tiers belong to another search: make others")
-        _check_decoded(index)
-        if index.metric != self._fast.metric:
-            raise ValueError(
-                f"the fast tier compares by {self._fast.metric}, but the index by {index.metric or 'another metric'}"
-            )
-        self._index, self._attached = index, True
-
-    def resize(self, sizes: NDArray[np.int64]) -> None:
-        self.reset()
-        dimensions = int(self._index.ivf.d)
-        self._bytes = np.array([self._fast.bytes_of(size, dimensions) for size in sizes.tolist()], float)
-        if len(self._uses) != len(sizes):
-            self._uses = np.zeros(len(sizes))
-        self._held = np.zeros(len(sizes), bool)
-
-    def reset(self) -> None:
-        """Empty the tier. Not during a search."""
-        for cluster in np.flatnonzero(self._held).tolist():
-            self._drop(cluster)
-        self._to_load.clear()
+    def attach(self, index: ClusterIndex, sizes: NDArray[np.int64]) -> None:
+        """Begin to serve an index whose clusters have these sizes."""
+        self._index = index
+        self._bytes = np.array([self._fast.bytes_of(size, index.ivf.d) for size in sizes.tolist()], float)
+        self._uses, self._held = np.zeros(len(sizes)), np.zeros(len(sizes), bool)
 
     def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
-        """Scan a piece's visits to clusters in the tier; return None if the cores, in `slow_s`, are faster.
-
-        The caller must call `end`.
-        """
+        """Scan a piece's visits in the tier until `end`; return None if the cores, in `slow_s`, are faster."""
         np.add.at(self._uses, visits.clusters, 1)
         self.codes += int(visits.codes.sum())
         chosen = self._held[visits.clusters]
-        if self._to_load and not self._failed:
+        if self._to_load:
             self._stop_loading = False
             self._loading = self._threads.submit(self._load)
-        if self._failed or not chosen.any():
+        if not chosen.any():
             return None
         share = visits.part(chosen)
         codes = int(share.codes.sum())
@@ -162,24 +128,10 @@ class IndexTiers:
         loading, self._loading = self._loading, None
         if loading is not None:
             self._stop_loading = True
-            try:
-                loading.result()
-            except Exception as error:
-                self.fail(error)
+            loading.result()
         self._pieces += 1
-        if self._pieces % self._every == 0 and not self._failed:
+        if self._pieces % self._every == 0:
             self._exchange()
-
-    def fail(self, error: Exception) -> None:
-        if not self._failed:
-            self._failed = True
-            _logger.warning("the fast tier of the index failed and is not used any more: %s", type(error).__name__)
-        self._to_load.clear()
-        held = np.flatnonzero(self._held).tolist()
-        self._held[:] = False
-        for cluster in held:
-            with suppress(Exception):
-                self._fast.drop(cluster)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -190,9 +142,7 @@ class IndexTiers:
         distances, locations = self._fast.scan(queries[rows], k, clusters)
         seconds = self._clock() - start_s
         self.costs.learn(int(visits.codes.sum()), seconds)
-        return ScannedPart(
-            rows, -distances if self._index.similarity else distances, locations, locations=True
-        ), seconds
+        return ScannedPart(rows, -distances, locations, locations=True), seconds
 
     def _load(self) -> None:
         """Load at least one cluster, and others until the piece ends: between pieces the index may change."""
@@ -211,18 +161,12 @@ class IndexTiers:
         stays = np.zeros(len(self._held), bool)
         stays[chosen] = True
         for cluster in np.flatnonzero(self._held & ~stays).tolist():
-            self._drop(cluster)
+            self._held[cluster] = False
+            self._fast.drop(cluster)
         self._to_load = deque(cluster for cluster in chosen.tolist() if not self._held[cluster])
         self._uses *= self._decay
         # Costs change with other work of the device.
         self._trials = self.costs.calls + 1
-
-    def _drop(self, cluster: int) -> None:
-        self._held[cluster] = False
-        try:
-            self._fast.drop(cluster)
-        except Exception as error:
-            self.fail(error)
 
 
 class TieredScanner(PieceScanner):
@@ -231,15 +175,14 @@ class TieredScanner(PieceScanner):
     def __init__(
         self, tiers: IndexTiers, index: ClusterIndex, cores: int, costs: ClusterCosts, clock: Callable[[], float]
     ) -> None:
-        tiers.attach(index)
         super().__init__(index, cores, costs, clock)
         self._tiers = tiers
-        self._sizes: NDArray[np.int64] | None = None
+        self._attached = False
 
     def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
-        if sizes is not self._sizes:
-            self._tiers.resize(sizes)
-            self._sizes = sizes
+        if not self._attached:
+            self._tiers.attach(self._index, sizes)
+            self._attached = True
         return super().scan(piece, sizes)
 
     def close(self) -> None:
@@ -250,8 +193,6 @@ class TieredScanner(PieceScanner):
         return None
 
     def _parts(self, visits: Visits, rows: Rows) -> list[ScannedPart]:
-        if rows.selector is not None:
-            return super()._parts(visits, rows)
         core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
         share = self._tiers.start(visits, rows.queries, rows.kept, core_s)
         before_s = self.scan_s
@@ -259,23 +200,11 @@ class TieredScanner(PieceScanner):
             if share is None:
                 return super()._parts(visits, rows)
             parts = super()._parts(visits.part(~share.chosen), rows)
-            try:
-                part, seconds = share.part.result()
-            except Exception as error:
-                self._tiers.fail(error)
-                return parts + super()._parts(share.visits, rows)
+            part, seconds = share.part.result()
             self.scan_s = max(self.scan_s, before_s + seconds)
             return [*parts, part]
         finally:
-            if share is not None:
-                wait([share.part])
             self._tiers.end()
-
-
-def _check_decoded(index: ClusterIndex) -> None:
-    name = type(index.ivf).__name__
-    if name not in _DECODED or getattr(index.ivf, "polysemous_ht", False):
-        raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
 
 
 def _vectors(index: ClusterIndex, cluster: int) -> NDArray[np.float32]:
@@ -289,3 +218,79 @@ def _vectors(index: ClusterIndex, cluster: int) -> NDArray[np.float32]:
         finally:
             lists.release_codes(cluster, codes)
     return vectors
+
+
+T = TypeVar("T")
+
+
+class VirtualClusterScan:
+    """`scan`, whose vectors count for `scale` each; `now_s` passes while it scans, by `costs`."""
+
+    def __init__(self, scan: ClusterScan, costs: ScanCosts, scale: float) -> None:
+        self.now_s = 0.0
+        self._scan = scan
+        self._costs = costs
+        self._scale = scale
+        self._sizes: dict[int, int] = {}
+
+    def bytes_of(self, vectors: int, dimensions: int) -> int:
+        return self._scan.bytes_of(vectors, dimensions)
+
+    def put(self, cluster: int, vectors: NDArray[np.float32]) -> None:
+        self._scan.put(cluster, vectors)
+        self._sizes[cluster] = len(vectors)
+
+    def drop(self, cluster: int) -> None:
+        self._scan.drop(cluster)
+        del self._sizes[cluster]
+
+    def scan(
+        self, queries: NDArray[np.float32], k: int, clusters: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        codes = sum(self._sizes[cluster] for cluster in clusters[clusters >= 0].tolist())
+        self.now_s += self._costs.scan_seconds(self._scale * codes)
+        return self._scan.scan(queries, k, clusters)
+
+
+class VirtualTiers(IndexTiers):
+    """`IndexTiers` in virtual time; clusters are loaded after the piece in which they are copied."""
+
+    def __init__(self, fast: VirtualClusterScan, capacity_bytes: int, *, cores: int, **options: Any) -> None:
+        super().__init__(fast, capacity_bytes, clock=lambda: fast.now_s, **options)
+        self.scan_s = 0.0
+        self._clocked = fast
+        self._cores_scanning = cores
+        self._threads.shutdown()
+        self._threads = _AtOnce()  # type: ignore[assignment]
+
+    def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
+        # One thread of this process scans for all the cores.
+        before_s = self._clocked.now_s
+        share = super().start(visits, queries, k, slow_s / self._cores_scanning)
+        self.scan_s = self._clocked.now_s - before_s
+        return share
+
+
+class VirtualTieredIVF(VirtualIVF):
+    """`VirtualIVF` whose cores scan what `tiers` do not, meanwhile."""
+
+    def __init__(self, index: Any, costs: SearchCosts, tiers: VirtualTiers) -> None:
+        super().__init__(index, costs, scanner=partial(TieredScanner, tiers))
+        self._tiers = tiers
+        self._fast_codes = 0
+
+    def _seconds(self, codes: float) -> float:
+        fast_codes, self._fast_codes = self._tiers.fast_codes - self._fast_codes, self._tiers.fast_codes
+        return max(super()._seconds(codes - fast_codes), self._tiers.scan_s)
+
+
+class _AtOnce(Executor):
+    """Runs what it is given before it returns, so that nothing depends on threads."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(function(*args, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future

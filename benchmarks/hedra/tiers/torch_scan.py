@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,32 +11,20 @@ from numpy.typing import NDArray
 __all__ = ["TorchClusterScan"]
 
 _WORST = float(np.finfo(np.float32).max)
-# The product form of a distance loses digits: further candidates are computed by differences.
-_SLACK = 8
 
 
 class TorchClusterScan:
-    """The `ClusterScan` of `IndexTiers` on a torch device.
+    """The `ClusterScan` of `IndexTiers` on a torch device: by inner product, of float32 vectors."""
 
-        tiers = IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30)
-        search = ContinuousIVF(index, scanner=partial(TieredScanner, tiers))
-
-    Vectors are float32.
-    """
-
-    def __init__(self, metric: Literal["L2", "inner product"], device: str | torch.device = "cpu") -> None:
-        if metric not in ("L2", "inner product"):
-            raise ValueError(f"metric must be 'L2' or 'inner product', got {metric!r}")
-        self.metric = metric
+    def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
-        self._clusters: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._clusters: dict[int, torch.Tensor] = {}
 
     def bytes_of(self, vectors: int, dimensions: int) -> int:
-        return 4 * vectors * (dimensions + 1)
+        return 4 * vectors * dimensions
 
     def put(self, cluster: int, vectors: NDArray[np.float32]) -> None:
-        stored = torch.from_numpy(vectors).to(self.device, copy=True)
-        self._clusters[cluster] = stored, stored.square().sum(1)
+        self._clusters[cluster] = torch.from_numpy(vectors).to(self.device, copy=True)
 
     def drop(self, cluster: int) -> None:
         del self._clusters[cluster]
@@ -59,19 +46,12 @@ class TorchClusterScan:
             keys, places = keys.flatten(1), places.flatten(1)
             best, chosen = keys.topk(k, largest=False)
             places = places.gather(1, chosen)
-            distances = -best if self.metric == "inner product" else best
-            return distances.cpu().numpy(), places.cpu().numpy()
+            return (-best).cpu().numpy(), places.cpu().numpy()
 
     def _best(self, queries: torch.Tensor, k: int, cluster: int) -> tuple[torch.Tensor, torch.Tensor]:
-        vectors, squares = self._clusters[cluster]
-        products = queries @ vectors.T
-        if self.metric == "inner product":
-            keys, offsets = products.topk(min(k, len(vectors)))
-            return -keys, offsets
-        near = (squares - 2 * products).topk(min(k + _SLACK, len(vectors)), largest=False).indices
-        keys = (vectors[near] - queries[:, None]).square().sum(2)
-        keys, chosen = keys.topk(min(k, len(vectors)), largest=False)
-        return keys, near.gather(1, chosen)
+        vectors = self._clusters[cluster]
+        products, offsets = (queries @ vectors.T).topk(min(k, len(vectors)))
+        return -products, offsets
 
 
 def _by_cluster(clusters: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:

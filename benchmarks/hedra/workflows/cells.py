@@ -20,7 +20,6 @@ __all__ = ["CLUSTERS", "FAST", "MODELS", "SEARCH", "SYSTEM_PROMPT_WORDS", "Syste
 # one core, which makes 616 ns of 1,024. The others follow from data sheets, or are guesses, as said here.
 CLUSTERS = 4096
 
-
 SEARCH = SearchCosts(
     # Measured: 77 ns x 1024 / 128.
     code_s=616e-9,
@@ -46,7 +45,6 @@ MODELS = {
     # Its KV leaves room for few requests: 8 GB of the 80.
     "opt-30b": EngineCosts(25.9e-3, 121e-6, 548e-9, capacity_tokens=5_800),
 }
-
 
 SYSTEM_PROMPT_WORDS = 64
 

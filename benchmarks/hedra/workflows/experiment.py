@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ragorder.benchmarks.common.served import late_s, mean_s, share
 from ragorder.benchmarks.common.vectors import build_index, embedded
 from ragorder.benchmarks.hedra.workflows.cells import CLUSTERS, System, WorkflowsCell
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
-from ragorder.eval.running.suite import Experiment, Job, Line
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import format_number, range_words
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.pipelining.workflow.transformations import (
     OrderDocuments,
     Reorder,
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows.measuring import Materials
     from ragorder.benchmarks.hedra.workflows.script import Embedder
 
-__all__ = ["SYSTEMS", "Workflows"]
+__all__ = ["SYSTEMS", "Workflows", "make_part"]
 
 _AT_ONCE = 8
 
@@ -115,3 +123,246 @@ class Workflows(Experiment):
             self._embed = Embedder(retriever.embed, cache_folder() / "workflow-vectors.npz")
         index = build_index(embedded(each.text for each in corpus.documents), job.cell.nprobe / CLUSTERS)
         return Materials(corpus.documents, index, self._embed, Script(corpus, job.seed))
+
+
+_SLO_S = 10.0
+_OURS = "hedra"
+
+_COSTS = (
+    "Measured: 77 ns to scan a vector of 128 dimensions on a core, hence 616 ns of 1,024, and 0.2 ms for a piece of a "
+    "search beside its scan. Estimated from data sheets: the H100's steps. Guessed: the share of memory bandwidth that "
+    "searches get, 38 cores' worth of 64; the lengths of answers, 24 to 96 words; batches of 32 for LangChain. Not "
+    "counted: embeddings of queries, and handing the shares of a piece or a batch to threads. The paper publishes none "
+    "of its costs: compare shapes and orders of magnitude.",
+)
+
+
+class _Setting(NamedTuple):
+    """What runs of a table have in common."""
+
+    workflow: str
+    share: float
+    nprobe: int
+    cores: int
+    model: str
+    top_k: int
+    fast: float
+    fast_ns: float
+
+    @classmethod
+    def of(cls, cell: WorkflowsCell) -> _Setting:
+        return cls(cell.workflow, cell.share, cell.nprobe, cell.cores, cell.model, cell.top_k, cell.fast, cell.fast_ns)
+
+    def words(self, others: Iterable[_Setting]) -> str:
+        """With what differs among the others, too."""
+        others = list(others)
+        first, *second = self.workflow.split("+")
+        name = f"{first} and {second[0]}" if second else first
+        if second and len({each.share for each in others}) > 1:
+            name += f", {format_number(100 * self.share, 0)} % {first}"
+        said = [name, f"nprobe {self.nprobe}"]
+        said += [f"{self.cores} cores"] * (len({each.cores for each in others}) > 1)
+        said += [self.model] * (len({each.model for each in others}) > 1)
+        said += [f"top {self.top_k}"] * (len({each.top_k for each in others}) > 1)
+        if len({(each.fast, each.fast_ns) for each in others}) > 1:
+            said.append(
+                f"{format_number(100 * self.fast, 0)} % on the GPU at {format_number(self.fast_ns)} ns a vector"
+            )
+        return ", ".join(said)
+
+
+_Runs = dict[_Setting, dict[str, dict[float, list[Record]]]]
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    runs: _Runs = {}
+    for record in results.of(Workflows.record, suite.name):
+        cell = WorkflowsCell.read(record.cell, suite.name)
+        runs.setdefault(_Setting.of(cell), {}).setdefault(record.policy, {}).setdefault(cell.rate, []).append(record)
+    if not runs:
+        return Part()
+    if suite.report.chart == "compared":
+        return Part(list(_compared(runs, suite.baseline)), words=_COSTS)
+    tables = {"offline": _offline, "speculation": _speculation}.get(suite.report.chart, _serving)
+    return Part(list(tables(runs)), words=_COSTS)
+
+
+def _serving(runs: _Runs) -> Iterator[Table]:
+    policies = _policies(runs)
+    table = Table("Requests a second at a mean latency of 10 s", ["", *policies])
+    for setting, systems in runs.items():
+        most = {policy: _sustained(systems.get(policy, {})) for policy in policies}
+        table.add(setting.words(runs), *(_rate_entry(most[policy], most.get("flashrag")) for policy in policies))
+    table.note = "Interpolated between the rates that were run. Below it: times that of whole searches batched."
+    yield table
+
+    table = Table("Mean latency, times shorter than whole searches batched", ["", *policies])
+    for setting, systems in runs.items():
+        theirs = systems.get("flashrag", {})
+        table.add(setting.words(runs), *(_times(systems.get(policy, {}), theirs, mean_s) for policy in policies))
+    table.note = "Least to most of the rates."
+    yield table
+
+    for setting, systems in runs.items():
+        rates = _rates(systems)
+        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+        for policy in policies:
+            table.add(_words(policy), *(_latency_entry(systems.get(policy, {}).get(rate)) for rate in rates))
+        table.note = "Below it: the 99th percentile."
+        yield table
+    yield _cached(runs)
+
+
+def _offline(runs: _Runs) -> Iterator[Table]:
+    policies = _policies(runs)
+    table = Table("Time until all are answered, s", ["", *policies])
+    for setting, systems in runs.items():
+        ours = _mean(systems.get(_OURS, {}).get(0.0), _total_s)
+        row = []
+        for policy in policies:
+            seconds = _mean(systems.get(policy, {}).get(0.0), _total_s)
+            note = f"{format_number(seconds / ours, 2)} of ours" if seconds and ours and policy != _OURS else ""
+            row.append(Entry(format_number(seconds), note))
+        table.add(setting.words(runs), *row)
+    yield table
+    yield _cached(runs)
+
+
+def _speculation(runs: _Runs) -> Iterator[Table]:
+    policies = _policies(runs)
+    for setting, systems in runs.items():
+        rates = _rates(systems)
+        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+        for policy in policies:
+            row = [systems.get(policy, {}).get(rate) for rate in rates]
+            table.add(_words(policy), *(Entry(format_number(_mean(each, mean_s), 2), _odds(each)) for each in row))
+        theirs = [systems.get(policy, {}) for policy in ("ragcache", "ralmspec")]
+        best = [min(filter(None, (_mean(each.get(rate), mean_s) for each in theirs)), default=None) for rate in rates]
+        ours = [_mean(systems.get(_OURS, {}).get(rate), mean_s) for rate in rates]
+        ratios = [their / our if their and our else None for their, our in zip(best, ours, strict=True)]
+        table.add("best of the two / ours", *(format_number(ratio, 2) for ratio in ratios))
+        table.note = "Below it: speculative generations that turned out right, of those that ran."
+        yield table
+    yield from _ahead(runs)
+
+
+def _ahead(runs: _Runs) -> Iterator[Table]:
+    kinds = {"": "generations", "near_": "of these one stage ahead", "search_": "searches"}
+    table = Table("Right of what ran ahead of need, %", ["", *kinds.values()])
+    for setting, systems in runs.items():
+        for policy, rates in systems.items():
+            records = [record for each in rates.values() for record in each if "near_speculations" in record.facts]
+            shares = [share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
+            if any(share is not None for share in shares):
+                shown = (format_number(None if share is None else 100 * share) for share in shares)
+                table.add(f"{setting.words(runs)}: {_words(policy)}", *shown)
+    table.note = "One stage ahead: on what a due search has found so far, as the paper counts. All rates together."
+    if table.rows:
+        yield table
+
+
+def _compared(runs: _Runs, baseline: str) -> Iterator[Table]:
+    policies = _policies(runs)
+    for setting, systems in runs.items():
+        rates = _rates(systems)
+        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+        for policy in policies:
+            row = [systems.get(policy, {}).get(rate) for rate in rates]
+            theirs = [systems.get(baseline, {}).get(rate) for rate in rates]
+            table.add(_words(policy), *map(_against, row, theirs))
+            if (shares := [_fast_share(each) for each in row]) and any(shares):
+                table.add("on the GPU, % of the vectors scanned", *shares)
+        table.note = f"Below it: times shorter than {_words(baseline)}, the mean and the 99th percentile."
+        yield table
+    yield _cached(runs)
+
+
+def _against(records: Sequence[Record] | None, theirs: Sequence[Record] | None) -> Entry:
+    ours_s, their_s = _mean(records, mean_s), _mean(theirs, mean_s)
+    if not ours_s or not their_s or records is theirs:
+        return Entry(format_number(ours_s, 2))
+    late = (_mean(theirs, late_s) or 0.0) / (_mean(records, late_s) or math.inf)
+    return Entry(format_number(ours_s, 2), f"{format_number(their_s / ours_s, 2)}, {format_number(late, 2)}")
+
+
+def _fast_share(records: Sequence[Record] | None) -> str:
+    shares = [record.facts["fast_share"] for record in records or () if "fast_share" in record.facts]
+    return format_number(100 * fmean(shares)) if shares else ""
+
+
+def _cached(runs: _Runs) -> Table:
+    policies = _policies(runs)
+    table = Table("Prompt tokens found in the engine's cache, %", ["", *policies])
+    for setting, systems in runs.items():
+        row = []
+        for policy in policies:
+            records = [record for each in systems.get(policy, {}).values() for record in each]
+            later = share(records, "later_cached_tokens", "later_prompt_tokens")
+            note = "" if later is None else f"after a request's first {format_number(100 * later)}"
+            computed = share(records, "computed_tokens", "prompt_tokens")
+            row.append(Entry(format_number(None if computed is None else 100 * (1 - computed)), note))
+        table.add(setting.words(runs), *row)
+    table.note = "Of all rates, speculations included. Below it: in the generations after a request's first one."
+    return table
+
+
+def _policies(runs: _Runs) -> list[str]:
+    measured = {policy for systems in runs.values() for policy in systems}
+    return [policy for policy in SYSTEMS if policy in measured]
+
+
+def _words(policy: str) -> str:
+    return SYSTEMS[policy].words
+
+
+def _rates(systems: dict[str, dict[float, list[Record]]]) -> list[float]:
+    return sorted({rate for rates in systems.values() for rate in rates})
+
+
+def _total_s(record: Record) -> float:
+    return float(record.facts["total_s"])
+
+
+def _mean(records: Sequence[Record] | None, figure: Callable[[Record], float]) -> float | None:
+    return fmean(map(figure, records)) if records else None
+
+
+def _latency_entry(records: Sequence[Record] | None) -> Entry:
+    if not records:
+        return Entry("–")
+    return Entry(format_number(_mean(records, mean_s), 2), format_number(_mean(records, late_s), 2))
+
+
+def _odds(records: Sequence[Record] | None) -> str:
+    right = share(records or (), "right", "speculations")
+    return "" if right is None else f"{format_number(100 * right)} %"
+
+
+def _sustained(rates: dict[float, list[Record]]) -> tuple[str, float | None]:
+    """The rate at which the mean latency is 10 s, as text, and as a number unless it lies beyond those run."""
+    before: tuple[float, float] | None = None
+    for rate in sorted(rates):
+        latency_s = _mean(rates[rate], mean_s) or 0.0
+        if latency_s > _SLO_S:
+            if before is None:
+                return f"< {rate:g}", None
+            part = (_SLO_S - before[1]) / (latency_s - before[1])
+            found = before[0] + part * (rate - before[0])
+            return format_number(found), found
+        before = rate, latency_s
+    return ("–", None) if before is None else (f"> {before[0]:g}", None)
+
+
+def _rate_entry(rate: tuple[str, float | None], theirs: tuple[str, float | None] | None) -> Entry:
+    times = rate[1] / theirs[1] if theirs is not None and rate[1] and theirs[1] else None
+    return Entry(rate[0], "" if times is None or rate == theirs else f"{format_number(times, 2)} times")
+
+
+def _times(
+    ours: dict[float, list[Record]],
+    theirs: dict[float, list[Record]],
+    figure: Callable[[Record], float],
+) -> str:
+    pairs = [(_mean(ours[rate], figure), _mean(theirs[rate], figure)) for rate in ours if rate in theirs]
+    ratios = [their / our for our, their in pairs if our and their]
+    return range_words(ratios, 2) if ratios else "–"

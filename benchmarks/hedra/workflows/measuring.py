@@ -23,14 +23,12 @@ from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowRe
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
-    from ragorder.benchmarks.hedra.tiers.virtual import VirtualTiers
+    from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualTiers
 
 __all__ = ["Lockstep", "Materials", "Stages", "ordered_prompts", "play", "serve", "stage_by_stage"]
 
-
 R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
-
 Retrieve = Callable[[str, int], Awaitable[Sequence[Document]]]
 
 
@@ -221,17 +219,17 @@ def _retrieve(system: System, costs: SearchCosts, materials: Materials) -> Retri
 def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> VirtualTiers | None:
     if not cell.fast:
         return None
+    from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualClusterScan, VirtualTiers
     from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
-    from ragorder.benchmarks.hedra.tiers.virtual import VirtualClusterScan, VirtualTiers
 
     index = materials.index
     costs = replace(FAST, code_s=1e-9 * cell.fast_ns)
-    scan = VirtualClusterScan(TorchClusterScan("inner product"), costs, search.vectors_of(index))
+    scan = VirtualClusterScan(TorchClusterScan(), costs, search.vectors_of(index))
     return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
 
 
 def _search(index: Any, costs: SearchCosts, tiers: VirtualTiers | None) -> VirtualIVF:
-    from ragorder.benchmarks.hedra.tiers.virtual import VirtualTieredIVF
+    from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualTieredIVF
 
     return VirtualIVF(index, costs) if tiers is None else VirtualTieredIVF(index, costs, tiers)
 
@@ -256,10 +254,7 @@ async def play(
     graphs: Sequence[tuple[CompiledGraph, Mapping[str, Any]]],
     at_s: Sequence[float],
 ) -> tuple[list[float], dict[str, int], float]:
-    """Ask each question at its time, by its graph.
-
-    Return seconds from each arrival to its answer, facts of the traces, and seconds until the last answer.
-    """
+    """Ask each question at its time; return latencies, facts of the traces, and seconds until the last answer."""
     loop = asyncio.get_running_loop()
     latency_s, start_s = [0.0] * len(at_s), loop.time()
     traces: list[Any] = []
@@ -277,8 +272,7 @@ async def play(
 
 
 def _facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
-    """Return counts of speculative generations, of those one stage ahead, of speculative searches, and of the
-    generations after each request's first."""
+    """Return counts of speculative generations and searches, and of generations after each request's first."""
     facts = dict.fromkeys(_FACTS, 0)
     for trace in traces:
         generations = [piece for piece in trace.pieces if piece.worker == "engine"]

@@ -33,10 +33,6 @@ _MARKS = ("@", "#", "~")
 _NODES = frozenset(("#answer", "#compress", "#draft", "#guess", "#plan", "#sub"))
 
 
-def _one_shot(top_k: int) -> RAGraph:
-    return one_shot(topk=top_k, prompt="#answer Answer using {docs}: {query}")
-
-
 def _hyde(top_k: int) -> RAGraph:
     return hyde(
         topk=top_k,
@@ -69,7 +65,7 @@ def _recomp(top_k: int) -> RAGraph:
 
 
 WORKFLOWS: dict[str, Callable[[int], RAGraph]] = {
-    "one_shot": _one_shot,
+    "one_shot": lambda top_k: one_shot(topk=top_k, prompt="#answer Answer using {docs}: {query}"),
     "multistep": _multistep,
     "irg": _irg,
     "hyde": _hyde,

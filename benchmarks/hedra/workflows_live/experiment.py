@@ -65,7 +65,6 @@ SYSTEMS = {
 }
 """By policy. One core searches, another computes."""
 
-
 _CAPACITY_REQUESTS = 32
 _BLOCK_SIZE = 32
 _LONGEST = 8192
@@ -106,8 +105,7 @@ def _times_column(our: str) -> Column:
 
 
 class WorkflowsLive(Experiment):
-    """Column `latency_s`: from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search
-    and of a generation under this load, and those of the measurement on a virtual clock."""
+    """Column `latency_s`. Facts: the rate, milliseconds of a whole search and of a generation, and those of `serve`."""
 
     kind = "workflows-live"
     cell = LiveCell
@@ -153,7 +151,7 @@ class WorkflowsLive(Experiment):
         cell: LiveCell = job.cell
         assert job.corpus is not None, "a cell has a corpus"
         key = (cell.corpus, cell.vectors, cell.clusters, cell.engine, cell.shape)
-        parts = replace(self.kept(key, lambda: self._materials(job)), script=Script(job.corpus, job.seed))
+        parts = replace(self.kept(key, lambda: self.materials(job)), script=Script(job.corpus, job.seed))
         parts.index.nprobe = min(cell.nprobe, cell.clusters)
 
         def serve(policy: str, at_s: list[float]) -> Any:
@@ -180,7 +178,7 @@ class WorkflowsLive(Experiment):
             yield {"policy": policy, "engine": engine, "load_average": load, "rows": found["rows"], "facts": facts}
             advance()
 
-    def _materials(self, job: Job) -> LiveMaterials:
+    def materials(self, job: Job) -> LiveMaterials:
         from ragorder.benchmarks.hedra.workflows.script import Embedder, Script
         from ragorder.benchmarks.hedra.workflows_live.measuring import LiveMaterials, large_index
 

@@ -280,8 +280,7 @@ class LiveMaterials:
 async def serve_live(
     system: System, workflow: str, top_k: int, materials: LiveMaterials, at_s: Sequence[float]
 ) -> Mapping[str, Any]:
-    """`rows` and `facts` of requests that arrive at these times. Each system begins with an empty cache, and embeds
-    every query again."""
+    """Return `rows` and `facts` of requests at these times; each system begins with an empty cache."""
     tokenizer = WordTokenizer()
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graph_of = compiled(workflow, top_k)

@@ -28,8 +28,7 @@ Compute = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Equal requests, each of `query` new tokens after `context` cached ones, or `scattered` evenly in the place of
-    some of these."""
+    """Equal requests of `query` new tokens after `context` cached ones, or `scattered` among them."""
 
     batch: int
     query: int
@@ -155,10 +154,6 @@ def _triton(splits: int | None) -> Contender:
     return prepare
 
 
-def _torch(problem: AttentionProblem) -> Compute:
-    return _ours(problem, "torch")
-
-
 def _ours(problem: AttentionProblem, backend: Backend) -> Compute:
     caches, batch = (problem.key_cache, problem.value_cache), problem.batch
     if problem.shape.scattered:
@@ -262,7 +257,7 @@ def _need_kernel(problem: AttentionProblem) -> None:
 CONTENDERS: dict[str, Contender] = {
     "triton": _triton(None),
     "triton unsplit": _triton(1),
-    "torch": _torch,
+    "torch": lambda problem: _ours(problem, "torch"),
     "sdpa + mask": _masked,
     "flash": _sdpa(SDPBackend.FLASH_ATTENTION, False),
     "flash + gather": _sdpa(SDPBackend.FLASH_ATTENTION, True),

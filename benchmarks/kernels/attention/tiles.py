@@ -33,7 +33,6 @@ TILES = (
 )
 _CALLS = 16
 _REPLAYS = 5
-
 Measure = Callable[[Callable[[], Any]], dict[str, float]]
 
 

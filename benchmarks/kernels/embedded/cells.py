@@ -28,57 +28,29 @@ __all__ = [
 ]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
-
-
 PREFIX = "exact prefix"
-
-
 FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}
 """Shares of the reused tokens recomputed, by arm."""
-
 
 BLOCKING = ", blocking loads"
 """An arm's end: the engine waits for each request's loads."""
 
-
 HALF = ", half of the documents exact"
 """An arm's end: what ordering brings (`eval run fusion-quality` has the answers)."""
-
 
 EXACTLY = ", exact request"
 """An arm's end: it asks for no more than a prefix cache has."""
 
-
 _HALVED = tuple(arm for arm, share in FUSED.items() if share < 1)
-
-
 _BLOCKED = (PREFIX, *(arm for arm, share in FUSED.items() if share != 0.3))
-
-
 TIERS = ("device", "host", "disk")
-
-
 _OF_SETUPS = ("host", "replacement", "order", "replicas")
-
-
 _OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "fails_after", *_OF_SETUPS)
-
-
 _OF_PREFILL = ("documents", "document_tokens", "system_tokens", "question_tokens", "repeats")
-
-
 _OF_FUSED = ("stored", "batch")
-
-
 _LEAST_REQUESTS = 10
-
-
 _Order = Literal["retrieval", "sorted", "greedy", "prefix", "free"]
-
-
 _List = Field(strict=False)
-
-
 _Policy = Annotated[str, one_of("replacement policy", POLICIES)]
 
 

@@ -69,8 +69,7 @@ def _serve_fused(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
 
 
 class _Turns:
-    """Serves batches, each of the prompt of its turn and others of the same layout. What arms leave is kept apart by
-    salt."""
+    """Serves batches of the prompt of a turn; what arms leave is kept apart by salt."""
 
     def __init__(self, engine: TorchEngine, vocabulary: int, cell: EmbeddedCell) -> None:
         self._engine, self._vocabulary, self._cell = engine, vocabulary, cell

@@ -46,8 +46,7 @@ def serve_trace(
     seed: int,
     advance: Callable[[], None],
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Columns and facts of one arm; PGDSF has measured prefill times. Raises ValueError for a prompt above the model's
-    limit."""
+    """Return columns and facts of one arm. Raises ValueError for a prompt above the model's limit."""
     prompts = RandomPrompts(model.vocabulary)
     longest = prompts.prefix_tokens + prompts.question_tokens
     longest += max(sum(document.token_count for document in request.documents) for request in trace.requests)

@@ -27,8 +27,6 @@ __all__ = ["PIPELINE_POLICIES", "Pipelining", "PipeliningCell", "PipeliningRecor
 
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
 _Rows = dict[str, dict[str, list[Any]]]
-
-
 PIPELINE_POLICIES = ("none", "warmup", "speculative")
 """The policies of a suite of pipelines; "none" is the sequential baseline."""
 
@@ -198,8 +196,13 @@ async def _search(
     requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.benchmarks.ragcache.pipelined.measuring import measure_speculation, measure_throughput
-    from ragorder.benchmarks.ragcache.pipelined.search import paced, plan_search, real_retrieval
+    from ragorder.benchmarks.ragcache.pipelined.measuring import (
+        measure_speculation,
+        measure_throughput,
+        paced,
+        plan_search,
+        real_retrieval,
+    )
     from ragorder.eval.suites.pipelining.search import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())

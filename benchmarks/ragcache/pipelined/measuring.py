@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
+from ragorder.common.extras import needs
 from ragorder.document import Document
+from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.running.load import rotated
@@ -27,16 +31,123 @@ from ragorder.eval.suites.pipelining.server import (
     make_pipeline,
     milliseconds,
 )
-from ragorder.pipelining import Pipeline, PipelinedStream, Provisional, Retrieval
+from ragorder.pipelining import (
+    Pipeline,
+    PipelinedStream,
+    Provisional,
+    Retrieval,
+    StagedHNSW,
+    StagedIVF,
+    StagedSearch,
+    staged_retrieval,
+)
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["ALONE", "MODES", "measure_cold", "measure_speculation", "measure_throughput", "time_system"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+
+__all__ = [
+    "ALONE",
+    "MODES",
+    "SearchPlan",
+    "measure_cold",
+    "measure_speculation",
+    "measure_throughput",
+    "paced",
+    "plan_search",
+    "real_retrieval",
+    "time_system",
+]
+
+_CLUSTERS = 128
+_LINKS = 32
+_EF_FULL = 512
+_EF_FACTOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """`shares` are each stage's part of the unstaged search; their sum exceeds 1 if stages repeat work."""
+
+    search: StagedSearch
+    unstaged: StagedSearch
+    shares: tuple[float, ...]
+
+
+def plan_search(
+    kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
+) -> SearchPlan:
+    """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
+    "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts over. Raises ImportError."""
+    faiss = _faiss()
+    if kind == "hnsw":
+        target = max(top_k, round(ratio * _EF_FULL))
+        schedule = sorted({max(top_k, target // _EF_FACTOR**left) for left in range(stages)})
+        index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.add(vectors)
+        shares = tuple(each / target for each in schedule)
+        return SearchPlan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
+    clusters = min(_CLUSTERS, len(vectors))
+    quantizer = faiss.IndexFlatIP(vectors.shape[1])
+    index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid, index.cp.seed = 1, seed + 1
+    index.train(vectors)
+    index.add(vectors)
+    probes = max(1, round(ratio * clusters))
+    counts = _counts(probes, stages, growth)
+    plain = StagedIVF(index, growth=[probes])
+    return SearchPlan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
+
+
+def _counts(probes: int, stages: int, growth: str) -> list[int]:
+    if growth == "geometric":
+        ends = sorted({max(1, probes >> left) for left in range(stages)})
+    else:
+        ends = sorted({max(1, probes * number // stages) for number in range(1, stages + 1)})
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k: int) -> Retrieval[Asked, Document]:
+    """Documents of a corpus for its questions, embedded in advance as `queries`."""
+    return staged_retrieval(
+        search,
+        lambda question: queries[question.number : question.number + 1],
+        corpus.documents.__getitem__,
+        top_k=top_k,
+    )
+
+
+def paced(
+    retrieval: Retrieval[Asked, Document], shares: Sequence[float], search_s: float
+) -> Retrieval[Asked, Document]:
+    """Return the search stretched to `search_s` seconds, each stage to its share."""
+    ends_s = [search_s * share for share in accumulate(shares)]
+
+    async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
+        now = asyncio.get_running_loop().time
+        start_s, number = now(), 0
+        async with aclosing(retrieval(question)) as stages:
+            async for stage in stages:
+                end_s = ends_s[-1] if stage.final else ends_s[number]
+                await asyncio.sleep(max(0.0, start_s + end_s - now()))
+                yield stage
+                number += 1
+
+    return search
+
+
+def _faiss() -> Any:
+    with needs("retrieval", "a real index"):
+        import faiss
+    return faiss
+
 
 MODES = ("none", "speculative")
-
 _ALONE = 5
 _MANY_CLIENTS = 16
-
 Advance = Callable[[], None]
 
 
@@ -130,7 +241,7 @@ async def measure_throughput(
                 "requests": len(asked),
                 "clients": clients,
                 "seconds": round(seconds, 3),
-                "requests_per_s": round(_rate(ends_s, clients) or len(asked) / seconds, 4),
+                "requests_per_s": round(saturated_rate(ends_s, clients) or len(asked) / seconds, 4),
                 "computed_tokens": _computed(before, await server.quiet()),
                 "speculations": sum(trace.speculations for trace in traces),
                 "refused": sum(trace.refused for trace in traces),
@@ -193,7 +304,7 @@ async def _closed_loop(
     return streams, ends_s
 
 
-def _rate(ends_s: Sequence[float], clients: int) -> float | None:
+def saturated_rate(ends_s: Sequence[float], clients: int) -> float | None:
     middle = ends_s[clients - 1 : len(ends_s) - clients]
     return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
 

@@ -8,8 +8,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from ragorder.benchmarks.common.pictures import draw_lines
 from ragorder.benchmarks.ragcache.replacement.experiment import KIB_PER_TOKEN, ReplacementRecord
-from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
@@ -86,7 +87,6 @@ class _SummedMetric(Metric):
 _HITS = _SummedMetric("hits", "hits", "% of retrieved documents", of="retrieved", scale=100, relative=True)
 _PREFILL = _SummedMetric("mean prefill", "prefill_ms", "ms", of="requests", relative=True, better="lower")
 _METRICS = (_HITS, _PREFILL)
-
 _Group = RecordGroup[ReplacementRecord]
 
 
@@ -185,8 +185,15 @@ def _required(groups: Sequence[_Group]) -> Table:
         possible = _possible(group)
         if possible is not None and possible < _MORE_HITS:
             verdicts[0], impossible = "no policy can", impossible + 1
+        most = "–" if possible is None else f"{format_number(possible, 3)} ×"
         by_gdsf, by_lfu = (group.compare(_OURS, other, _HITS) for other in (_GDSF, _LFU))
-        row = [*_labels(group), _compared(hits), Entry(verdicts[0]), Entry(_times(possible)), _compared(by_gdsf)]
+        row = [
+            *_labels(group),
+            _compared(hits),
+            Entry(verdicts[0]),
+            Entry(most),
+            _compared(by_gdsf),
+        ]
         table.rows.append([*row, _compared(by_lfu), _compared(prefill), Entry(verdicts[1])])
     table.note = (
         f"{_REQUIRED} More hits than LRU: holds in {held[0]} of {len(groups)} cells; in {impossible} no policy can. No "
@@ -234,10 +241,6 @@ def _possible(group: _Group) -> float | None:
     if not plain or group.cell.get("ordered"):
         return None
     return fmean(line.facts.get("most_hits_percent", line.facts["seen_percent"]) for line in group.runs()) / plain
-
-
-def _times(ratio: float | None) -> str:
-    return f"{format_number(ratio, 3)} ×" if ratio is not None else "–"
 
 
 def _bound(found: PairedDifference | None, holds: Callable[[float], bool]) -> str:
@@ -360,22 +363,17 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
     values = {policy: [group.value(policy, metric) for group in panel] for policy in policies}
     drawn = {policy: [each for each in line if each is not None] for policy, line in values.items() if None not in line}
 
-    def paint(axes: Any) -> None:
-        ends = []
-        for policy, line in drawn.items():
-            looks = style(_LOOKS.get(policy, policy))
-            axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
-            ends.append((len(line) - 1.0, line[-1], _words(policy), looks))
+    def adjust(axes: Any) -> None:
         axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(ticks)), ticks)
         axes.grid(axis="x", visible=False)
-        axes.set_xlabel(axis_words(x))
-        axes.set_ylabel(metric.heading)
-        label_ends(axes, ends)
 
+    lines = {policy: list(enumerate(line)) for policy, line in drawn.items()}
+    words_of = {policy: _words(policy) for policy in drawn}
     said = "; ".join(
         f"{_words(policy)}: {', '.join(f'{at} {format_number(value)}' for at, value in zip(ticks, line, strict=True))}"
         for policy, line in drawn.items()
     )
     title = f"{metric.name.capitalize()} by {axis_words(x).partition(',')[0]} ({words})"
-    return draw(paint, title=title, alt=said)
+    x_words, looks = axis_words(x), _LOOKS
+    return draw_lines(title, lines, x_words, metric.heading, alt=said, looks=looks, words=words_of, adjust=adjust)

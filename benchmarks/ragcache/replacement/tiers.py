@@ -161,8 +161,7 @@ class TwoTiers:
         return list(best)
 
     def expect(self, paths: Iterable[Sequence[int]]) -> None:
-        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, up to half
-        of it."""
+        """Keep the nodes of waiting requests' paths, the next one first, in the host, up to half of it."""
         room = self.host_tokens // 2
         expected: set[int] = set()
         for path in paths:

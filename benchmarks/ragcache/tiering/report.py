@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.benchmarks.ragcache.tiering.cells import ARMS
-from ragorder.benchmarks.ragcache.tiering.experiment import TieringRecord
+from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, TieringRecord
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
@@ -51,8 +50,7 @@ _Group = RecordGroup[TieringRecord]
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": no goal) is "not
-    decided" if the ratio reaches the goal and its interval does not."""
+    """`ratio` is the speed-up with its interval (0 to inf: too few requests); `met` is "" without a goal."""
 
     apc_ms: float
     tiers_ms: float
@@ -68,8 +66,7 @@ class TierVerdict:
 
 
 def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
-    """Compare both arms' times to the first token (a sequence a seed), paired request by request. Raises
-    StatisticsError for different seeds or requests."""
+    """Compare both arms' times, paired request by request. Raises StatisticsError."""
     found = compare(apc, tiers, relative=True, better="lower")
     low, high = _faster(found.high), _faster(found.low)
     by_seed = tuple(map(_faster, found.by_seed))
@@ -117,18 +114,13 @@ def _shares(group: _Group, arm: str) -> dict[str, float]:
 def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
     groups = _groups(lines)
+    times = [(_fits(group), compare(*_sides(group), relative=True, better="lower")) for group, _ in groups]
     return Part(
         _tables(groups),
         engine=_engine(lines),
         pictures=lambda: _pictures(groups),
-        compared=[Compared(TTFT_MEAN, "a cache with tiers", "the prefix cache alone", _times(groups))]
-        if groups
-        else [],
+        compared=[Compared(TTFT_MEAN, "a cache with tiers", "the prefix cache alone", times)] if groups else [],
     )
-
-
-def _times(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[tuple[str, PairedDifference]]:
-    return [(_fits(group), compare(*_sides(group), relative=True, better="lower")) for group, _ in groups]
 
 
 def _fits(group: _Group) -> str:
@@ -151,13 +143,14 @@ def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
     each, counted = seeds_by_row([[line.seed for line in _arm(group, _WITH)] for group, _ in groups])
     for (group, verdict), seeds in zip(groups, each, strict=True):
         alone, tiers = (_shares(group, arm) for arm in ARMS)
+        least = GOALS.get(str(group.cell["tier"]))
         table.rows.append(
             [
                 Entry(_fits(group), ", ".join(filter(None, (_stream(group), seeds)))),
                 _sizes(_arm(group, _WITH)[0]),
                 Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
-                Entry(verdict.met or "–", _bound(str(group.cell["tier"]))),
+                Entry(verdict.met or "–", "" if least is None else f"{format_number(least, 2)} × or more"),
                 *(_quantile(group, name) for name in ("p50", "p95")),
                 Entry(format_number(alone["device"])),
                 Entry(", ".join(format_number(tiers[tier]) for tier in TIERS)),
@@ -214,10 +207,6 @@ def _ratio(verdict: TierVerdict) -> Entry:
 
 def _interval(verdict: TierVerdict) -> str:
     return f"[{format_number(verdict.low, 2)}, {format_number(verdict.high, 2)}]"
-
-
-def _bound(tier: str) -> str:
-    return f"{format_number(GOALS[tier], 2)} × or more" if tier in GOALS else ""
 
 
 def _quantile(group: _Group, statistic: Any) -> Entry:

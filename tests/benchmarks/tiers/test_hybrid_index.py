@@ -12,14 +12,13 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from click.testing import CliRunner
+from support.suites import page_of, run_suites
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.locality import skew
 from ragorder.benchmarks.hedra.tiers import hybrid_index
 from ragorder.benchmarks.hedra.tiers.index_tiers import IndexTiers
 from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
-from ragorder.cli import main
 
 D = 16
 
@@ -47,7 +46,7 @@ def test_a_cold_index_finds_the_same(index: Any, tmp_path: Path) -> None:
 
 def test_a_fifth_of_the_clusters_has_most_hits_at_the_papers_skew(index: Any) -> None:
     queries = hybrid_index.skewed_queries(index, 1200, 0.69, seed=1)
-    fast = TorchClusterScan("inner product")
+    fast = TorchClusterScan()
     # Its time is not looked at: the fast tier is used for whatever it holds.
     tiers = IndexTiers(fast, int(0.2 * fast.bytes_of(index.ntotal, D)), every=50, clock=lambda: 0.0)
     times, hit_share = hybrid_index.latencies(index, queries, index.nprobe, tiers, lambda: None, 600)
@@ -56,9 +55,7 @@ def test_a_fifth_of_the_clusters_has_most_hits_at_the_papers_skew(index: Any) ->
 
 
 def test_the_suite_runs(tmp_path: Path) -> None:
-    settings = ("--set", "vectors=3000", "--set", "dimensions=16", "--set", "held=0.2,0.5", "--set", "corpus=")
-    arguments = ("eval", "run", "hedra-index", "--seeds", "0", "--limit", "60", "-o", str(tmp_path))
-    found = CliRunner().invoke(main, [*arguments, *settings])
-    assert found.exit_code == 0, found.output
-    shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
+    options = ("--seeds", 0, "--limit", 60)
+    run_suites(tmp_path, "hedra-index", *options, vectors=3000, dimensions=16, held="0.2,0.5", corpus="")
+    shown = page_of(tmp_path)
     assert "An index of which memory holds a part: 3,000 random vectors, 69 % in a fifth" in shown

@@ -11,8 +11,8 @@ faiss = pytest.importorskip("faiss")
 pytest.importorskip("torch")
 
 from ragorder.benchmarks.common.vectors import build_index, clustered
+from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualClusterScan, VirtualTieredIVF, VirtualTiers
 from ragorder.benchmarks.hedra.tiers.torch_scan import TorchClusterScan
-from ragorder.benchmarks.hedra.tiers.virtual import VirtualClusterScan, VirtualTieredIVF, VirtualTiers
 from ragorder.eval.virtual.costs import ScanCosts, SearchCosts
 from ragorder.eval.virtual.loop import run_virtual
 from ragorder.eval.virtual.search import VirtualIVF
@@ -37,7 +37,7 @@ def served(index: Any, queries: Any, code_s: float | None, *, every: int = 2) ->
     async def main() -> tuple[Any, float, float]:
         tiers, search = None, VirtualIVF(index, LARGE)
         if code_s is not None:
-            scan = VirtualClusterScan(TorchClusterScan("inner product"), ScanCosts(code_s), LARGE.vectors_of(index))
+            scan = VirtualClusterScan(TorchClusterScan(), ScanCosts(code_s), LARGE.vectors_of(index))
             tiers = VirtualTiers(scan, 1 << 30, cores=LARGE.busy_cores, every=every)
             search = VirtualTieredIVF(index, LARGE, tiers)
         found = []

@@ -1,0 +1,45 @@
+"""Pictures of lines that are named where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
+
+__all__ = ["draw_lines"]
+
+# Looks of lines that are no policies.
+_LOOKS = ("earned", "greedy", "sorted", "prefix", "recency")
+
+
+def draw_lines(
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x: str,
+    y: str,
+    *,
+    alt: str,
+    caption: str = "",
+    looks: Mapping[str, str] | None = None,
+    words: Mapping[str, str] | None = None,
+    level: float | None = None,
+    adjust: Callable[[Any], object] = lambda axes: None,
+) -> Picture:
+    """Return a picture of the points of each line, with the `looks` of policies, and a thin line at a `level`."""
+    chosen = dict(zip(lines, _LOOKS, strict=False)) if looks is None else looks
+
+    def paint(axes: Any) -> None:
+        if level is not None:
+            axes.axhline(level, color=LINE, linewidth=1.2)
+        ends = []
+        for name, points in lines.items():
+            look = style(chosen.get(name, name))
+            axes.plot(*zip(*points, strict=True), look.dashes, marker=look.marker, markersize=4, color=look.colour)
+            ends.append((*points[-1], (words or {}).get(name, name), look))
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        adjust(axes)
+        label_ends(axes, ends)
+
+    return draw(paint, title=title, alt=alt, caption=caption)
