@@ -204,10 +204,10 @@ class VLLMServer:
         """The leader of the server's process group; None: not running."""
         return None if self._process is None else self._process.pid
 
-    def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
+    def reset(self, *, host: bool = False) -> None:
         """Empty the prefix cache, and with `host` a connector's. Raises EngineError if blocks stay in use."""
         url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 30
         while True:
             with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:  # noqa: S310
                 if json.load(answer)["success"]:

@@ -94,16 +94,12 @@ class TorchModel:
 
 
 class TorchEngine:
-    """One embedded engine with its own KV, one request at a time; several share a model, and are closed together.
-
-    Hits end with a document (`PromptIds`), whatever the `block_size`: a few tokens more than predicted. Question and
-    answer are freed with the request.
-
-    `capacity_tokens` is the device's, in whole blocks (None: `unlimited_tokens`); the reported one is the larger of
-    device and host, which may hold the same. Orderers assume `policy` "lru". `profile` and `others` are
-    `EngineSettings`; without `others` no node has a replica. With `ignore_eos` every answer has `output_tokens`, but
-    for `answering`. `served`: completions since the last `reset`.
-    """
+    """One embedded engine with its own KV, one request at a time; several share a model, and are closed together. Hits
+    end with a document (`PromptIds`), whatever the `block_size`: a few tokens more than predicted. Question and answer
+    are freed with the request. `capacity_tokens` is the device's, in whole blocks (None: `unlimited_tokens`); the
+    reported one is the larger of device and host, which may hold the same. Orderers assume `policy` "lru". `profile`
+    and `others` are `EngineSettings`; without `others` no node has a replica. With `ignore_eos` every answer has
+    `output_tokens`, but for `answering`. `served`: completions since the last `reset`."""
 
     name = "torch"
     partial_blocks_first = True

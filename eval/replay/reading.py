@@ -49,9 +49,8 @@ def read_log(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Log:
-    """The first `limit` requests of a log in one of `FORMATS`, each with its first `top_k` documents.
-
-    Raises LogError naming file, line and what to change; it quotes nothing of the line."""
+    """The first `limit` requests of a log in one of `FORMATS`, each with its first `top_k` documents. Raises LogError
+    naming file, line and what to change; it quotes nothing of the line."""
     if format not in FORMATS:
         raise LogError(f"there is no format of that name: choose {', '.join(FORMATS)}")
     exported = FORMATS[format]

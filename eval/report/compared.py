@@ -29,7 +29,6 @@ __all__ = [
     "headline_of",
     "main_policy",
     "overview_of",
-    "saving_words",
 ]
 
 _BAR = 30
@@ -94,30 +93,22 @@ def main_policy(policies: Sequence[str], baseline: str) -> str | None:
     return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
 
 
-def saving_words(
-    policy: str,
-    baseline: str,
-    cached: PairedDifference,
-    times: PairedDifference | None = None,
-    *,
-    where: str = "",
-    unknown: str = "too few requests",
+def _saving_words(
+    policy: str, baseline: str, cached: PairedDifference, times: PairedDifference | None, where: str
 ) -> str:
-    """A sentence; `unknown` is the reason for a missing interval."""
-    words = f"{where}: " if where else ""
-    words += (
-        f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "
-        f"{policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
+    words = (
+        f"{where}: {policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the "
+        f"cache, {policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points')}"
     )
     if times is not None:
-        words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
-    return f"{words if where else capital(words)}."
+        words += f". The median time to the first token changes by {_changed(times, '')}"
+    return f"{words}."
 
 
-def _changed(found: PairedDifference, unit: str, unknown: str) -> str:
+def _changed(found: PairedDifference, unit: str) -> str:
     if not found.known:
         shown = f"{signed(100 * found.difference)}{THIN}%" if found.relative else signed(found.difference)
-        return f"{shown}{unit} (not decided: {unknown})"
+        return f"{shown}{unit} (not decided: too few requests)"
     return f"{change_words(found)}{unit}" + (
         " (not decided: the interval covers zero)" if found.verdict == "no difference" else ""
     )
@@ -217,7 +208,7 @@ def _words(title: str, compared: Sequence[Compared]) -> str:
     main, times = compared[0], next((each for each in compared[1:] if each.metric == TTFT_P50), None)
     if main.metric == CACHED and len(main.cells) == 1:
         timed = times.differences[0] if times else None
-        return saving_words(main.policy, main.baseline, main.differences[0], timed, where=title)
+        return _saving_words(main.policy, main.baseline, main.differences[0], timed, title)
     name = f"the {main.metric.words or main.metric.name}"
     if len(main.cells) == 1:
         (found,) = main.differences

@@ -9,7 +9,6 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
 from urllib.parse import quote
 
 from ragorder.common.extras import needs
@@ -18,7 +17,7 @@ from ragorder.eval.report.sections import Report
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.progress import Progress, silent
 
-__all__ = ["csv_text", "csv_url", "file_name", "json_text", "json_url", "need_jinja", "render_html"]
+__all__ = ["csv_text", "csv_url", "file_name", "json_text", "json_url", "render_html"]
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
@@ -77,17 +76,11 @@ def _plain(text: str) -> str | float | int:
     return float(digits) if "." in digits else int(digits)
 
 
-def need_jinja() -> Any:
-    """Raises ImportError naming the extra."""
-    with needs("eval", "the report"):
-        import jinja2
-    return jinja2
-
-
 def render_html(report: Report, progress: Progress = silent) -> str:
     """Raises ImportError naming the extra."""
     need_matplotlib()
-    jinja2 = need_jinja()
+    with needs("eval", "the report"):
+        import jinja2
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

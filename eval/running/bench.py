@@ -16,7 +16,7 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.running.load import Advance, Load
-from ragorder.eval.running.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.running.local import MakeRun, serve_from_pool, serve_on_sim
 from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.running.progress import Progress, silent
@@ -46,38 +46,35 @@ def run_traces(
     """The served runs of all policies, for each trace and seed; `keep` keeps their requests. Engines "vllm" and "torch"
     come from `pool`. Raises as `run_bench`."""
     check_bench(bench)
+
+    def make(trace: Trace, seed: int, name: str, engine: Cache, prompts: Prompts) -> Run:
+        text = bench.time_builds and not isinstance(prompts, BuiltPrompts)
+        return Run(
+            trace,
+            name,
+            make_policy(name, engine=engine, prompts=prompts, seed=seed, settings=bench.settings),
+            engine,
+            prompts,
+            seed=seed,
+            waiting=bench.waiting,
+            batch=bench.batch,
+            max_wait=bench.max_wait,
+            load=bench.describe_load(),
+            keep=keep,
+            text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
+            timeline=bench.timelines,
+        )
+
     with ExitStack() as stack:
-        yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
-
-
-def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
-    for source in sources_of(bench):
-        traces = {seed: source(seed) for seed in bench.seeds}
-        steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
-        advance = progress(next(iter(traces.values())).name, steps)
-        for seed, trace in traces.items():
-            if not trace.requests:
-                raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
-
-            def make(name: str, engine: Cache, prompts: Prompts, trace: Trace = trace, seed: int = seed) -> Run:
-                text = bench.time_builds and not isinstance(prompts, BuiltPrompts)
-                return Run(
-                    trace,
-                    name,
-                    make_policy(name, engine=engine, prompts=prompts, seed=seed, settings=bench.settings),
-                    engine,
-                    prompts,
-                    seed=seed,
-                    waiting=bench.waiting,
-                    batch=bench.batch,
-                    max_wait=bench.max_wait,
-                    load=bench.describe_load(),
-                    keep=keep,
-                    text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
-                    timeline=bench.timelines,
-                )
-
-            yield serve(trace, seed, make, bench.load(trace, seed), advance)
+        serve = _server(bench, stack, pool)
+        for source in sources_of(bench):
+            traces = {seed: source(seed) for seed in bench.seeds}
+            steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
+            advance = progress(next(iter(traces.values())).name, steps)
+            for seed, trace in traces.items():
+                if not trace.requests:
+                    raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
+                yield serve(trace, seed, partial(make, trace, seed), bench.load(trace, seed), advance)
 
 
 def bench_lines(bench: Bench, session: str, progress: Progress = silent) -> Iterator[dict[str, Any]]:
@@ -142,14 +139,13 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
         from ragorder.eval.running.live import Servers
 
         return Servers(bench, stack).serve
-    if bench.engine == "vllm":
-        from ragorder.eval.engines.pool import VLLMPool
+    if bench.engine in ("vllm", "torch"):
+        from ragorder.eval.engines.pool import TorchPool, VLLMPool
 
-        return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
-    if bench.engine == "torch":
-        from ragorder.eval.engines.pool import TorchPool
-
-        return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
+        if pool is None:
+            made = VLLMPool() if bench.engine == "vllm" else TorchPool(bench.host_tokens or 0)
+            pool = stack.enter_context(made)
+        return partial(serve_from_pool, bench, pool)
     return partial(serve_on_sim, bench)
 
 

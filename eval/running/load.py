@@ -138,11 +138,9 @@ def serve_in_turn(run: Run, engine: Engine, in_flight: int = 1) -> Iterator[None
 
 
 def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: ServiceTimes) -> Iterator[None]:
-    """Under load on a virtual clock.
-
-    A request is ordered when it is sent and admitted, first come, first served, when the engine has room for its
-    blocks, which it holds until its last token. Virtual times are a model and are not reported.
-    """
+    """Under load on a virtual clock. A request is ordered when it is sent and admitted, first come, first served, when
+    the engine has room for its blocks, which it holds until its last token. Virtual times are a model and are not
+    reported."""
     clock = prefill_ends = 0.0
     running: list[tuple[float, int, int, S, EngineCompletion]] = []
     queue: deque[S] = deque()

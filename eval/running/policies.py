@@ -194,20 +194,16 @@ class _Recency:
 
 
 class _Oracle:
-    """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9).
+    """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9). Only cached prefixes are
+    extended: an order that has left the cache gains nothing. Beyond 7 documents at most 2,000 are."""
 
-    Only cached prefixes are extended: an order that has left the cache gains nothing. Beyond 7 documents at most
-    `budget`.
-    """
-
-    def __init__(self, engine: SimEngine, prompts: Prompts, budget: int = 2_000) -> None:
+    def __init__(self, engine: SimEngine, prompts: Prompts) -> None:
         self._engine = engine
         self._prompts = prompts
-        self._budget = budget
 
     def __call__(self, documents: Documents) -> list[int]:
         count = len(documents)
-        budget = self._budget if count > 7 else -1
+        budget = 2_000 if count > 7 else -1
         best: list[int] = []
         best_cached = -1
         stack: list[list[int]] = [[]]

@@ -17,10 +17,8 @@ _RESCALE = 1e200
 
 @tails.register("frequency", "the most requested documents first")
 class FrequencyTail(Tail):
-    """The most frequently requested document first, ties in rank order.
-
-    A request counts half after `half_life` further ones. Of more than `max_documents` the rarer half is forgotten.
-    """
+    """The most frequently requested document first, ties in rank order. A request counts half after `half_life` further
+    ones. Of more than `max_documents` the rarer half is forgotten."""
 
     def __init__(self, half_life: int = 300, max_documents: int = 16_384) -> None:
         self.max_documents = max_documents

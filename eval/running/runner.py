@@ -22,7 +22,6 @@ from ragorder.eval.running.measures import (
     Measures,
     RunResult,
     Throughput,
-    order_times_us,
     percentile,
     thread_times_us,
 )
@@ -89,11 +88,8 @@ class Served:
 
 class Run:
     """One policy on one engine over one trace. A driver calls `send`, has the engine serve the request, and calls `end`
-    or `fail`.
-
-    `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes token ids
-    only; `timeline` samples the cache.
-    """
+    or `fail`. `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes
+    token ids only; `timeline` samples the cache."""
 
     def __init__(
         self,
@@ -242,7 +238,7 @@ class Run:
         return getattr(self._policy, "first_error", None)
 
     def result(self) -> RunResult:
-        requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
+        measures, block_size = self._measures, self.engine.block_size
         predicts = isinstance(self._policy, Orderer)
         rows = measures.rows()
         prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
@@ -253,26 +249,19 @@ class Run:
             workload=self.trace.name,
             policy=self.policy_name,
             engine=self.engine.name,
-            order=self.trace.order,
             seed=self.seed,
-            top_k=max((len(request.documents) for request in requests), default=0),
             capacity_tokens=self.engine.capacity_tokens,
-            requests=len(requests),
+            requests=len(self.trace.requests),
             failures=measures.failures,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
-            prefix_documents_mean=round(fmean([measures.cached_documents[row] for row in rows] or [0]), 4),
             displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
-            reordered=sum(measures.reordered[row] for row in rows),
-            reordered_cold=sum(measures.reordered_cold[row] for row in rows),
-            best_moved=sum(measures.best_moved[row] for row in rows),
             prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
             prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
             prediction_bias_blocks=_mean([error / block_size for error in errors]),
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
-            order_us=order_times_us(measures.order_ns),
             tenths=None if self.load is None else measures.tenths(),
         )
 

@@ -27,11 +27,9 @@ class Outcome:
 
 
 def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> Outcome:
-    """Run what the store lacks; each line is written as soon as it is measured.
-
-    Raises HarnessError for a store with results of other options; CorpusError, EngineError, ImportError or OSError end
-    the invocation. An obstacle in one cell is recorded as unavailable.
-    """
+    """Run what the store lacks; each line is written as soon as it is measured. Raises HarnessError for a store with
+    results of other options; CorpusError, EngineError, ImportError or OSError end the invocation. An obstacle in one
+    cell is recorded as unavailable."""
     _check_same(options, store)
     return _Session(suites, options, store, progress).run()
 

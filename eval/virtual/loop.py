@@ -30,11 +30,9 @@ class _Timers:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs tasks as any loop does. `time()` begins at 0, and passes only while all tasks wait.
-
-    A function handed to a thread runs at once and takes no time: charge what it stands for with `asyncio.sleep`. There
-    are no sockets, processes and signals. Clocks of the code under test must be the loop's own.
-    """
+    """Runs tasks as any loop does. `time()` begins at 0, and passes only while all tasks wait. A function handed to a
+    thread runs at once and takes no time: charge what it stands for with `asyncio.sleep`. There are no sockets,
+    processes and signals. Clocks of the code under test must be the loop's own."""
 
     def __init__(self) -> None:
         super().__init__()

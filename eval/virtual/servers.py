@@ -8,10 +8,8 @@ __all__ = ["Servers"]
 
 
 class Servers:
-    """`count` servers; jobs are served in the order of their arrival. `busy_s`: of all servers together.
-
-    Raises ValueError for less than one server.
-    """
+    """`count` servers; jobs are served in the order of their arrival. `busy_s`: of all servers together. Raises
+    ValueError for less than one server."""
 
     def __init__(self, count: int = 1) -> None:
         if count < 1:

@@ -153,16 +153,13 @@ EXPORTS: dict[str, list[JSON]] = {
 
 class TestExports:
     @pytest.mark.parametrize("format", EXPORTS)
-    def test_hold_their_retrievals_in_order_of_time(self, format: str) -> None:
+    def test_hold_their_retrievals_in_order_of_time_and_end_where_the_limit_is(self, format: str) -> None:
         log = read(format, *reversed(EXPORTS[format]))
-        assert log.at_s.tolist() == [0.0, 3.0]
+        assert (log.at_s.tolist(), log.tenants) == ([0.0, 3.0], 1)
         assert rankings(log) == [[1, 0], [0, 1, 2]]
-        assert log.tenants == 1
-
-    @pytest.mark.parametrize("format", EXPORTS)
-    def test_estimate_lengths_from_texts(self, format: str) -> None:
-        first, second = lengths(read(format, *EXPORTS[format]))
-        assert first == [10, 20] and second == [20, 10, 30]
+        assert lengths(log) == [[10, 20], [20, 10, 30]], "estimated from their texts"
+        assert len(read(format, *EXPORTS[format], limit=1)) == 1
+        assert len(read(format, *EXPORTS[format], top_k=1).documents) == 2
 
     @pytest.mark.parametrize("format", EXPORTS)
     def test_of_which_nothing_is_a_retrieval_say_what_a_line_looks_like(self, format: str) -> None:
@@ -174,11 +171,6 @@ class TestExports:
     @pytest.mark.parametrize("format", FORMATS)
     def test_the_example_of_a_message_is_a_request(self, format: str) -> None:
         assert len(read(format, json.loads(FORMATS[format].EXAMPLE))) == 1
-
-    @pytest.mark.parametrize("format", EXPORTS)
-    def test_end_where_the_limit_is(self, format: str) -> None:
-        assert len(read(format, *EXPORTS[format], limit=1)) == 1
-        assert len(read(format, *EXPORTS[format], top_k=1).documents) == 2
 
 
 class TestDocuments:

@@ -82,12 +82,6 @@ def test_stands_beside_the_time_to_the_first_token() -> None:
     assert not any("TBT" in heading for heading in plain.headings)
 
 
-def test_results_without_it_are_read() -> None:
-    columns = asdict(run_on(TimedEngine(TIMES_S)).columns())
-    del columns["tbt_ms"]
-    assert not any("TBT" in heading for heading in table_of(columns).headings)
-
-
 @pytest.mark.parametrize("times_ms", [[10.0, None, 30.0, 20.0], None])
 def test_of_queues_are_in_a_table_of_their_own(times_ms: list[float | None] | None) -> None:
     rows = {"prompt_tokens": [9] * 4, "cached_tokens": [0] * 4, "ttft_ms": [5.0] * 4}

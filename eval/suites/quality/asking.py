@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import fmean
@@ -36,23 +36,19 @@ __all__ = ["ask_questions", "done_in", "serve_quality"]
 _TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
-def _never(cell: Mapping[str, Any], policy: str) -> bool:
-    return False
-
-
 def done_in(store: Store, bench: QualityBench) -> Done:
     key = {"suite": bench.suite, "seed": bench.questions.seed, "dry_run": bench.dry_run}
     return lambda cell, policy: store.has("quality", **key, cell=cell, policy=policy)
 
 
-def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done = _never) -> Iterator[Line]:
-    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`.
-
-    Raises QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not
-    answer, ImportError naming what to install.
-    """
+def serve_quality(
+    bench: QualityBench, progress: Progress = silent, done: Done = lambda cell, policy: False
+) -> Iterator[Line]:
+    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`. Raises
+    QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not answer,
+    ImportError naming what to install."""
     orders = [Order.parse(name) for name in bench.orders]
-    todo = [[order for order in orders if not done(cell, order.name)] for cell in bench.cells]
+    todo = [[order for order in orders if not (done and done(cell, order.name))] for cell in bench.cells]
     if not any(todo):
         return
     if bench.fuses and bench.engine.engine != "torch" and not bench.dry_run:
