@@ -314,7 +314,7 @@ def _check_writable(path: Path) -> None:
 
 def _print(made: PrefillProfile) -> None:
     from ragorder.eval.report.words import value_words
-    from ragorder.eval.suites.profiling.report import doubts, profile_table
+    from ragorder.eval.suites.profiling.experiment import doubts, profile_table
 
     console, table = Console(), profile_table(made)
     console.print(Text(table.title, "bold"), soft_wrap=True)

@@ -22,7 +22,7 @@ from ragorder.eval.replay.formats.base import Step
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+    from ragorder.eval.running.load import Progress
 
 __all__ = ["DefaultLengths", "read_log"]
 

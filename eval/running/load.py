@@ -22,6 +22,7 @@ __all__ = [
     "Client",
     "Load",
     "Pool",
+    "Progress",
     "ServiceTimes",
     "interleave",
     "rotated",
@@ -29,9 +30,16 @@ __all__ = [
     "serve_live",
     "serve_live_in_turn",
     "serve_virtual",
+    "silent",
 ]
 
 Advance = Callable[[], None]
+Progress = Callable[[str, int], Advance]
+"""Announces work and the number of its steps; the result is called after each step."""
+
+
+def silent(description: str, steps: int) -> Advance:
+    return lambda: None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, experiment_of

@@ -30,9 +30,9 @@ from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import STRICT, Display, PaperRow, Reduced, SuiteCell, SuiteError, complaint
+from ragorder.eval.running.load import Progress
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.policies import POLICIES
-from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record, declared_record
 from ragorder.eval.running.store import Store
 

@@ -31,7 +31,7 @@ from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.report import make_report, read_results
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.suites.quality.answering import SYSTEM, Builders, OnceAnswers
 from ragorder.eval.suites.quality.asking import ask_questions, serve_quality
 from ragorder.eval.suites.quality.compare import (

@@ -17,7 +17,6 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.load import serve_in_turn
 from ragorder.eval.running.policies import make_policy
@@ -25,7 +24,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.suite import load_suites
-from ragorder.eval.suites.serving.report import _policies_table
+from ragorder.eval.suites.serving.report import make_part as make_serving_part
 
 TIMES_S = (0.010, None, 0.030, 0.020)
 """Of four requests, the second with one token."""
@@ -54,8 +53,7 @@ def run_on(engine: SimEngine) -> Run:
 def table_of(columns: dict[str, Any]) -> Table:
     line = {"type": "run", "suite": "table-1", "cell": {}, "seed": 0, "policy": "retrieval", "engine": {"name": "x"}}
     record = RunRecord.model_validate({**line, "rows": columns})
-    (group,) = group_runs([record])
-    return _policies_table(load_suites()["table-1"], group, "retrieval")
+    return make_serving_part(load_suites()["table-1"], Results(Path(), records=[record])).tables[0]
 
 
 def test_is_the_mean_over_an_answer() -> None:

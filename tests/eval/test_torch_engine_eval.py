@@ -36,8 +36,7 @@ from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
-from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.engines.torch_async import AsyncTorchEngine
+from ragorder.eval.engines.torch import AsyncTorchEngine, TorchEngine, TorchModel
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite

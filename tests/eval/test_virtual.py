@@ -21,9 +21,8 @@ np = pytest.importorskip("numpy")
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
-from ragorder.eval.virtual.loop import DeadlockError, run_virtual
+from ragorder.eval.virtual.loop import DeadlockError, Servers, run_virtual
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
-from ragorder.eval.virtual.servers import Servers
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)

@@ -22,8 +22,8 @@ from ragorder.benchmarks.kernels.embedded.cells import (
 from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord
 from ragorder.benchmarks.kernels.embedded.models import ONE_THREAD
 from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.compared import Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, Statistic, StatisticsError, compare, need_scipy
 from ragorder.eval.report.tables import Entry, Table

@@ -11,9 +11,8 @@ from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.benchmarks.ragcache.tiering.cells import ARMS
 from ragorder.benchmarks.ragcache.tiering.experiment import TieringRecord
 from ragorder.eval.report.canvas import Picture
-from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.compared import Compared, Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare

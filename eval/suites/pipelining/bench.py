@@ -15,9 +15,8 @@ from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.bench import check_bench, sources_of
-from ragorder.eval.running.load import rotated
+from ragorder.eval.running.load import Progress, rotated, silent
 from ragorder.eval.running.policies import ORDERERS
-from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
 from ragorder.eval.running.suite import Line
 from ragorder.eval.suites.pipelining.search import played

@@ -24,7 +24,7 @@ from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestErr
 from ragorder.eval.engines.models import longest_prompt, random_model
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.trie.profile import PrefillProfile
 
 __all__ = [

@@ -12,7 +12,7 @@ from random import Random
 from statistics import median
 from typing import Any, Protocol, Self
 
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.pipelining.placement.profile import GenerationSample, RetrievalSample
 
 __all__ = ["Journal", "Measured", "PlacementGrid", "measure_placement"]

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ragorder.common.extras import needs
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes

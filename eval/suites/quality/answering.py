@@ -23,7 +23,7 @@ from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.torch import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.load import Progress
 from ragorder.eval.suites.quality.metrics import extract_answer
 from ragorder.eval.suites.quality.orders import FusedReuse, GradedQuestion, QualityError, answer_fused
 from ragorder.eval.suites.quality.questions import QuestionSet

@@ -12,7 +12,7 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import BuiltPrompts
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.store import Store
 from ragorder.eval.suites.quality.answering import (
     CAPACITY,

@@ -13,7 +13,7 @@ from ragorder.common.jsonl import JSONLines
 from ragorder.eval.report.statistics import need_scipy
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+    from ragorder.eval.running.load import Progress
 
 __all__ = [
     "bootstrap_difference",

@@ -17,7 +17,7 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora import CorpusError, load_folder
 from ragorder.eval.data.retrieval import make_retriever
 from ragorder.eval.data.trace import check_ranked, in_order
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.suites.quality.metrics import SCORERS, Scorer
 from ragorder.eval.suites.quality.orders import GradedQuestion
 from ragorder.eval.suites.quality.specs import TOP_K, DatasetName, QuestionsSpec
