@@ -159,7 +159,7 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
         from ragorder.eval.engines.pool import TorchPool, VLLMPool
 
         if pool is None:
-            made = VLLMPool() if bench.engine == "vllm" else TorchPool(bench.host_tokens or 0)
+            made: EnginePool[Any] = VLLMPool() if bench.engine == "vllm" else TorchPool(bench.host_tokens or 0)
             pool = stack.enter_context(made)
         return partial(_serve_from_pool, bench, pool)
     return partial(_serve_on_sim, bench)

@@ -18,7 +18,6 @@ __all__ = [
     "Columns",
     "Measures",
     "RunResult",
-    "Throughput",
     "percentile",
     "thread_times_us",
 ]
@@ -164,12 +163,3 @@ class Columns:
     reordered_cold: Column
     best_moved: Column
     tbt_ms: Column | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Requests and tokens (prompts and answers) per second of the engine's time if served one at a time, else of the
-    time from the first request sent to the last answer."""
-
-    requests_per_s: float
-    tokens_per_s: float

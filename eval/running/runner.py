@@ -21,7 +21,6 @@ from ragorder.eval.running.measures import (
     Columns,
     Measures,
     RunResult,
-    Throughput,
     percentile,
     thread_times_us,
 )
@@ -214,8 +213,10 @@ class Run:
             best_moved=column(measures.best_moved),
         )
 
-    def throughput(self, *, skip: int = 0) -> Throughput | None:
-        """Without the first `skip` requests if served one at a time. None without a clock."""
+    def throughput(self, skip: int) -> dict[str, float] | None:
+        """Return requests and tokens (prompts and answers) per second of the engine's time if served one at a time,
+        the first `skip` left out, else of the time from the first request sent to the last answer; None without a
+        clock."""
         measures = self._measures
         alone = self._most_in_flight == 1
         rows = measures.rows(skip if alone else 0)
@@ -223,7 +224,7 @@ class Run:
             return None
         seconds = sum(measures.total_s[row] for row in rows) if alone else self._last_s - self._first_s
         tokens = sum(measures.prompt_tokens[row] + self.engine.kept_output_tokens + 1 for row in rows)
-        return Throughput(round(len(rows) / seconds, 4), round(tokens / seconds, 2))
+        return {"requests_per_s": round(len(rows) / seconds, 4), "tokens_per_s": round(tokens / seconds, 2)}
 
     @property
     def failures(self) -> int:
@@ -267,7 +268,7 @@ class Run:
 
     def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
         """Return the fields of a `RunRecord` on this run, but for where it belongs."""
-        engine, throughput = self.engine, self.throughput(skip=warmup)
+        engine = self.engine
         return {
             "engine": {
                 "name": engine.name,
@@ -282,7 +283,7 @@ class Run:
             "fallbacks": self.fallbacks,
             "fallback_reason": self.fallback_reason,
             "rows": asdict(self.columns()),
-            "throughput": None if throughput is None else asdict(throughput),
+            "throughput": self.throughput(warmup),
             "timeline": None if self.timeline is None else self.timeline.as_json(),
             "load_average": load_average(),
         } | ({} if self.load is None else {"facts": {"tenths": self._measures.tenths()}})

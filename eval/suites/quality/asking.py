@@ -48,7 +48,7 @@ def serve_quality(
     QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not answer,
     ImportError naming what to install."""
     orders = [Order.parse(name) for name in bench.orders]
-    todo = [[order for order in orders if not (done and done(cell, order.name))] for cell in bench.cells]
+    todo = [[order for order in orders if not done(cell, order.name)] for cell in bench.cells]
     if not any(todo):
         return
     if bench.fuses and bench.engine.engine != "torch" and not bench.dry_run:
