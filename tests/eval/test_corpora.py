@@ -260,16 +260,20 @@ def session_of(corpus: Corpus, number: int) -> str:
 
 
 class TestPydocs:
-    def test_is_sound_and_of_the_promised_size(self, documentation: Corpus) -> None:
+    def test_is_sound_and_of_the_promised_size_in_chunks_that_say_where_they_are_from(
+        self, documentation: Corpus
+    ) -> None:
         assert documentation.name == "pydocs"
         assert_is_sound(documentation, 20)
         assert 500 <= len(documentation.questions) <= 700
         assert 800 <= len(documentation.documents) <= 2500
-
-    def test_chunks_are_of_one_size(self, documentation: Corpus) -> None:
         lengths = sorted(document.token_count for document in documentation.documents)
         assert 150 <= statistics.median(lengths) <= 300
         assert lengths[int(len(lengths) * 0.95)] <= 320
+        for document in documentation.documents:
+            assert document.id.startswith(f"{document.metadata['source']}#")
+            assert document.metadata["title"].startswith(document.metadata["source"])
+            assert document.metadata["title"] in document.text
 
     def test_chunks_hold_signatures_and_docstrings(self, documentation: Corpus) -> None:
         texts = {document.id: document for document in documentation.documents}
@@ -280,12 +284,6 @@ class TestPydocs:
         assert "JSON" in chunk.text
         assert dict(chunk.metadata) == {"source": "json", "title": "json"}
 
-    def test_a_chunk_says_where_it_is_from(self, documentation: Corpus) -> None:
-        for document in documentation.documents:
-            assert document.id.startswith(f"{document.metadata['source']}#")
-            assert document.metadata["title"].startswith(document.metadata["source"])
-            assert document.metadata["title"] in document.text
-
     def test_nothing_private_and_no_tests(self, documentation: Corpus) -> None:
         modules = {document.metadata["source"] for document in documentation.documents}
         parts = {part for module in modules for part in module.split(".")}
@@ -293,6 +291,7 @@ class TestPydocs:
         assert not parts & {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages"}
         assert not [part for part in parts if part.startswith("_")]
 
+    @pytest.mark.slow
     def test_modules_are_not_imported(self) -> None:
         code = (
             "import sys; from ragorder.eval.data.corpora.pydocs import load_pydocs\n"

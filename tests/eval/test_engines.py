@@ -245,6 +245,7 @@ class TestVLLM:
             end = prompt.spans[-1].end if prompt.spans else aligned.prefix_tokens
             assert vllm_engine.generate(token_ids(prompt)).cached_tokens == end
 
+    @pytest.mark.slow
     def test_the_orderer_predicts_the_cache_and_ordering_doubles_its_use(
         self, vllm_engine: VLLMEngine, builder: PromptBuilder
     ) -> None:

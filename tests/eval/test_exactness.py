@@ -129,15 +129,6 @@ class TestComparing:
         assert (difference.vllm_tokens, difference.sim_tokens) == (8, 4)
         assert difference.reason == "last block of a whole prompt"
 
-    @pytest.mark.parametrize("name", TRACES)
-    def test_traces_are_drawn_by_their_seed(self, name: str) -> None:
-        sizes: dict[str, int] = {"vocabulary": 2048, "block_size": 32, "pool_blocks": 64}
-        asks = make_asks(name, 1, 60, **sizes)
-        assert asks == make_asks(name, 1, 60, **sizes) != make_asks(name, 2, 60, **sizes)
-        assert len(asks) == 60
-        assert all(0 <= token < 2048 for ask in asks for token in ask.token_ids)
-        assert all(ask.follows is None or ask.follows < row for row, ask in enumerate(asks))
-
 
 class KVBlocks:
     """vLLM's own block manager, without a model: it says what a request finds, and gives and takes back its blocks."""
@@ -285,7 +276,9 @@ class TestAgainstVLLM:
     def compared(self, served: list[Served], blocks: int = 64, **options: Any) -> Exactness:
         return compare(served, sim(blocks, block_size=32, **options))
 
-    @pytest.mark.parametrize("name", TRACES)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("zipf", "paper-shuf"))) for name in TRACES]
+    )
     def test_every_request_finds_the_same_tokens(self, name: str, served: Any) -> None:
         result = self.compared(served(name))
         assert result.requests == REQUESTS

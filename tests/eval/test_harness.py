@@ -819,6 +819,7 @@ class TestTheCommand:
         assert result_lines(tmp_path, "run")
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestOnARealEngine:
     @pytest.fixture(scope="class")

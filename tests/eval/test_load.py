@@ -14,12 +14,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, pairwise, product
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.benched import runs_of
 from support.commands import run_command
@@ -328,23 +329,19 @@ def every(seconds: float, requests: int = 200) -> list[Arrival]:
 
 
 class TestOnTheVirtualClock:
-    @pytest.mark.parametrize("concurrency", [1, 3, 16])
-    def test_a_closed_loop_keeps_so_many_in_flight_and_never_more(self, concurrency: int) -> None:
-        result, engine = drive(Load(concurrency))
-        assert engine.most == concurrency
-        assert result.tenths is not None
-        assert result.tenths["in_flight"][1:] == [concurrency] * 9
-
-    @pytest.mark.parametrize("load", [Load(4), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)])
-    def test_every_request_is_served_once(self, load: Load) -> None:
+    @pytest.mark.parametrize("load", [Load(1), Load(16), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)])
+    def test_every_request_is_served_once_and_a_closed_loop_keeps_its_number_in_flight(self, load: Load) -> None:
         result, engine = drive(load)
         trace, prompts = trace_of(), NumberedPrompts()
-        assert len(engine.prompts) == result.requests == 200
-        assert result.failures == 0
+        assert len(engine.prompts) == len(set(engine.prompts)) == result.requests == 200
+        assert (result.failures, result.ttft_ms) == (0, None), "virtual times are not reported"
         assert result.prompt_tokens == sum(
             len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
         )
-        assert len(set(engine.prompts)) == 200
+        if load.concurrency in (1, 16):
+            assert engine.most == load.concurrency
+            assert result.tenths is not None
+            assert result.tenths["in_flight"][1:] == [load.concurrency] * 9
 
     def test_an_open_loop_sends_whatever_is_in_flight_up_to_its_bound(self) -> None:
         """A request takes about 0.7 s here, and 100 arrive within 0.1 s."""
@@ -413,17 +410,6 @@ class TestOnTheVirtualClock:
 class TestAdmission:
     """Admit and finish are generate, taken apart."""
 
-    def test_one_at_a_time_they_are_generate(self) -> None:
-        trace, prompts = trace_of(), NumberedPrompts()
-        whole, parts = (SimEngine(capacity_tokens=20_000) for _ in range(2))
-        handle = None
-        for number, request in enumerate(trace.requests):
-            token_ids = prompts.token_ids(number, request, request.documents)
-            if handle is not None:
-                parts.finish(handle)
-            completion, handle = parts.admit(token_ids)
-            assert completion == whole.generate(token_ids)
-
     def test_finishing_twice_is_finishing_once(self) -> None:
         engine = SimEngine(block_size=4, capacity_tokens=16, output_tokens=0)
         _, handle = engine.admit(range(8))
@@ -436,6 +422,7 @@ class TestAdmission:
         st.integers(1, 12),
         st.randoms(use_true_random=False),
     )
+    @example([([0] * 4, 0), ([0] * 4 + [1], 1)], 4, Random(0))  # fits exactly beside what it shares
     def test_has_room_is_true_if_no_request_must_end(
         self, drawn: list[tuple[list[int], int]], blocks: int, rng: Any
     ) -> None:
@@ -504,7 +491,7 @@ class TestPredicting:
 
 class TestNeverWorse:
     @pytest.mark.parametrize(
-        ("workload", "percent", "concurrency"), grid(list(product(WORKLOADS, [2, 10, 100], [1, 4, 16])), 10)
+        ("workload", "percent", "concurrency"), grid(list(product(WORKLOADS, [2, 10, 100], [1, 4, 16])), 5)
     )
     def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
         wanted = Bench(
@@ -520,7 +507,7 @@ class TestNeverWorse:
 
 
 class TestTenths:
-    @pytest.mark.parametrize("requests", [1, 3, 10, 14, 200])
+    @pytest.mark.parametrize("requests", [1, 14])
     def test_say_what_is_in_flight_and_what_memory_and_tree_are(self, requests: int) -> None:
         result, _ = drive(Load(4), trace=trace_of(requests=requests))
         assert result.tenths is not None
@@ -615,7 +602,7 @@ class Gate:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         # Answers come once so many requests are there, or else after a few turns of the event loop.
-        for _ in range(number % 3 + 1):
+        for _ in range(number % 3 + 4):
             await asyncio.sleep(0)
         while len(self.lengths) < self.after:
             await asyncio.sleep(0.001)
@@ -1105,19 +1092,6 @@ class TestBenchOnAServer:
         for prompts, expected in zip(batched(first_prompts.values(), 4), ("rrrs", "rrsr"), strict=True):
             assert "".join("r" if prompt == prompts[0] else "s" for prompt in prompts) == expected
 
-    def test_a_policy_named_twice_is_two_runs(self, far: FarServer) -> None:
-        first, second = bench(*self.options(far, policies=["free", "free"]))
-        assert first["cached_tokens"] == second["cached_tokens"] > 0
-        assert len({body["cache_salt"] for body in far.bodies[-40:]}) == 2
-
-    def test_a_concurrent_run_has_tenths(self, far: FarServer) -> None:
-        done = invoke(*self.options(far), "--concurrency", "4")
-        assert done.exit_code == 0, done.output
-        assert "The run in tenths" in done.stdout
-        retrieval, auto = bench(*self.options(far), "--concurrency", "4")
-        assert auto["tenths"]["in_flight"][-1] > 1
-        assert auto["cached_tokens"] > retrieval["cached_tokens"]
-
     def test_arrivals_are_played_on_the_real_clock(self, far: FarServer, tmp_path: Path) -> None:
         options = self.options(far, policies=["free"])[:-2]
         played = ("--arrivals", written(tmp_path, MOONCAKE, "m.jsonl"), "--replicas", "4", "--time-scale", "50")
@@ -1131,6 +1105,7 @@ class TestBenchOnAServer:
     def test_each_policy_may_have_a_server(self, far: FarServer, model_folder: Path, load: tuple[str, ...]) -> None:
         with FarServer(root=str(model_folder)) as other:
             retrieval, auto = bench(*self.options(far, other), *load)
+            assert not load or auto["tenths"]["in_flight"][-1] > 1
             assert auto["cached_tokens"] > retrieval["cached_tokens"]
             for server in (far, other):
                 assert len({body["cache_salt"] for body in server.bodies[-20:]}) == 1
@@ -1230,9 +1205,3 @@ class TestBenchOnVLLM:
         assert events["capacity_tokens"] == 8192
         assert events["cached_tokens"] > retrieval["cached_tokens"]
         assert (events["requests"], events["failures"]) == (12, 0)
-
-    @pytest.mark.slow
-    def test_a_fresh_salt_is_a_fresh_cache(self, vllm_server: Any) -> None:
-        vllm_server.reset()
-        options = self.options(vllm_server)
-        assert [run["cached_tokens"] for run in bench(*options)] == [run["cached_tokens"] for run in bench(*options)]

@@ -199,6 +199,7 @@ def installed() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 class TestContextPilot:
     def test_saves_what_the_notes_say(self) -> None:

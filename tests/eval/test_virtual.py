@@ -107,7 +107,7 @@ class TestServers:
             heapq.heapreplace(free_s, end_s := max(free_s[0], came_s) + seconds)
             assert ends[number] == pytest.approx(end_s)
 
-    @pytest.mark.parametrize("load", [0.5, 0.8])
+    @pytest.mark.parametrize("load", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
     def test_of_deterministic_work_wait_as_queueing_theory_says(self, load: float) -> None:
         """M/D/1: load / 2 (1 - load) service times, within 3 %."""
         draw = random.Random(1)
