@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Command, Decorator, option, section
+from ragorder.cli.options import Command, option, section
 from ragorder.cli.values import Count, Duration, Model, Size
 from ragorder.eval.cli.options import Integers, served_by
 from ragorder.eval.cli.progress import progress_bar
@@ -21,77 +21,206 @@ from ragorder.eval.running.specs import Bench
 if TYPE_CHECKING:
     from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["PLACEMENT_OPTIONS", "placement_options", "profile", "profile_placement"]
-
-PLACEMENT_OPTIONS = (
-    "index",
-    "batches",
-    "device_layers",
-    "partitions",
-    "resident",
-    "device_bytes",
-    "host_bytes",
-    "prompt_tokens",
-    "answer_tokens",
-    "placement_limit",
-)
-"""Parameters that require `--placement`."""
-
+__all__ = ["profile"]
 
 _PLACEMENT_LIMIT_S = 100.0
 # Of the limit, for the workspace of steps.
 _WORKSPACE_SHARE = 0.2
 
 
-def placement_options() -> Decorator:
-    return section(
-        "Placement",
-        option(
-            "--placement",
-            is_flag=True,
-            help="Measure the costs of placements (RAGDoll) instead of prefill times: batches of the --model on the "
-            "embedded engine by resident layers, searches of --index by resident partitions. An interrupted run "
-            "keeps its measurements next to the output, and the next run continues.",
-        ),
-        option(
-            "--index",
-            type=click.Path(path_type=Path, dir_okay=False, exists=True),
-            metavar="FILE",
-            help="An IVF index written by FAISS.",
-            unset="generation alone",
-        ),
-        option("--batches", type=Integers(), metavar="N,...", help="Requests of a batch.", unset="1,4,16,64"),
-        option(
-            "--device-layers",
-            type=Integers(),
-            metavar="N,...",
-            help="Layers that stay on the device.",
-            unset="five numbers, from none to all",
-        ),
-        option("--partitions", type=Count(1), metavar="N", help="Parts of the index.", unset="32"),
-        option(
-            "--resident",
-            type=Integers(),
-            metavar="N,...",
-            help="Partitions that stay in memory.",
-            unset="five numbers, from none to all",
-        ),
-        option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device.", unset="what is free"),
-        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
-        option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
-        option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
-        option(
-            "--placement-limit",
-            type=Duration(above=True),
-            metavar="TIME",
-            help="Measure large batches and repeats only as long as this allows, from the start on.",
-            unset="100s",
-        ),
-    )
+@click.command(cls=Command, examples=["ragorder profile --base-url http://127.0.0.1:8000 --loads --output p.json"])
+@section(
+    "Server",
+    option(
+        "--base-url",
+        metavar="URL",
+        help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1.",
+        unset="a vLLM server is started for the profile",
+    ),
+    served_by(
+        Bench,
+        "served_model",
+        "model",
+        "block_size",
+        model={
+            "type": Model(exists=True),
+            "help": "Model of the server that is started",
+            "unset": "random weights, made on the spot",
+        },
+        block_size={"unset": "the server's /metrics; 32 for a server that is started"},
+    ),
+)
+@section(
+    "Measurement",
+    option(
+        "--cached",
+        type=Integers(),
+        metavar="TOKENS,...",
+        help="Numbers of cached tokens, rounded down to whole blocks.",
+        unset="0, and a series up to half of a prompt",
+    ),
+    option(
+        "--new",
+        type=Integers(),
+        metavar="TOKENS,...",
+        help="Numbers of computed tokens.",
+        unset="a series up to half of a prompt",
+    ),
+    option(
+        "--repeats",
+        type=Count(1),
+        default=5,
+        show_default=True,
+        metavar="N",
+        help="Measure each cell N times, in rounds, and take the median.",
+    ),
+    option(
+        "--seed",
+        type=Count(),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Seed of the tokens and of the order in which cells are measured.",
+    ),
+)
+@section(
+    "Tiers",
+    option(
+        "--loads",
+        is_flag=True,
+        help="Also measure the time to load a token from host memory and from disk. Needs the --base-url of a "
+        "vLLM with ragorder's tiers.",
+    ),
+    option(
+        "--loads-limit",
+        type=Duration(above=True),
+        default="10m",
+        show_default=True,
+        metavar="TIME",
+        help="Stop measuring after this time, and use the measurements so far.",
+    ),
+)
+@section(
+    "Placement",
+    option(
+        "--placement",
+        is_flag=True,
+        help="Measure the costs of placements (RAGDoll) instead of prefill times: batches of the --model on the "
+        "embedded engine by resident layers, searches of --index by resident partitions. An interrupted run "
+        "keeps its measurements next to the output, and the next run continues.",
+    ),
+    option(
+        "--index",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        metavar="FILE",
+        help="An IVF index written by FAISS.",
+        unset="generation alone",
+    ),
+    option("--batches", type=Integers(), metavar="N,...", help="Requests of a batch.", unset="1,4,16,64"),
+    option(
+        "--device-layers",
+        type=Integers(),
+        metavar="N,...",
+        help="Layers that stay on the device.",
+        unset="five numbers, from none to all",
+    ),
+    option("--partitions", type=Count(1), metavar="N", help="Parts of the index.", unset="32"),
+    option(
+        "--resident",
+        type=Integers(),
+        metavar="N,...",
+        help="Partitions that stay in memory.",
+        unset="five numbers, from none to all",
+    ),
+    option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device.", unset="what is free"),
+    option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory.", unset="what is free"),
+    option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt.", unset="2048"),
+    option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer.", unset="128"),
+    option(
+        "--placement-limit",
+        type=Duration(above=True),
+        metavar="TIME",
+        help="Measure large batches and repeats only as long as this allows, from the start on.",
+        unset="100s",
+    ),
+)
+@option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE.json",
+    help="File of the profile.",
+)
+def profile(
+    base_url: str | None,
+    served_model: str | None,
+    api_key: str | None,
+    model: Path | None,
+    cached: list[int] | None,
+    new: list[int] | None,
+    block_size: int | None,
+    repeats: int,
+    seed: int,
+    loads: bool,
+    loads_limit: float,
+    placement: bool,
+    output: Path,
+    **of_placement: Any,
+) -> None:
+    """Measure how long a prefill takes on an engine.
+
+    Times are measured by cached and new tokens of the prompt; the replacement policy PGDSF weighs documents by them.
+    For each cell a prefix of random tokens is sent first, so that it is cached, and then again with new tokens after
+    it; the server reports whether the prefix was cached. Times that fall when tokens are added are noise: they are
+    smoothed, and the report shows by how much. A profile takes minutes.
+
+    Load times are measured with prompts that fill device and host memory until an earlier prompt has been evicted.
+
+    With --placement, times of generation and retrieval are measured by resident layers and partitions; `ragorder
+    doctor --memory --profile` then plans the placement of a model and an index.
+    """
+    if placement:
+        if base_url is not None or loads or cached is not None or new is not None:
+            raise click.UsageError("--placement runs its own engine: leave out --base-url, --loads, --cached and --new")
+        _check_writable(output)
+        return _profile_placement(model, output, repeats, seed, of_placement)
+    if lonely := [name for name, value in of_placement.items() if value is not None]:
+        raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --placement")
+    from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.suites.profiling.measuring import measure_loads, measure_profile, plan_grid, profiled_server
+
+    if base_url is not None and model is not None:
+        raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
+    if base_url is None and served_model is not None:
+        raise click.UsageError("--served-model is a model of a server that is running: give --base-url")
+    if loads and base_url is None:
+        raise click.UsageError("--loads is for a running server with tiers: give --base-url")
+    _check_writable(output)
+    notes = Console(stderr=True)
+    try:
+        with ExitStack() as stack:
+            chosen: dict[str, Any] = {"model": model, "served_model": served_model, "api_key": api_key}
+            with notes.status("Starting a vLLM server") if base_url is None else nullcontext():
+                server = stack.enter_context(profiled_server(base_url, **chosen, block_size=block_size))
+            grid = plan_grid(server, cached, new)
+            for note in grid.notes:
+                notes.print(Text(note, "yellow"))
+            with progress_bar() as progress:
+                made = measure_profile(server, grid, repeats=repeats, seed=seed, progress=progress)
+                if loads:
+                    made = measure_loads(
+                        server, made, repeats=repeats, seed=seed, limit_s=loads_limit, progress=progress
+                    )
+        _print(made)
+        made.to_file(output)
+    except (EngineError, ImportError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{output}: written", err=True)
 
 
-def profile_placement(model: Path | None, output: Path, repeats: int, seed: int, given: dict[str, Any]) -> None:
-    """Measure and write the profile. `given`: values of PLACEMENT_OPTIONS, or None."""
+def _profile_placement(model: Path | None, output: Path, repeats: int, seed: int, given: dict[str, Any]) -> None:
+    """Measure and write the profile; `given` are the options of the placement."""
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.suites.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.suites.profiling.placement_engine import PlacedSystem
@@ -172,154 +301,6 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
     click.echo(f"{output}: written", err=True)
 
 
-@click.command(cls=Command, examples=["ragorder profile --base-url http://127.0.0.1:8000 --loads --output p.json"])
-@section(
-    "Server",
-    option(
-        "--base-url",
-        metavar="URL",
-        help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1.",
-        unset="a vLLM server is started for the profile",
-    ),
-    served_by(
-        Bench,
-        "served_model",
-        "model",
-        "block_size",
-        model={
-            "type": Model(exists=True),
-            "help": "Model of the server that is started",
-            "unset": "random weights, made on the spot",
-        },
-        block_size={"unset": "the server's /metrics; 32 for a server that is started"},
-    ),
-)
-@section(
-    "Measurement",
-    option(
-        "--cached",
-        type=Integers(),
-        metavar="TOKENS,...",
-        help="Numbers of cached tokens, rounded down to whole blocks.",
-        unset="0, and a series up to half of a prompt",
-    ),
-    option(
-        "--new",
-        type=Integers(),
-        metavar="TOKENS,...",
-        help="Numbers of computed tokens.",
-        unset="a series up to half of a prompt",
-    ),
-    option(
-        "--repeats",
-        type=Count(1),
-        default=5,
-        show_default=True,
-        metavar="N",
-        help="Measure each cell N times, in rounds, and take the median.",
-    ),
-    option(
-        "--seed",
-        type=Count(),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Seed of the tokens and of the order in which cells are measured.",
-    ),
-)
-@section(
-    "Tiers",
-    option(
-        "--loads",
-        is_flag=True,
-        help="Also measure the time to load a token from host memory and from disk. Needs the --base-url of a "
-        "vLLM with ragorder's tiers.",
-    ),
-    option(
-        "--loads-limit",
-        type=Duration(above=True),
-        default="10m",
-        show_default=True,
-        metavar="TIME",
-        help="Stop measuring after this time, and use the measurements so far.",
-    ),
-)
-@placement_options()
-@option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    metavar="FILE.json",
-    help="File of the profile.",
-)
-def profile(
-    base_url: str | None,
-    served_model: str | None,
-    api_key: str | None,
-    model: Path | None,
-    cached: list[int] | None,
-    new: list[int] | None,
-    block_size: int | None,
-    repeats: int,
-    seed: int,
-    loads: bool,
-    loads_limit: float,
-    placement: bool,
-    output: Path,
-    **of_placement: Any,
-) -> None:
-    """Measure how long a prefill takes on an engine.
-
-    Times are measured by cached and new tokens of the prompt; the replacement policy PGDSF weighs documents by them.
-    For each cell a prefix of random tokens is sent first, so that it is cached, and then again with new tokens after
-    it; the server reports whether the prefix was cached. Times that fall when tokens are added are noise: they are
-    smoothed, and the report shows by how much. A profile takes minutes.
-
-    Load times are measured with prompts that fill device and host memory until an earlier prompt has been evicted.
-
-    With --placement, times of generation and retrieval are measured by resident layers and partitions; `ragorder
-    doctor --memory --profile` then plans the placement of a model and an index.
-    """
-    if placement:
-        if base_url is not None or loads or cached is not None or new is not None:
-            raise click.UsageError("--placement runs its own engine: leave out --base-url, --loads, --cached and --new")
-        _check_writable(output)
-        return profile_placement(model, output, repeats, seed, of_placement)
-    if lonely := [name for name in PLACEMENT_OPTIONS if of_placement[name] is not None]:
-        raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --placement")
-    from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.suites.profiling.measuring import measure_loads, measure_profile, plan_grid, profiled_server
-
-    if base_url is not None and model is not None:
-        raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
-    if base_url is None and served_model is not None:
-        raise click.UsageError("--served-model is a model of a server that is running: give --base-url")
-    if loads and base_url is None:
-        raise click.UsageError("--loads is for a running server with tiers: give --base-url")
-    _check_writable(output)
-    notes = Console(stderr=True)
-    try:
-        with ExitStack() as stack:
-            chosen: dict[str, Any] = {"model": model, "served_model": served_model, "api_key": api_key}
-            with notes.status("Starting a vLLM server") if base_url is None else nullcontext():
-                server = stack.enter_context(profiled_server(base_url, **chosen, block_size=block_size))
-            grid = plan_grid(server, cached, new)
-            for note in grid.notes:
-                notes.print(Text(note, "yellow"))
-            with progress_bar() as progress:
-                made = measure_profile(server, grid, repeats=repeats, seed=seed, progress=progress)
-                if loads:
-                    made = measure_loads(
-                        server, made, repeats=repeats, seed=seed, limit_s=loads_limit, progress=progress
-                    )
-        _print(made)
-        made.to_file(output)
-    except (EngineError, ImportError, OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(f"{output}: written", err=True)
-
-
 def _check_writable(path: Path) -> None:
     existed = path.exists()
     try:
@@ -333,7 +314,7 @@ def _check_writable(path: Path) -> None:
 
 def _print(made: PrefillProfile) -> None:
     from ragorder.eval.report.words import value_words
-    from ragorder.eval.suites.profiling.report import doubts, profile_table
+    from ragorder.eval.suites.profiling.experiment import doubts, profile_table
 
     console, table = Console(), profile_table(made)
     console.print(Text(table.title, "bold"), soft_wrap=True)

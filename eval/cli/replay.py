@@ -149,8 +149,7 @@ def replay(
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
-    from ragorder.eval.replay.record import replay_line
-    from ragorder.eval.replay.tables import Replay
+    from ragorder.eval.replay.tables import Replay, replay_line
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import StoreError

@@ -9,8 +9,7 @@ import click
 from ragorder.cli.options import Command, CommandGroup, option
 from ragorder.cli.output import show_figures
 from ragorder.common.jsonl import JSONLinesError
-from ragorder.eval.report.wavefront import FORMATS, draw_wavefront
-from ragorder.eval.report.workflow_traces import figures_of, read_traces
+from ragorder.eval.report.wavefront import FORMATS, draw_wavefront, figures_of, read_traces
 
 __all__ = ["workflow"]
 

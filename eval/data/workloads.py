@@ -32,6 +32,7 @@ _BURST = 10
 _ZIPF_DOCUMENTS = 2_000
 _CITIES = 20
 _DOCUMENTS_PER_CITY = 10
+_RADIUS = 0.7
 
 
 class WorkloadError(ValueError):
@@ -104,27 +105,8 @@ def _document(number: int) -> Document:
 
 
 _ONSETS = (
-    "b",
-    "br",
-    "c",
-    "cl",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gr",
-    "h",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pl",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
+    *("b", "br", "c", "cl", "d", "dr", "f", "g", "gr", "h"),
+    *("l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v"),
 )
 _RHYMES = ("ain", "and", "are", "ate", "eal", "ed", "ent", "er", "est", "ice", "ide", "ill", "ine", "on", "ore", "own")
 
@@ -200,7 +182,7 @@ def _zipf(seed: int, requests: int, k: int, exponent: float) -> tuple[list[Ranki
     return trace, _ZIPF_DOCUMENTS
 
 
-def _geo(seed: int, requests: int, k: int, radius: float = 0.7) -> tuple[list[Ranking], int]:
+def _geo(seed: int, requests: int, k: int) -> tuple[list[Ranking], int]:
     if k > 15:
         raise WorkloadError(f"geo draws from the 15 nearest documents and more: lower top-k ({k}) to 15")
     rng = random.Random(seed)
@@ -210,7 +192,7 @@ def _geo(seed: int, requests: int, k: int, radius: float = 0.7) -> tuple[list[Ra
     for _ in range(requests):
         if rng.random() < 0.3:
             city = rng.randrange(_CITIES)
-        near = [i for i in range(_CITIES) if math.dist(places[city], places[i]) <= radius]
+        near = [i for i in range(_CITIES) if math.dist(places[city], places[i]) <= _RADIUS]
         documents = [i * _DOCUMENTS_PER_CITY + j for i in near for j in range(_DOCUMENTS_PER_CITY)]
         trace.append(rng.sample(documents[: max(k * 3, 15)], k))
     return trace, _CITIES * _DOCUMENTS_PER_CITY

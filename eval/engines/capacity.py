@@ -12,10 +12,7 @@ __all__ = ["Capacity"]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A cache size: tokens, a share of the corpus in percent, or unlimited.
-
-    Capacity.parse("5%").resolve(2_000_000)
-    """
+    """A cache size: tokens, a share of the corpus in percent, or unlimited. Capacity.parse("5%").resolve(2_000_000)"""
 
     tokens: int | None = None
     percent: float | None = None

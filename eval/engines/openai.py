@@ -60,11 +60,10 @@ def find_model(base_url: str, name: str | None = None, *, api_key: str | None = 
 
 
 class OpenAIEngine:
-    """A server at `base_url` (with or without /v1), for concurrent requests, in an `async with` block.
-
-    Answers have `output_tokens` tokens if the server supports `ignore_eos`, else at most that. Each request carries a
-    random `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are older than all of the new
-    one: a new salt is as good as an empty cache. `blocks` come from KV events."""
+    """A server at `base_url` (with or without /v1), for concurrent requests, in an `async with` block. Answers have
+    `output_tokens` tokens if the server supports `ignore_eos`, else at most that. Each request carries a random
+    `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are older than all of the new one: a new
+    salt is as good as an empty cache. `blocks` come from KV events."""
 
     name = "openai"
     partial_blocks_first = True

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,14 +20,14 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 from ragorder.cli.main import end_on_signals
-from ragorder.eval.data.scratch import OwnFolder
+from ragorder.common.files import try_lock
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 
-__all__ = ["API_SERVER", "ENVIRONMENT", "Launch", "Process", "VLLMServer", "launch_process"]
+__all__ = ["API_SERVER", "ENVIRONMENT", "Launch", "OwnFolder", "Process", "VLLMServer", "launch_process"]
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -204,10 +206,10 @@ class VLLMServer:
         """The leader of the server's process group; None: not running."""
         return None if self._process is None else self._process.pid
 
-    def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
+    def reset(self, *, host: bool = False) -> None:
         """Empty the prefix cache, and with `host` a connector's. Raises EngineError if blocks stay in use."""
         url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 30
         while True:
             with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:  # noqa: S310
                 if json.load(answer)["success"]:
@@ -276,3 +278,41 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+_LOCK = "owner.lock"
+_YOUNG_S = 60.0
+
+
+class OwnFolder:
+    """A private temporary folder, made by `take`. Folders of killed processes are removed by the next process with the
+    same `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._lock: IO[bytes] | None = None
+        self.path = Path(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}")
+
+    def take(self) -> None:
+        if self._lock is not None:
+            return
+        _remove_abandoned(self._prefix)
+        self.path.mkdir(mode=0o700)
+        self._lock = (self.path / _LOCK).open("ab")
+        try_lock(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _remove_abandoned(prefix: str) -> None:
+    """Those whose lock is free. A young one may be about to be locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        # It may belong to another process, or go meanwhile.
+        with suppress(OSError), (folder / _LOCK).open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S and try_lock(file):
+                shutil.rmtree(folder)

@@ -94,17 +94,12 @@ class SimEngine:
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
         """Leading tokens of a prompt, in whole blocks, that are cached."""
-        held = 0
-        for block_hash in self.block_hashes(token_ids):
-            if block_hash not in self._block_of:
-                break
-            held += self.block_size
-        return held
+        return len(self._hits(self.block_hashes(token_ids))) * self.block_size
 
     def generate(self, token_ids: Sequence[int], *, answer: Sequence[int] | None = None) -> EngineCompletion:
         """`answer` as in `admit`."""
         while len(self._running) >= self.in_flight:
-            self._finish_oldest()
+            self.finish(next(iter(self._running)))
         return self.admit(token_ids, answer=answer)[0]
 
     def has_room(self, token_ids: Sequence[int], output_tokens: int | None = None) -> bool:
@@ -168,15 +163,11 @@ class SimEngine:
             if place >= computed and (held := self._hash_of.pop(block, None)) is not None:
                 self._unmap(block, held)
             if self.partial_blocks_first and block not in self._hash_of:
-                self._forget(block)
+                # It is of no use to others, and is taken first, like one never used.
+                del self._references[block]
+                self._unused = None if self._unused is None else self._unused + 1
             else:
                 self._free[block] = None
-
-    def _forget(self, block: int) -> None:
-        """A block of no use to others is taken first, like one never used."""
-        del self._references[block]
-        if self._unused is not None:
-            self._unused += 1
 
     def _output_tokens(self, output_tokens: int | None) -> int:
         return self.kept_output_tokens if output_tokens is None else output_tokens
@@ -230,12 +221,9 @@ class SimEngine:
         block, _ = self._free.popitem(last=False)
         evicted = self._hash_of.pop(block, None)
         if evicted is not None:
-            self._evict(block, evicted)
+            self.evicted_blocks += 1
+            self._unmap(block, evicted)
         return block
-
-    def _evict(self, block: int, block_hash: _BlockHash) -> None:
-        self.evicted_blocks += 1
-        self._unmap(block, block_hash)
 
     def _unmap(self, block: int, block_hash: _BlockHash) -> None:
         duplicates = self._duplicates.pop(block_hash, [])
@@ -247,6 +235,3 @@ class SimEngine:
             del self._block_of[block_hash]
         if duplicates:
             self._duplicates[block_hash] = duplicates
-
-    def _finish_oldest(self) -> None:
-        self.finish(next(iter(self._running)))

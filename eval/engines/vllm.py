@@ -32,10 +32,8 @@ _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 class VLLMEngine:
     """One vLLM with its own KV pool; several take turns, and are closed together: closing one destroys the process
-    groups that all share.
-
-    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is greedy. With
-    `ignore_eos` every answer has `output_tokens`, but for `answering`."""
+    groups that all share. `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is
+    greedy. With `ignore_eos` every answer has `output_tokens`, but for `answering`."""
 
     name = "vllm"
     partial_blocks_first = True

@@ -26,9 +26,8 @@ _KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 
 class Worker:
     """A process in a peer's environment, for several independent runs. Documents are numbers there; it has none of our
-    environment variables.
-
-    Raises PeerError if it does not start; a call without an answer within `timeout_s` kills it."""
+    environment variables. Raises PeerError if it does not start; a call without an answer within `timeout_s` kills
+    it."""
 
     def __init__(self, python: Path, script: Path, *, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
@@ -136,9 +135,8 @@ def make_peer(name: str) -> PeerPolicy:
 
 class PeerPolicy:
     """Orders as the peer does; retrieval order if it raises or returns other documents: `fallbacks` counts both,
-    `first_error` is the first message.
-
-    `clock_ns` is the peer's own CPU time. Raises PeerError if its process is dead."""
+    `first_error` is the first message. `clock_ns` is the peer's own CPU time. Raises PeerError if its process is
+    dead."""
 
     def __init__(self, worker: Worker) -> None:
         self.fallbacks = 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragorder.eval.engines.base import EngineCompletion
 
@@ -35,11 +35,7 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
 
-class PathEngine:
-    """vLLM's block pool as in `SimEngine`, for prompts made of documents.
-
-    A prompt ends with a token of its own: the last block, which is always recomputed, is never one of a document."""
-
+class _Engine:
     name = "sim"
     partial_blocks_first = False
 
@@ -47,17 +43,25 @@ class PathEngine:
         self,
         document_tokens: Sequence[int],
         prefix_tokens: Sequence[int],
-        *,
-        block_size: int = 16,
-        capacity_tokens: int,
-        output_tokens: int = 32,
+        block_size: int,
+        capacity_tokens: int | None,
+        output_tokens: int,
     ) -> None:
         self.block_size = block_size
-        self.capacity_tokens: int | None = capacity_tokens
+        self.capacity_tokens = capacity_tokens
         self.kept_output_tokens = output_tokens
         self._document_tokens = document_tokens
         self._prefix_tokens = prefix_tokens
-        self._unused = max(1, capacity_tokens // block_size)
+
+
+class PathEngine(_Engine):
+    """vLLM's block pool as in `SimEngine`, for prompts made of documents. A prompt ends with a token of its own: the
+    last block, which is always recomputed, is never one of a document."""
+
+    def __init__(self, *lengths_and_sizes: Any) -> None:
+        super().__init__(*lengths_and_sizes)
+        assert self.capacity_tokens is not None
+        self._unused = max(1, self.capacity_tokens // self.block_size)
         self._roots: dict[int, _Node] = {}
         self._free: OrderedDict[_Node, None] = OrderedDict()
         self._free_blocks = 0
@@ -177,26 +181,12 @@ class PathEngine:
                 del node.siblings[node.key]
 
 
-class UnlimitedPathEngine:
+class UnlimitedPathEngine(_Engine):
     """The same without evictions: a set of paths."""
 
-    name = "sim"
-    partial_blocks_first = False
-    capacity_tokens: int | None = None
-
-    def __init__(
-        self,
-        document_tokens: Sequence[int],
-        prefix_tokens: Sequence[int],
-        *,
-        block_size: int = 16,
-        output_tokens: int = 32,
-    ) -> None:
-        self.block_size = block_size
-        self.kept_output_tokens = output_tokens
-        self._document_tokens = document_tokens
-        self._prefix_tokens = prefix_tokens
-        self._width = len(document_tokens) + len(prefix_tokens)
+    def __init__(self, *lengths_and_sizes: Any) -> None:
+        super().__init__(*lengths_and_sizes)
+        self._width = len(self._document_tokens) + len(self._prefix_tokens)
         self._children: dict[int, int] = {}
 
     def has_room(self, prompt: PathPrompt, output_tokens: int | None = None) -> bool:
@@ -236,7 +226,5 @@ def make_engine(
     output_tokens: int,
 ) -> PathEngine | UnlimitedPathEngine:
     """`capacity_tokens` None: unlimited."""
-    lengths = document_tokens, prefix_tokens
-    if capacity_tokens is None:
-        return UnlimitedPathEngine(*lengths, block_size=block_size, output_tokens=output_tokens)
-    return PathEngine(*lengths, block_size=block_size, capacity_tokens=capacity_tokens, output_tokens=output_tokens)
+    kind = UnlimitedPathEngine if capacity_tokens is None else PathEngine
+    return kind(document_tokens, prefix_tokens, block_size, capacity_tokens, output_tokens)

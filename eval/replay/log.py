@@ -18,11 +18,9 @@ class LogError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """Requests in order of time, one row each, with lengths in tokens.
-
-    Documents and scopes are numbers. A scope is a tenant with one system prompt (`prefix_tokens`). An id in another
-    scope, or with another length, is another document. `documents[starts[row]:starts[row + 1]]` are a request's, best
-    first."""
+    """Requests in order of time, one row each, with lengths in tokens. Documents and scopes are numbers. A scope is a
+    tenant with one system prompt (`prefix_tokens`). An id in another scope, or with another length, is another
+    document. `documents[starts[row]:starts[row + 1]]` are a request's, best first."""
 
     name: str
     at_s: array[float]

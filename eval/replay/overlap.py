@@ -20,12 +20,10 @@ _COMPARISONS = 10_000_000
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Shares, from 0 to 1, of what requests have in common with earlier ones of their scope; of all prompt tokens.
-
     `first_seen_ratio`: documents and system prompts of no earlier request. `bound_ratio`: the rest without suffixes, in
     whole blocks: no order can reuse more. With the most similar earlier prompt `sharing_two_ratio` of the requests
     share two documents or more, and `one_prompt_ratio` of the tokens: a tighter bound. `exact`: all were compared with
-    all.
-    """
+    all."""
 
     prompt_tokens: int
     bound_tokens: int

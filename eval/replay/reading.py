@@ -22,7 +22,7 @@ from ragorder.eval.replay.formats.base import Step
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+    from ragorder.eval.running.load import Progress
 
 __all__ = ["DefaultLengths", "read_log"]
 
@@ -49,9 +49,8 @@ def read_log(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Log:
-    """The first `limit` requests of a log in one of `FORMATS`, each with its first `top_k` documents.
-
-    Raises LogError naming file, line and what to change; it quotes nothing of the line."""
+    """The first `limit` requests of a log in one of `FORMATS`, each with its first `top_k` documents. Raises LogError
+    naming file, line and what to change; it quotes nothing of the line."""
     if format not in FORMATS:
         raise LogError(f"there is no format of that name: choose {', '.join(FORMATS)}")
     exported = FORMATS[format]

@@ -19,9 +19,8 @@ from ragorder.eval.replay.overlap import compared_requests, measure_overlap
 from ragorder.eval.replay.reading import read_log
 from ragorder.eval.replay.report import CapacityInfo, LogInfo, ReplayReport
 from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, PolicyFigures, Setup, replay_run, steps
-from ragorder.eval.running.load import Advance, ServiceTimes
+from ragorder.eval.running.load import Advance, Progress, ServiceTimes, silent
 from ragorder.eval.running.policies import PolicyError
-from ragorder.eval.running.progress import Progress, silent
 
 __all__ = ["DEFAULT_POLICIES", "SWEEP", "ReplayError", "ReplayJob", "replay", "run_jobs"]
 

@@ -1,13 +1,16 @@
-"""Tables of a replay, and its part of a report."""
+"""The record of a replay, its tables, and its part of a report."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import TypeAdapter, model_validator
 
 from ragorder.common.extras import install_hint
-from ragorder.eval.replay.record import ReplayRecord
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
@@ -18,11 +21,45 @@ from ragorder.eval.report.statistics import PairedDifference, compare_seeds
 from ragorder.eval.report.tables import Entry, Table, Tone
 from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Kind, Suite
 
-__all__ = ["Replay", "make_part"]
+__all__ = ["Replay", "ReplayRecord", "make_part", "replay_line"]
 
 _TONES: Mapping[Verdict, Tone] = {"helps": "good", "helps a little": "good", "not worth it": "doubtful", "costs": "bad"}
+
+
+class ReplayRecord(Record):
+    """One log under all policies and at all capacities; `facts` are those of `ReplayReport.as_json`."""
+
+    called: ClassVar[str] = "a replay"
+    identified_by: ClassVar[tuple[str, ...]] = ("suite", "session")
+    is_run: ClassVar[bool] = False
+
+    type: Literal["replay"] = "replay"
+    policy: str = ""
+    facts: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        self.report  # noqa: B018
+        return self
+
+    @cached_property
+    def report(self) -> ReplayReport:
+        facts, engine, speed = self.facts, self.engine, self.facts.get("speed") or {}
+        fields = {name: facts[name] for name in ("log", "overlap", "capacities", "left_out")}
+        fields |= {name: engine[name] for name in ("block_size", "timed", "prefill_tokens_per_s")}
+        fields |= {name: speed[name] for name in ("processes", "seconds") if name in speed}
+        return TypeAdapter(ReplayReport).validate_python(fields | {"figures": facts["runs"]})
+
+
+def replay_line(report: ReplayReport, session: str) -> Mapping[str, Any]:
+    """Return the line of results.jsonl on this replay."""
+    facts = report.as_json()
+    suite = "replay-" + (re.sub(r"[^a-z0-9]+", "-", report.log.name.lower()).strip("-") or "log")
+    line = {"type": "replay", "session": session, "suite": suite, "cell": {}, "seed": 0, "rows": {}}
+    return line | {"engine": facts.pop("engine"), "facts": facts}
 
 
 class Replay(Kind):

@@ -1,8 +1,7 @@
 """Reports on results: console, HTML page and Markdown."""
 
-from ragorder.eval.report.page import render_html
+from ragorder.eval.report.page import print_report, print_summary, render_html, render_markdown
 from ragorder.eval.report.sections import Report, make_report
-from ragorder.eval.report.text import print_report, print_summary, render_markdown
 from ragorder.eval.running.reading import Results, ResultsError, read_results
 
 __all__ = [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.groups import Group, RecordGroup
-from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.metrics import CACHED, TTFT_P50, Metric
 from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
@@ -24,12 +24,13 @@ __all__ = [
     "Compared",
     "Headline",
     "Lead",
+    "Mark",
     "compare_groups",
+    "draw_marks",
     "finding",
     "headline_of",
     "main_policy",
     "overview_of",
-    "saving_words",
 ]
 
 _BAR = 30
@@ -94,30 +95,22 @@ def main_policy(policies: Sequence[str], baseline: str) -> str | None:
     return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
 
 
-def saving_words(
-    policy: str,
-    baseline: str,
-    cached: PairedDifference,
-    times: PairedDifference | None = None,
-    *,
-    where: str = "",
-    unknown: str = "too few requests",
+def _saving_words(
+    policy: str, baseline: str, cached: PairedDifference, times: PairedDifference | None, where: str
 ) -> str:
-    """A sentence; `unknown` is the reason for a missing interval."""
-    words = f"{where}: " if where else ""
-    words += (
-        f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "
-        f"{policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
+    words = (
+        f"{where}: {policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the "
+        f"cache, {policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points')}"
     )
     if times is not None:
-        words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
-    return f"{words if where else capital(words)}."
+        words += f". The median time to the first token changes by {_changed(times, '')}"
+    return f"{words}."
 
 
-def _changed(found: PairedDifference, unit: str, unknown: str) -> str:
+def _changed(found: PairedDifference, unit: str) -> str:
     if not found.known:
         shown = f"{signed(100 * found.difference)}{THIN}%" if found.relative else signed(found.difference)
-        return f"{shown}{unit} (not decided: {unknown})"
+        return f"{shown}{unit} (not decided: too few requests)"
     return f"{change_words(found)}{unit}" + (
         " (not decided: the interval covers zero)" if found.verdict == "no difference" else ""
     )
@@ -217,7 +210,7 @@ def _words(title: str, compared: Sequence[Compared]) -> str:
     main, times = compared[0], next((each for each in compared[1:] if each.metric == TTFT_P50), None)
     if main.metric == CACHED and len(main.cells) == 1:
         timed = times.differences[0] if times else None
-        return saving_words(main.policy, main.baseline, main.differences[0], timed, where=title)
+        return _saving_words(main.policy, main.baseline, main.differences[0], timed, title)
     name = f"the {main.metric.words or main.metric.name}"
     if len(main.cells) == 1:
         (found,) = main.differences
@@ -350,3 +343,62 @@ def _of(groups: Sequence[Group], workload: str) -> list[Group]:
 def _rest(group: Group) -> object:
     cell = {name: value for name, value in group.cell.items() if name != "workload"}
     return key_of(cell), group.engine.get("name"), group.engine.get("model")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value with its interval (infinite: unknown), and that of each seed."""
+
+    label: str
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+    seeds: Sequence[float] = ()
+    policy: str = "earned"
+
+    @classmethod
+    def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:
+        """A difference in percentage points, or in per cent of the baseline."""
+        scale = 100 if found.relative else 1
+        low, high = (scale * end for end in (found.low, found.high))
+        return cls(label, scale * found.difference, low, high, [scale * each for each in found.by_seed], policy)
+
+    @property
+    def known(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def shown(self) -> str:
+        interval = f" [{signed(self.low)}, {signed(self.high)}]" if self.known else ""
+        return f"{signed(self.value)}{interval}"
+
+
+def draw_marks(
+    marks: Sequence[Mark],
+    *,
+    title: str,
+    axis: str,
+    alt: str,
+    caption: str,
+    baseline: float | None = None,
+    row_height: float = 0.42,
+) -> Picture:
+    """A picture of the intervals, the first on top, with a line at the baseline; without one the axis begins at 0."""
+
+    def paint(axes: Any) -> None:
+        if baseline is not None:
+            axes.axvline(baseline, color=LINE, linewidth=1.2)
+        for place, mark in enumerate(reversed(marks)):
+            looks = style(mark.policy)
+            if mark.known:
+                axes.plot([mark.low, mark.high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
+            axes.plot(mark.seeds, [place] * len(mark.seeds), "|", color=looks.colour, markersize=9)
+            axes.plot(mark.value, place, looks.marker, color=looks.colour, markersize=7)
+        axes.set_yticks(range(len(marks)), [mark.label for mark in reversed(marks)])
+        axes.set_ylim(-0.6, len(marks) - 0.4)
+        if baseline is None:
+            axes.set_xlim(left=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(axis)
+
+    return draw(paint, title=title, alt=alt, caption=caption, height=1.1 + row_height * len(marks))

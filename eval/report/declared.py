@@ -95,11 +95,9 @@ Text = str | Callable[[Block], str]
 
 @dataclass(frozen=True, slots=True)
 class TableForm:
-    """The columns of a table.
-
-    Each group has a table to itself, or all groups that agree in the cell's parameters `by` have one, sorted by those
-    of `sort`. The first `labels` columns hold words. Rows follow `policies`, by default the order measured.
-    """
+    """The columns of a table. Each group has a table to itself, or all groups that agree in the cell's parameters `by`
+    have one, sorted by those of `sort`. The first `labels` columns hold words. Rows follow `policies`, by default the
+    order measured."""
 
     title: Text
     columns: Sequence[Column] | Callable[[Block], Sequence[Column]]

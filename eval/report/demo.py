@@ -25,7 +25,7 @@ from ragorder.eval.data.corpora import load_asked
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.bench import run_traces
-from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.load import Progress
 from ragorder.eval.running.runner import Served
 from ragorder.eval.running.specs import Bench, EngineName
 from ragorder.kernels.smollm2 import smollm2

@@ -1,4 +1,4 @@
-"""The report as one HTML file, which needs no network."""
+"""Renderings of a report: one HTML file, which needs no network, Markdown, and the console."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ import io
 import json
 import re
 from base64 import b64encode
+from collections.abc import Iterator
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
 from urllib.parse import quote
+
+from rich.console import Console
+from rich.text import Text
 
 from ragorder.common.extras import needs
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
-from ragorder.eval.report.sections import Report
-from ragorder.eval.report.tables import Table
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.report.sections import Report, Section
+from ragorder.eval.report.tables import Table, markdown_text
+from ragorder.eval.running.load import Progress, silent
 
-__all__ = ["csv_text", "csv_url", "file_name", "json_text", "json_url", "need_jinja", "render_html"]
+__all__ = [
+    "csv_text",
+    "csv_url",
+    "file_name",
+    "json_text",
+    "json_url",
+    "print_report",
+    "print_summary",
+    "render_html",
+    "render_markdown",
+]
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
@@ -77,17 +90,11 @@ def _plain(text: str) -> str | float | int:
     return float(digits) if "." in digits else int(digits)
 
 
-def need_jinja() -> Any:
-    """Raises ImportError naming the extra."""
-    with needs("eval", "the report"):
-        import jinja2
-    return jinja2
-
-
 def render_html(report: Report, progress: Progress = silent) -> str:
     """Raises ImportError naming the extra."""
     need_matplotlib()
-    jinja2 = need_jinja()
+    with needs("eval", "the report"):
+        import jinja2
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -116,3 +123,110 @@ def render_html(report: Report, progress: Progress = silent) -> str:
 
 def _own(name: str) -> str:
     return files("ragorder.eval.report").joinpath(name).read_text("utf-8")
+
+
+_FEW_WORDS = 3
+
+
+def render_markdown(report: Report) -> str:
+    return "\n".join(_lines(report)).strip() + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"# {report.title}\n"
+    yield from (f"**{markdown_text(words)}**\n" for words in report.headline.words)
+    if report.measured:
+        yield f"{report.measured}.\n"
+    if report.overview:
+        yield from report.overview.markdown("##")
+    if report.finding:
+        yield "## The paper's trace, and the same with its ranks shuffled\n"
+    yield from (f"{markdown_text(words)}\n" for words in report.finding)
+    if report.side_by_side is not None:
+        yield from report.side_by_side.markdown("")
+    if report.not_measured:
+        yield "## What was not measured\n"
+    yield from (f"- {markdown_text(words)}" for words in report.not_measured)
+    yield ""
+    for section in report.sections:
+        yield from _section(section)
+    if report.checks is not None:
+        yield from report.checks.markdown("##")
+    if report.commands:
+        yield "## To repeat it\n\n```"
+        yield from report.commands
+        yield "```\n"
+    if report.statistics:
+        yield f"## How to read the figures\n\n{report.statistics}\n"
+    yield from (f"Measured on: {markdown_text(words)}.\n" for words in report.machines)
+    if report.notes:
+        yield "Notes on reading the results:\n"
+        yield from (f"- {markdown_text(note)}" for note in report.notes)
+
+
+def _section(section: Section) -> Iterator[str]:
+    suite = section.suite
+    yield f"## {markdown_text(suite.title)}\n"
+    said = ". ".join(filter(None, (suite.says.rstrip("."), suite.source, section.engine, section.setting)))
+    if said:
+        yield f"{markdown_text(said)}.\n"
+    yield from (f"{markdown_text(words)}\n" for words in section.words)
+    for table in section.tables:
+        yield from table.markdown("###")
+    for policy, reason in section.unavailable:
+        yield f"- {policy} not available: {markdown_text(reason)}"
+    if section.unavailable:
+        yield ""
+
+
+def print_report(report: Report, console: Console) -> None:
+    console.print(Text(f"{report.title}\n", "bold"))
+    for words in report.headline.words:
+        console.print(Text(words, "bold green"))
+    for chart in report.headline.charts:
+        console.print("", chart)
+    if report.measured:
+        console.print(Text(f"\n{report.measured}.\n", "dim"))
+    if report.overview is not None:
+        console.print(report.overview)
+    for words in report.finding:
+        console.print(Text(words))
+    if report.side_by_side is not None:
+        console.print(report.side_by_side)
+    for section in report.sections:
+        suite = section.suite
+        console.print(Text(f"\n{suite.title}", "bold underline"))
+        said = "; ".join(filter(None, (suite.says.rstrip("."), suite.source, section.engine, section.setting)))
+        console.print(Text(said, "dim"))
+        for words in section.words:
+            console.print(Text(words, "yellow"))
+        for table in section.tables:
+            console.print(table)
+        for policy, reason in section.unavailable:
+            console.print(Text(f"{policy} not available: {reason}", "dim"))
+    if report.checks is not None:
+        console.print(report.checks)
+    if report.not_measured:
+        console.print(Text("\nWhat was not measured", "bold underline"))
+    for words in (*report.not_measured, *report.notes):
+        console.print(Text(f"- {words}"))
+    if report.statistics:
+        console.print(Text(f"\n{report.statistics}", "dim"))
+    for words in report.machines:
+        console.print(Text(f"Measured on: {words}.", "dim"))
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """Print what a command has just measured: the headline and, of one suite, its tables."""
+    for words in report.headline.words[:_FEW_WORDS]:
+        console.print(Text(words, "bold green"))
+    cells = [len(each.cells) for section in report.sections for each in section.compared]
+    if report.overview is not None and max(cells) > 1:
+        console.print(report.overview)
+    for section in report.sections if len(report.sections) == 1 else ():
+        said = "; ".join(filter(None, (section.engine, section.setting)))
+        console.print(Text(said, "dim"))
+        for table in section.tables:
+            console.print(table)
+        for words in section.words:
+            console.print(Text(words, "yellow"))

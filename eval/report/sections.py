@@ -16,7 +16,7 @@ from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import cell_words, policy_words, range_words
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
 from ragorder.eval.running.suite import Kind, Suite, kinds

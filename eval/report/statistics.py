@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +45,7 @@ Verdict = Literal["better", "worse", "no difference"]
 Statistic = Literal["mean", "p50", "p95", "p99"]
 
 _BATCH = 250
+_CONFIDENCE = 0.95
 
 
 class StatisticsError(ValueError):
@@ -119,32 +121,28 @@ def compare(
     statistic: Statistic = "mean",
     relative: bool = False,
     better: Literal["higher", "lower"] = "higher",
-    confidence: float = 0.95,
     resamples: int = 2_000,
     seed: int = 0,
 ) -> PairedDifference:
-    """A statistic of `ours` compared with that of `baseline`.
+    """A statistic of `ours` compared with that of `baseline`. Each is one sequence a seed, request by request, without
+    the warm-up; a request with NaN on either side is left out. `of` makes the mean a share: sum of the figures by sum
+    of these, for the baseline and for ours. Raises StatisticsError for other seeds or requests, ImportError naming the
+    extra."""
+    import numpy as np
 
-    Each is one sequence a seed, request by request, without the warm-up; a request with NaN on either side is left out.
-    `of` makes the mean a share: sum of the figures by sum of these, for the baseline and for ours.
-
-    Raises StatisticsError for other seeds or requests, ImportError naming the extra.
-    """
     if of is not None and statistic != "mean":
         raise StatisticsError(f"a share has no {statistic}: use statistic='mean'")
     strata = _strata(baseline, ours, of)
     blocks_of_seeds = [stratum.shape[1] for stratum in strata]
-    requests = sum(_requests(stratum) for stratum in strata)
+    requests = sum(int(np.isfinite(stratum[0]).sum()) for stratum in strata)
+    measure: Callable[[list[Any]], tuple[Any, Any]] = partial(_quantiles, statistic=statistic)
     if statistic == "mean":
-        strata = _sums(strata)
-    measure: Callable[[list[Any]], tuple[Any, Any]] = _means if statistic == "mean" else _quantiles(statistic)
+        strata, measure = [np.nansum(stratum, axis=-1, keepdims=True) for stratum in strata], _means
 
     def difference(*blocks: Any, axis: int = -1) -> Any:
         return _difference(*measure([stratum[..., index, :] for stratum, index in zip(strata, blocks, strict=True)]))
 
     def _difference(plain: Any, changed: Any) -> Any:
-        import numpy as np
-
         if not relative:
             return changed - plain
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -155,7 +153,7 @@ def compare(
         raise StatisticsError("a relative difference needs figures above zero")
     by_seed = tuple(float(_difference(*measure([stratum]))) for stratum in strata)
     middle = float(_difference(plain, changed))
-    low, high = _interval(difference, blocks_of_seeds, middle, confidence, resamples, seed)
+    low, high = _interval(difference, blocks_of_seeds, middle, resamples, seed)
     verdict = _verdict(middle, low, high, better)
     if relative:
         middle, low, high, *by = (math.expm1(value) for value in (middle, low, high, *by_seed))
@@ -169,7 +167,6 @@ def compare_seeds(
     *,
     relative: bool = False,
     better: Literal["higher", "lower"] = "higher",
-    confidence: float = 0.95,
 ) -> PairedDifference:
     """The mean difference of one figure a seed, with Student's interval. Raises as `compare`."""
     import numpy as np
@@ -183,7 +180,7 @@ def compare_seeds(
     by_seed = np.log(changed / plain) if relative else changed - plain
     middle, low, high = float(by_seed.mean()), -math.inf, math.inf
     if len(by_seed) > 1:
-        reach = stats.t.ppf((1 + confidence) / 2, len(by_seed) - 1) * by_seed.std(ddof=1) / math.sqrt(len(by_seed))
+        reach = stats.t.ppf((1 + _CONFIDENCE) / 2, len(by_seed) - 1) * by_seed.std(ddof=1) / math.sqrt(len(by_seed))
         low, high = middle - float(reach), middle + float(reach)
     verdict = _verdict(middle, low, high, better)
     by = tuple(map(float, by_seed))
@@ -202,7 +199,7 @@ def _verdict(middle: float, low: float, high: float, better: Literal["higher", "
 
 
 def _interval(
-    difference: Callable[..., Any], blocks: Sequence[int], middle: float, confidence: float, resamples: int, seed: int
+    difference: Callable[..., Any], blocks: Sequence[int], middle: float, resamples: int, seed: int
 ) -> tuple[float, float]:
     import numpy as np
 
@@ -217,7 +214,7 @@ def _interval(
         vectorized=True,
         # Each sample numbers the blocks of one seed; the policies are paired in what the numbers stand for.
         paired=False,
-        confidence_level=confidence,
+        confidence_level=_CONFIDENCE,
         method="percentile",
         random_state=np.random.default_rng(seed),
     ).confidence_interval
@@ -263,12 +260,6 @@ def _blocks(table: Any) -> Any:
     return filled
 
 
-def _sums(strata: list[Any]) -> list[Any]:
-    import numpy as np
-
-    return [np.nansum(stratum, axis=-1, keepdims=True) for stratum in strata]
-
-
 def _means(strata: list[Any]) -> tuple[Any, Any]:
     import numpy as np
 
@@ -277,13 +268,9 @@ def _means(strata: list[Any]) -> tuple[Any, Any]:
         return sums[0] / sums[2], sums[1] / sums[3]
 
 
-def _quantiles(statistic: Statistic) -> Callable[[list[Any]], tuple[Any, Any]]:
+def _quantiles(strata: list[Any], statistic: Statistic) -> tuple[Any, Any]:
     share = float(statistic.removeprefix("p")) / 100
-
-    def measure(strata: list[Any]) -> tuple[Any, Any]:
-        return _quantile(strata, 0, share), _quantile(strata, 1, share)
-
-    return measure
+    return _quantile(strata, 0, share), _quantile(strata, 1, share)
 
 
 def _quantile(strata: list[Any], side: int, share: float) -> Any:
@@ -297,9 +284,3 @@ def _quantile(strata: list[Any], side: int, share: float) -> Any:
     lower = np.take_along_axis(flat, below[..., None], -1)[..., 0]
     upper = np.take_along_axis(flat, above[..., None], -1)[..., 0]
     return lower + (upper - lower) * (place - below)
-
-
-def _requests(stratum: Any) -> int:
-    import numpy as np
-
-    return int(np.isfinite(stratum[0]).sum())

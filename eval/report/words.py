@@ -74,9 +74,9 @@ def signed(value: float, decimals: int = 1) -> str:
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
 
 
-def spread_words(values: Sequence[float], decimals: int = 1) -> str:
+def spread_words(values: Sequence[float]) -> str:
     """Return the smallest change and the largest, or the one that all have."""
-    return " to ".join(dict.fromkeys(signed(end, decimals) for end in (min(values), max(values))))
+    return " to ".join(dict.fromkeys(signed(end) for end in (min(values), max(values))))
 
 
 def change_words(comparison: PairedDifference, decimals: int = 1) -> str:

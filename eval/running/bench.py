@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -14,12 +15,22 @@ from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import Cache
-from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
-from ragorder.eval.running.load import Advance, Load
-from ragorder.eval.running.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, NumberedPrompts, Prompts
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.running.load import (
+    Advance,
+    Load,
+    Progress,
+    interleave,
+    rotated,
+    serve_in_turn,
+    serve_live,
+    serve_virtual,
+    silent,
+)
 from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
-from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
 from ragorder.prompt import PromptBuilder
@@ -27,12 +38,17 @@ from ragorder.prompt import PromptBuilder
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
 
-__all__ = ["bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
+__all__ = ["MakeRun", "bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
+
+MakeRun = Callable[[str, Cache, Prompts], Run]
+"""A fresh run of the policy of this name on an engine, with the prompts that the engine takes."""
+
+_CAPACITY = Capacity(tokens=100_000)
+_SIM_BLOCK_SIZE = 16
+_SIM_OUTPUT_TOKENS = 32
+Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 
 _CORPUS_TOP_K = 5
-
-
-Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 
 
 def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
@@ -46,38 +62,35 @@ def run_traces(
     """The served runs of all policies, for each trace and seed; `keep` keeps their requests. Engines "vllm" and "torch"
     come from `pool`. Raises as `run_bench`."""
     check_bench(bench)
+
+    def make(trace: Trace, seed: int, name: str, engine: Cache, prompts: Prompts) -> Run:
+        text = bench.time_builds and not isinstance(prompts, BuiltPrompts)
+        return Run(
+            trace,
+            name,
+            make_policy(name, engine=engine, prompts=prompts, seed=seed, settings=bench.settings),
+            engine,
+            prompts,
+            seed=seed,
+            waiting=bench.waiting,
+            batch=bench.batch,
+            max_wait=bench.max_wait,
+            load=bench.describe_load(),
+            keep=keep,
+            text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
+            timeline=bench.timelines,
+        )
+
     with ExitStack() as stack:
-        yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
-
-
-def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
-    for source in sources_of(bench):
-        traces = {seed: source(seed) for seed in bench.seeds}
-        steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
-        advance = progress(next(iter(traces.values())).name, steps)
-        for seed, trace in traces.items():
-            if not trace.requests:
-                raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
-
-            def make(name: str, engine: Cache, prompts: Prompts, trace: Trace = trace, seed: int = seed) -> Run:
-                text = bench.time_builds and not isinstance(prompts, BuiltPrompts)
-                return Run(
-                    trace,
-                    name,
-                    make_policy(name, engine=engine, prompts=prompts, seed=seed, settings=bench.settings),
-                    engine,
-                    prompts,
-                    seed=seed,
-                    waiting=bench.waiting,
-                    batch=bench.batch,
-                    max_wait=bench.max_wait,
-                    load=bench.describe_load(),
-                    keep=keep,
-                    text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
-                    timeline=bench.timelines,
-                )
-
-            yield serve(trace, seed, make, bench.load(trace, seed), advance)
+        serve = _server(bench, stack, pool)
+        for source in sources_of(bench):
+            traces = {seed: source(seed) for seed in bench.seeds}
+            steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
+            advance = progress(next(iter(traces.values())).name, steps)
+            for seed, trace in traces.items():
+                if not trace.requests:
+                    raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
+                yield serve(trace, seed, partial(make, trace, seed), bench.load(trace, seed), advance)
 
 
 def bench_lines(bench: Bench, session: str, progress: Progress = silent) -> Iterator[dict[str, Any]]:
@@ -142,15 +155,14 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
         from ragorder.eval.running.live import Servers
 
         return Servers(bench, stack).serve
-    if bench.engine == "vllm":
-        from ragorder.eval.engines.pool import VLLMPool
+    if bench.engine in ("vllm", "torch"):
+        from ragorder.eval.engines.pool import TorchPool, VLLMPool
 
-        return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
-    if bench.engine == "torch":
-        from ragorder.eval.engines.pool import TorchPool
-
-        return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
-    return partial(serve_on_sim, bench)
+        if pool is None:
+            made: EnginePool[Any] = VLLMPool() if bench.engine == "vllm" else TorchPool(bench.host_tokens or 0)
+            pool = stack.enter_context(made)
+        return partial(_serve_from_pool, bench, pool)
+    return partial(_serve_on_sim, bench)
 
 
 Source = Callable[[int], Trace]
@@ -180,3 +192,45 @@ def _load(name: str, spec: TraceSpec) -> Corpus:
     if name == PYDOCS:
         return load_pydocs(retriever=spec.retriever, top_k=ranked, cache=cache_folder())
     return load_folder(Path(name), retriever=spec.retriever, top_k=ranked)
+
+
+def _serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
+    prompts = NumberedPrompts()
+    runs, drivers = [], []
+    for policy in bench.policies:
+        engine = SimEngine(
+            block_size=bench.block_size or _SIM_BLOCK_SIZE,
+            capacity_tokens=(bench.capacity or _CAPACITY).resolve(trace.corpus_tokens),
+            in_flight=trace.in_flight,
+            output_tokens=bench.answer_tokens or _SIM_OUTPUT_TOKENS,
+            prefix_caching=policy != "none",
+            like=bench.like,
+        )
+        run = make(policy, engine, prompts)
+        virtual = serve_virtual(run, engine, load, bench.service_times)
+        drivers.append(virtual if bench.under_load else serve_in_turn(run, engine, trace.in_flight))
+        runs.append(run)
+    interleave(drivers, advance)
+    return runs
+
+
+def _serve_from_pool(
+    bench: Bench, pool: EnginePool[Any], trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance
+) -> list[Run]:
+    """In turn, one request at a time; on the embedded engine under load one policy after another, rotated by seed."""
+    from ragorder.eval.engines.models import random_model
+
+    capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)
+    sizes = (capacity_tokens, bench.block_size, bench.answer_tokens or 1)
+    engines, prompts = pool.take(bench.model or random_model(), bench.policies, trace, *sizes)
+    runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
+    served = list(zip(runs, engines, strict=True))
+    if bench.engine == "torch" and bench.under_load:
+        from ragorder.eval.engines.torch import AsyncTorchEngine
+
+        for run, engine in rotated(served, seed):
+            asyncio.run(serve_live(run, AsyncTorchEngine(engine), load, advance))
+    else:
+        in_flight = bench.concurrency or trace.in_flight
+        interleave([serve_in_turn(run, engine, in_flight) for run, engine in served], advance)
+    return runs

@@ -22,6 +22,7 @@ __all__ = [
     "Client",
     "Load",
     "Pool",
+    "Progress",
     "ServiceTimes",
     "interleave",
     "rotated",
@@ -29,9 +30,16 @@ __all__ = [
     "serve_live",
     "serve_live_in_turn",
     "serve_virtual",
+    "silent",
 ]
 
 Advance = Callable[[], None]
+Progress = Callable[[str, int], Advance]
+"""Announces work and the number of its steps; the result is called after each step."""
+
+
+def silent(description: str, steps: int) -> Advance:
+    return lambda: None
 
 
 @dataclass(frozen=True)
@@ -138,11 +146,9 @@ def serve_in_turn(run: Run, engine: Engine, in_flight: int = 1) -> Iterator[None
 
 
 def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: ServiceTimes) -> Iterator[None]:
-    """Under load on a virtual clock.
-
-    A request is ordered when it is sent and admitted, first come, first served, when the engine has room for its
-    blocks, which it holds until its last token. Virtual times are a model and are not reported.
-    """
+    """Under load on a virtual clock. A request is ordered when it is sent and admitted, first come, first served, when
+    the engine has room for its blocks, which it holds until its last token. Virtual times are a model and are not
+    reported."""
     clock = prefill_ends = 0.0
     running: list[tuple[float, int, int, S, EngineCompletion]] = []
     queue: deque[S] = deque()

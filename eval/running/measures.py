@@ -18,8 +18,6 @@ __all__ = [
     "Columns",
     "Measures",
     "RunResult",
-    "Throughput",
-    "order_times_us",
     "percentile",
     "thread_times_us",
 ]
@@ -67,8 +65,8 @@ class Measures:
     def failures(self) -> int:
         return self._state.count(_FAILED)
 
-    def rows(self, start: int = 0, stop: int | None = None) -> list[int]:
-        return [row for row in range(*slice(start, stop).indices(self.requests)) if self._state[row] == _SERVED]
+    def rows(self, start: int = 0) -> list[int]:
+        return [row for row in range(start, self.requests) if self._state[row] == _SERVED]
 
     def errors_tokens(self, rows: Iterable[int]) -> list[int]:
         return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
@@ -93,12 +91,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def order_times_us(order_ns: Sequence[int]) -> dict[str, float]:
-    """p50 and p99, without the cost of reading the clock."""
-    order_us = thread_times_us(order_ns, intervals=2)
-    return {"p50": round(percentile(order_us, 50), 2), "p99": round(percentile(order_us, 99), 2)}
 
 
 def thread_times_us(times_ns: Sequence[int], *, intervals: int = 1) -> list[float]:
@@ -126,37 +118,26 @@ Column = list[int | None] | list[float | None]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The summary of one policy on one trace, without its `failures`.
-
-    Times are None on an engine without a clock; `tbt_ms` is of each request's mean; `order_us` is thread CPU time of
-    ordering and confirming. `reordered` requests had documents moved, `reordered_cold` although nothing was cached; in
-    `best_moved` another document than the best one was first. Predictions of cached tokens: the share right to within a
-    block, the mean of |predicted - reported| and of predicted - reported.
-    """
+    """The summary of one policy on one trace, without its `failures`. Times are None on an engine without a clock;
+    `tbt_ms` is of each request's mean. Predictions of cached tokens: the share right to within a block, the mean of
+    |predicted - reported| and of predicted - reported."""
 
     workload: str
     policy: str
     engine: str
-    order: str
     seed: int
-    top_k: int
     capacity_tokens: int | None
     requests: int
     failures: int
     prompt_tokens: int
     cached_tokens: int
     cached_ratio: float
-    prefix_documents_mean: float
     displacement_mean: float
-    reordered: int
-    reordered_cold: int
-    best_moved: int
     prediction_within_block: float | None
     prediction_error_blocks_mean: float | None
     prediction_bias_blocks: float | None
     ttft_ms: dict[str, float] | None
-    order_us: dict[str, float]
-    tbt_ms: dict[str, float] | None = None
+    tbt_ms: dict[str, float] | None
     tenths: dict[str, list[float | None]] | None = None
     """Of a run under load, see `Measures.tenths`."""
 
@@ -164,12 +145,10 @@ class RunResult:
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Figures of each request in the trace's order; None for one that failed, and for a column that the policy or
-    engine does not have.
-
-    `order_us` (ordering and confirming) and `build_us` are thread CPU time; `displacement` is the mean distance from
-    the rank, in places, `moved_share` the share of documents not at theirs. `reordered`, `reordered_cold` (although
-    nothing is cached) and `best_moved` (another document than the best one is first) are 0 or 1.
-    """
+    engine does not have. `order_us` (ordering and confirming) and `build_us` are thread CPU time; `displacement` is the
+    mean distance from the rank, in places, `moved_share` the share of documents not at theirs. `reordered`,
+    `reordered_cold` (although nothing is cached) and `best_moved` (another document than the best one is first) are 0
+    or 1."""
 
     prompt_tokens: Column
     cached_tokens: Column
@@ -184,12 +163,3 @@ class Columns:
     reordered_cold: Column
     best_moved: Column
     tbt_ms: Column | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Requests and tokens (prompts and answers) per second of the engine's time if served one at a time, else of the
-    time from the first request sent to the last answer."""
-
-    requests_per_s: float
-    tokens_per_s: float

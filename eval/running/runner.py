@@ -21,8 +21,6 @@ from ragorder.eval.running.measures import (
     Columns,
     Measures,
     RunResult,
-    Throughput,
-    order_times_us,
     percentile,
     thread_times_us,
 )
@@ -89,11 +87,8 @@ class Served:
 
 class Run:
     """One policy on one engine over one trace. A driver calls `send`, has the engine serve the request, and calls `end`
-    or `fail`.
-
-    `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes token ids
-    only; `timeline` samples the cache.
-    """
+    or `fail`. `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes
+    token ids only; `timeline` samples the cache."""
 
     def __init__(
         self,
@@ -218,8 +213,10 @@ class Run:
             best_moved=column(measures.best_moved),
         )
 
-    def throughput(self, *, skip: int = 0) -> Throughput | None:
-        """Without the first `skip` requests if served one at a time. None without a clock."""
+    def throughput(self, skip: int) -> dict[str, float] | None:
+        """Return requests and tokens (prompts and answers) per second of the engine's time if served one at a time,
+        the first `skip` left out, else of the time from the first request sent to the last answer; None without a
+        clock."""
         measures = self._measures
         alone = self._most_in_flight == 1
         rows = measures.rows(skip if alone else 0)
@@ -227,7 +224,7 @@ class Run:
             return None
         seconds = sum(measures.total_s[row] for row in rows) if alone else self._last_s - self._first_s
         tokens = sum(measures.prompt_tokens[row] + self.engine.kept_output_tokens + 1 for row in rows)
-        return Throughput(round(len(rows) / seconds, 4), round(tokens / seconds, 2))
+        return {"requests_per_s": round(len(rows) / seconds, 4), "tokens_per_s": round(tokens / seconds, 2)}
 
     @property
     def failures(self) -> int:
@@ -242,7 +239,7 @@ class Run:
         return getattr(self._policy, "first_error", None)
 
     def result(self) -> RunResult:
-        requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
+        measures, block_size = self._measures, self.engine.block_size
         predicts = isinstance(self._policy, Orderer)
         rows = measures.rows()
         prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
@@ -253,32 +250,25 @@ class Run:
             workload=self.trace.name,
             policy=self.policy_name,
             engine=self.engine.name,
-            order=self.trace.order,
             seed=self.seed,
-            top_k=max((len(request.documents) for request in requests), default=0),
             capacity_tokens=self.engine.capacity_tokens,
-            requests=len(requests),
+            requests=len(self.trace.requests),
             failures=measures.failures,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
-            prefix_documents_mean=round(fmean([measures.cached_documents[row] for row in rows] or [0]), 4),
             displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
-            reordered=sum(measures.reordered[row] for row in rows),
-            reordered_cold=sum(measures.reordered_cold[row] for row in rows),
-            best_moved=sum(measures.best_moved[row] for row in rows),
             prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
             prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
             prediction_bias_blocks=_mean([error / block_size for error in errors]),
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
-            order_us=order_times_us(measures.order_ns),
             tenths=None if self.load is None else measures.tenths(),
         )
 
     def fields(self, model: str | None, warmup: int = 0) -> dict[str, Any]:
         """Return the fields of a `RunRecord` on this run, but for where it belongs."""
-        engine, throughput = self.engine, self.throughput(skip=warmup)
+        engine = self.engine
         return {
             "engine": {
                 "name": engine.name,
@@ -293,7 +283,7 @@ class Run:
             "fallbacks": self.fallbacks,
             "fallback_reason": self.fallback_reason,
             "rows": asdict(self.columns()),
-            "throughput": None if throughput is None else asdict(throughput),
+            "throughput": self.throughput(warmup),
             "timeline": None if self.timeline is None else self.timeline.as_json(),
             "load_average": load_average(),
         } | ({} if self.load is None else {"facts": {"tenths": self._measures.tenths()}})

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, experiment_of
@@ -27,11 +27,9 @@ class Outcome:
 
 
 def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> Outcome:
-    """Run what the store lacks; each line is written as soon as it is measured.
-
-    Raises HarnessError for a store with results of other options; CorpusError, EngineError, ImportError or OSError end
-    the invocation. An obstacle in one cell is recorded as unavailable.
-    """
+    """Run what the store lacks; each line is written as soon as it is measured. Raises HarnessError for a store with
+    results of other options; CorpusError, EngineError, ImportError or OSError end the invocation. An obstacle in one
+    cell is recorded as unavailable."""
     _check_same(options, store)
     return _Session(suites, options, store, progress).run()
 

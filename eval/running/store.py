@@ -24,10 +24,8 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The results in a folder: a context manager, for one writing process at a time.
-
-    Each line is on the disk when `append` returns; a line torn by a crash is ended and passed over.
-    """
+    """The results in a folder: a context manager, for one writing process at a time. Each line is on the disk when
+    `append` returns; a line torn by a crash is ended and passed over."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

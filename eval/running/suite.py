@@ -30,9 +30,9 @@ from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import STRICT, Display, PaperRow, Reduced, SuiteCell, SuiteError, complaint
+from ragorder.eval.running.load import Progress
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.policies import POLICIES
-from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record, declared_record
 from ragorder.eval.running.store import Store
 
@@ -93,12 +93,9 @@ class PaperLine(BaseModel):
 
 
 class Suite(BaseModel):
-    """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`.
-
-    The first `warmup` requests of a run are in no figure. `source` begins with the paper whose figure it measures.
-    `needs` tells why a suite cannot be run yet; `takes_corpora`: corpora of --corpora are swept too; `reduced`: its
-    short form.
-    """
+    """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`. The first `warmup` requests of
+    a run are in no figure. `source` begins with the paper whose figure it measures. `needs` tells why a suite cannot be
+    run yet; `takes_corpora`: corpora of --corpora are swept too; `reduced`: its short form."""
 
     model_config = STRICT
 
@@ -477,10 +474,8 @@ class Experiment(Kind, ABC):
 
     @abstractmethod
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines with a `type`.
-
-        Each line is on the disk before the next is drawn. EngineError, ImportError and OSError end the invocation.
-        """
+        """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines with a `type`. Each line is on the
+        disk before the next is drawn. EngineError, ImportError and OSError end the invocation."""
 
 
 def _folders() -> list[tuple[str, Path]]:

@@ -12,10 +12,7 @@ __all__ = ["EngineCosts", "ScanCosts", "SearchCosts"]
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
     """A step takes step_s + prefill_token_s x prompt tokens, and sequence_s and context_token_s x context for each that
-    decodes.
-
-    `token_budget`: prompt tokens of a step; `max_requests` run at a time, in a cache of `capacity_tokens`.
-    """
+    decodes. `token_budget`: prompt tokens of a step; `max_requests` run at a time, in a cache of `capacity_tokens`."""
 
     step_s: float
     prefill_token_s: float
@@ -56,10 +53,7 @@ class ScanCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCosts(ScanCosts):
     """A search of an index of `vectors` in `clusters`, on `busy_cores` at a time: all of them, or as many as memory has
-    bandwidth for.
-
-    An index of real vectors stands for the large one: each of its vectors counts for many.
-    """
+    bandwidth for. An index of real vectors stands for the large one: each of its vectors counts for many."""
 
     vectors: int
     clusters: int

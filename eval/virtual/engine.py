@@ -59,23 +59,19 @@ class _Sequence:
 
 class VirtualEngine(Generic[R]):
     """A `StreamingEngine` of requests with token ids. `answer` has the words that a request is answered with, a token
-    each; chunks come with the first of them, after every `report_every` and with the last.
-
-    Requests join and leave between two steps; prompts are prefilled in the order of arrival. `computed_tokens` of
-    `prompt_tokens` were not cached; those of an aborted request count as far as its prompt was processed. `sent` counts
-    requests.
-    """
+    each; chunks come with the first of them, after every `report_every` and with the last. Requests join and leave
+    between two steps; prompts are prefilled in the order of arrival. `computed_tokens` of `prompt_tokens` were not
+    cached; those of an aborted request count as far as its prompt was processed. `sent` counts requests."""
 
     def __init__(
         self,
         costs: EngineCosts,
         answer: Callable[[R], Sequence[str]],
         *,
-        cache: SimEngine | None = None,
         report_every: int = 16,
     ) -> None:
         self.costs = costs
-        self.cache = cache or SimEngine(capacity_tokens=costs.capacity_tokens, like="vllm-0.32")
+        self.cache = SimEngine(capacity_tokens=costs.capacity_tokens, like="vllm-0.32")
         self.busy_s = 0.0
         self.steps = 0
         self.aborted = 0

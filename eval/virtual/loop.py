@@ -1,4 +1,4 @@
-"""Event loop on a virtual clock."""
+"""Event loop on a virtual clock, and servers with one queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-__all__ = ["DeadlockError", "VirtualLoop", "run_virtual"]
+__all__ = ["DeadlockError", "Servers", "VirtualLoop", "run_virtual"]
 
 T = TypeVar("T")
 
@@ -30,11 +30,9 @@ class _Timers:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs tasks as any loop does. `time()` begins at 0, and passes only while all tasks wait.
-
-    A function handed to a thread runs at once and takes no time: charge what it stands for with `asyncio.sleep`. There
-    are no sockets, processes and signals. Clocks of the code under test must be the loop's own.
-    """
+    """Runs tasks as any loop does. `time()` begins at 0, and passes only while all tasks wait. A function handed to a
+    thread runs at once and takes no time: charge what it stands for with `asyncio.sleep`. There are no sockets,
+    processes and signals. Clocks of the code under test must be the loop's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,3 +62,26 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine in a loop of its own. Raises DeadlockError, and what `main` raises."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+class Servers:
+    """`count` servers; jobs are served in the order of their arrival. `busy_s`: of all servers together. Raises
+    ValueError for less than one server."""
+
+    def __init__(self, count: int = 1) -> None:
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        self.busy_s = 0.0
+        self.served = 0
+        self._free = asyncio.Semaphore(count)
+
+    async def serve(self, seconds: float) -> None:
+        """Wait for a server, and occupy it. A job that is cancelled leaves at once."""
+        async with self._free:
+            now = asyncio.get_running_loop().time
+            started_s = now()
+            try:
+                await asyncio.sleep(seconds)
+                self.served += 1
+            finally:
+                self.busy_s += now() - started_s

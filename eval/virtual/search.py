@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.eval.virtual.costs import SearchCosts
-from ragorder.eval.virtual.servers import Servers
+from ragorder.eval.virtual.loop import Servers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch

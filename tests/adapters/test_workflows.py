@@ -356,7 +356,7 @@ class TestObservers:
                 await server.run(broken(), "secret")
 
     async def test_a_log_that_the_command_reads(self, search: ContinuousIVF, tmp_path: Path) -> None:
-        from ragorder.eval.report.workflow_traces import figures_of, read_traces
+        from ragorder.eval.report.wavefront import figures_of, read_traces
 
         for _ in range(2):
             with TraceLog(tmp_path / "trace.jsonl") as log:

@@ -17,8 +17,8 @@ from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.benchmarks.hedra.partition import engines, experiment
 from ragorder.benchmarks.hedra.partition.experiment import PartitionCell
 from ragorder.eval.data.arrivals import poisson_arrivals
+from ragorder.eval.running.load import silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.progress import silent
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Job, Suite
 from ragorder.eval.virtual.costs import ScanCosts

@@ -38,8 +38,8 @@ from ragorder.benchmarks.hedra.workflows_live.measuring import (
 from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.document import Document
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
+from ragorder.eval.running.load import silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.progress import silent
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Job, Suite, load_suites
 from ragorder.pipelining import AnswerChunk, Usage

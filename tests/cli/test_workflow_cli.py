@@ -90,8 +90,7 @@ def test_a_picture(traces: Path, tmp_path: Path, format: str) -> None:
 
 def test_a_part_of_the_requests_is_drawn_in_the_order_of_their_starts(traces: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from ragorder.eval.report.wavefront import draw_wavefront
-    from ragorder.eval.report.workflow_traces import read_traces
+    from ragorder.eval.report.wavefront import draw_wavefront, read_traces
 
     assert [each.started_s for each in read_traces(traces)] == [10.0, 12.0, 13.0]
     assert trace(traces, "--plot", tmp_path / "part.svg", "--first", 2, "--requests", 1).exit_code == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragorder.eval.report.canvas import draw, style
-from ragorder.eval.suites.serving.sweeps import _parts
+from ragorder.eval.suites.serving.sweeps import strokes
 
 pytest.importorskip("matplotlib")
 
@@ -47,7 +47,9 @@ class TestLooks:
 class TestLines:
     def parts(self, x: str, *values: Any) -> list[list[int]]:
         panel: Any = [SimpleNamespace(cell={x: value}) for value in values]
-        return [[point[0] for point in part] for part in _parts(panel, x, [(at, 0, 0, 0) for at in range(len(values))])]
+        return [
+            [point[0] for point in part] for part in strokes(panel, x, [(at, 0, 0, 0) for at in range(len(values))])
+        ]
 
     def test_end_with_their_sweep(self) -> None:
         found = self.parts("workload", "unique", "ov0.0-kept", "ov0.2-kept", "ov0.0", "ov0.2", "ov0.4")

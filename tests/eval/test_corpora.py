@@ -125,16 +125,16 @@ class TestFolder:
         assert [list(ranking) for ranking in corpus.rankings] == [[2, 0, 1], [1, 0]]
 
     def test_top_k_cuts_the_run(self, write: Write) -> None:
-        assert [list(ranking) for ranking in load_folder(write(), top_k=1).rankings] == [[2], [1]]
-
-    def test_top_k_below_one_is_an_error(self, write: Write) -> None:
+        folder = write()
+        assert [list(ranking) for ranking in load_folder(folder, top_k=1).rankings] == [[2], [1]]
         with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
-            load_folder(write(), top_k=0)
+            load_folder(folder, top_k=0)
 
-    def test_without_chunks_a_document_is_a_chunk(self, write: Write) -> None:
+    def test_without_chunks_a_document_is_a_chunk_which_needs_no_title(self, write: Write) -> None:
         run = [{"id": "q1", "chunks": ["a", "ü"]}, {"id": "q2", "chunks": ["b"]}]
-        corpus = load_folder(write(chunks=None, run_top20=run))
+        corpus = load_folder(write(chunks=None, run_top20=run, documents=changed(DOCUMENTS, 1, title=...)))
         assert [document.id for document in corpus.documents] == ["a#0", "b#0", "ü#0"]
+        assert [document.metadata["title"] for document in corpus.documents] == ["", "Banks", "Größe"]
         assert corpus.documents[1].text == "Banks lend money."
         assert corpus.documents[1].token_count == 5
         assert [list(ranking) for ranking in corpus.rankings] == [[0, 2], [1]]
@@ -161,9 +161,6 @@ class TestFolder:
         corpus = load_folder(write(documents=changed(DOCUMENTS, 2, text="Banks \ud800 lend money")))
         assert corpus.documents[1].text == "Banks \ud800 lend mone"
 
-    def test_the_small_corpus_is_sound(self, write: Write) -> None:
-        assert_is_sound(load_folder(write()), 20)
-
     @pytest.mark.usefixtures("no_garbage_of_others")
     @pytest.mark.parametrize("name", GIVEN)
     def test_a_given_corpus_is_sound_and_loads_fast(self, name: str) -> None:
@@ -188,15 +185,11 @@ class TestBrokenFolder:
             ({"documents": changed(DOCUMENTS, 1, title=7)}, r'documents.jsonl:1: "title" must be a string, not an int'),
             ({"documents": changed(DOCUMENTS, 3, id="a")}, r"documents.jsonl:3: the id 'a' occurs twice.*line 1"),
             ({"documents": changed(DOCUMENTS, 3, id="")}, r'documents.jsonl:3: "id" must not be empty'),
-            ({"documents": changed(DOCUMENTS, 3, id=None)}, r'documents.jsonl:3: "id" must be a string, not null'),
-            ({"documents": "{}\n"}, r'documents.jsonl:1: "id" is missing'),
             ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, not a list"),
             ({"documents": ""}, r"documents.jsonl:1: the file holds no lines"),
-            ({"documents": "\n \n"}, r"documents.jsonl:1: the file holds no lines"),
             ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: nested too deeply"),
             ({"documents": None}, r"documents.jsonl: the file is missing: add documents.jsonl or"),
             ({"questions": None}, r"questions.jsonl: the file is missing: add questions.jsonl or"),
-            ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
             ({"questions": changed(QUESTIONS, 1, question=["x"])}, r'questions.jsonl:1: "question".*not a list'),
             ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON "),
             (
@@ -210,13 +203,10 @@ class TestBrokenFolder:
             ),
             ({"chunks": changed(CHUNKS, 2, start=-1)}, r"chunks.jsonl:2: start -1 and end 17 do not fit"),
             ({"chunks": changed(CHUNKS, 2, start=17)}, r"chunks.jsonl:2: start 17 and end 17 do not fit"),
-            ({"chunks": changed(CHUNKS, 2, start="0")}, r'chunks.jsonl:2: "start" must be an integer, not a string'),
             ({"chunks": changed(CHUNKS, 2, end=True)}, r'chunks.jsonl:2: "end" must be an integer, not a boolean'),
             ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r'chunks.jsonl:2: "tokens" must be at least 0'),
-            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r'chunks.jsonl:2: "tokens" is missing'),
             ({"chunks": changed(CHUNKS, 2, cid=10)}, r"chunks.jsonl:2: the chunk id 10 occurs twice"),
             ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r'chunks.jsonl:2: "cid" must be .*not a decimal number'),
-            ({"chunks": ""}, r"chunks.jsonl:1: the file holds no lines"),
             ({"run_top20": changed(RUN, 1, id="q9")}, r"run_top20.jsonl:1: there is no question 'q9'"),
             ({"run_top20": changed(RUN, 1, id="q1")}, r"run_top20.jsonl:2: the id 'q1' occurs twice"),
             ({"run_top20": changed(RUN, 2, chunks=[30, 99])}, r"run_top20.jsonl:2: there is no chunk 99"),
@@ -224,13 +214,8 @@ class TestBrokenFolder:
                 {"run_top20": changed(RUN, 2, chunks=[30.0])},
                 r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
             ),
-            (
-                {"run_top20": changed(RUN, 2, chunks=[[30]])},
-                r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
-            ),
             ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
             ({"run_top20": changed(RUN, 2, chunks="30")}, r'run_top20.jsonl:2: "chunks" must be a list.*not a string'),
-            ({"run_top20": changed(RUN, 2, chunks=...)}, r'run_top20.jsonl:2: "chunks" is missing'),
             (
                 {"run_top20": RUN[:1]},
                 r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or pass",
@@ -242,12 +227,6 @@ class TestBrokenFolder:
     def test_the_error_names_the_place(self, write: Write, files: dict[str, Lines | str | None], message: str) -> None:
         with pytest.raises(CorpusError, match=message):
             load_folder(write(**files))
-
-    def test_an_empty_folder_and_an_absent_one(self, tmp_path: Path) -> None:
-        with pytest.raises(CorpusError, match=r"documents.jsonl: the file is missing"):
-            load_folder(tmp_path)
-        with pytest.raises(CorpusError, match=r"absent: not a folder: pass the folder"):
-            load_folder(tmp_path / "absent")
 
     def test_a_file_both_plain_and_gzipped(self, write: Write) -> None:
         folder = write()
@@ -269,13 +248,6 @@ class TestBrokenFolder:
         with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:\d+: (damaged gzip data|not JSON|not UTF-8)"):
             load_folder(folder)
 
-    def test_a_line_that_is_not_utf8(self, write: Write) -> None:
-        folder = write()
-        with (folder / "questions.jsonl").open("ab") as file:
-            file.write('{"id": "q3", "question": "Größe?"}\n'.encode("latin-1"))
-        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not UTF-8"):
-            load_folder(folder)
-
 
 @pytest.fixture(scope="module")
 def documentation() -> Corpus:
@@ -288,16 +260,20 @@ def session_of(corpus: Corpus, number: int) -> str:
 
 
 class TestPydocs:
-    def test_is_sound_and_of_the_promised_size(self, documentation: Corpus) -> None:
+    def test_is_sound_and_of_the_promised_size_in_chunks_that_say_where_they_are_from(
+        self, documentation: Corpus
+    ) -> None:
         assert documentation.name == "pydocs"
         assert_is_sound(documentation, 20)
         assert 500 <= len(documentation.questions) <= 700
         assert 800 <= len(documentation.documents) <= 2500
-
-    def test_chunks_are_of_one_size(self, documentation: Corpus) -> None:
         lengths = sorted(document.token_count for document in documentation.documents)
         assert 150 <= statistics.median(lengths) <= 300
         assert lengths[int(len(lengths) * 0.95)] <= 320
+        for document in documentation.documents:
+            assert document.id.startswith(f"{document.metadata['source']}#")
+            assert document.metadata["title"].startswith(document.metadata["source"])
+            assert document.metadata["title"] in document.text
 
     def test_chunks_hold_signatures_and_docstrings(self, documentation: Corpus) -> None:
         texts = {document.id: document for document in documentation.documents}
@@ -308,12 +284,6 @@ class TestPydocs:
         assert "JSON" in chunk.text
         assert dict(chunk.metadata) == {"source": "json", "title": "json"}
 
-    def test_a_chunk_says_where_it_is_from(self, documentation: Corpus) -> None:
-        for document in documentation.documents:
-            assert document.id.startswith(f"{document.metadata['source']}#")
-            assert document.metadata["title"].startswith(document.metadata["source"])
-            assert document.metadata["title"] in document.text
-
     def test_nothing_private_and_no_tests(self, documentation: Corpus) -> None:
         modules = {document.metadata["source"] for document in documentation.documents}
         parts = {part for module in modules for part in module.split(".")}
@@ -321,6 +291,7 @@ class TestPydocs:
         assert not parts & {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages"}
         assert not [part for part in parts if part.startswith("_")]
 
+    @pytest.mark.slow
     def test_modules_are_not_imported(self) -> None:
         code = (
             "import sys; from ragorder.eval.data.corpora.pydocs import load_pydocs\n"
@@ -375,10 +346,6 @@ class TestPydocs:
         assert list(corpus.rankings[0]) == [last, last - 1, last - 2]
         assert retriever.calls[0][2] == 3
 
-    def test_top_k_below_one_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
-            load_pydocs(top_k=0)
-
     def test_without_sources_the_error_says_what_to_install(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -410,20 +377,21 @@ class TestPydocsCache:
         monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
         return folder
 
-    def test_the_second_call_reads_what_the_first_kept(self, library: Path, tmp_path: Path) -> None:
+    def test_the_second_call_reads_what_the_first_kept_and_another_top_k_or_source_is_another(
+        self, library: Path, tmp_path: Path
+    ) -> None:
         retriever = Backwards()
-        first = load_pydocs(retriever=retriever, cache=tmp_path / "cache")
-        second = load_pydocs(retriever=retriever, cache=tmp_path / "cache")
+
+        def load(top_k: int) -> Corpus:
+            return load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=top_k)
+
+        first, second = load(1), load(1)
         assert len(retriever.calls) == 1
         assert first == second
         assert [document.metadata for document in first.documents] == [doc.metadata for doc in second.documents]
-
-    def test_another_top_k_or_source_is_another_corpus(self, library: Path, tmp_path: Path) -> None:
-        retriever = Backwards()
-        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=1)
-        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=2)
+        load(2)
         (library / "more.py").write_text('"""More steps."""\n', "utf-8")
-        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=2)
+        load(2)
         assert len(retriever.calls) == 3
 
     @pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": 1, "documents": [[1, 2]]}'])
@@ -448,18 +416,7 @@ def _python(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 class TestFoldersOfOnesOwn:
-    def test_d10_a_title_may_be_missing(self, write: Write) -> None:
-        untitled = [{"id": line["id"], "text": line["text"]} for line in DOCUMENTS]
-        corpus = load_folder(write(documents=untitled))
-        assert {document.metadata["title"] for document in corpus.documents} == {""}
-        assert [document.text for document in corpus.documents] == [
-            "Cats sleep. ",
-            "Banks lend money.",
-            "Cats hunt at night. ",
-            "🙂 lies",
-        ]
-
-    def test_d10_what_the_documentation_shows_can_be_read(self, tmp_path: Path) -> None:
+    def test_what_the_documentation_shows_can_be_read(self, tmp_path: Path) -> None:
         """The files of docs/corpora.md, as they stand there."""
         text = (Path(__file__).parents[2] / "docs" / "corpora.md").read_text("utf-8")
         files = dict(re.findall(r"`(\w+\.jsonl)`[^\n]*\n+```json\n(.*?)```", text, re.DOTALL))

@@ -13,8 +13,8 @@ from support.suites import suite_of
 from ragorder.eval.report.declared import Column, TableForm, figure, policy_column, ratio, tables_of
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.load import silent
 from ragorder.eval.running.options import Options
-from ragorder.eval.running.progress import silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.store import Store

@@ -41,50 +41,45 @@ class TestSim:
         engine = sim()
         assert engine.generate(A) == EngineCompletion(ttft_s=None, cached_tokens=0, prompt_tokens=8, text="")
         assert engine.generate([*A, 1]) == EngineCompletion(ttft_s=None, cached_tokens=8, prompt_tokens=9, text="")
+        assert engine.generate([]) == EngineCompletion(None, 0, 0)
+        engine.close()
 
-    def test_only_whole_blocks_are_reused(self) -> None:
-        assert hits(sim(), ids(0, 10), ids(0, 20)) == [0, 8]
-
-    def test_a_prefix_ends_where_the_tokens_differ(self) -> None:
-        assert hits(sim(), ids(0, 16), [*ids(0, 9), 77, *ids(10, 6)]) == [0, 8]
-
-    def test_the_same_block_after_another_prefix_is_another_block(self) -> None:
-        assert hits(sim(), [*A, *B], [*C, *B]) == [0, 0]
-
-    def test_the_block_of_the_last_token_is_always_computed(self) -> None:
-        assert hits(sim(), A, A, [*A, 1]) == [0, 4, 8]
-
-    @pytest.mark.parametrize("length", [1, 3, 4])
-    def test_a_prompt_of_one_block_reuses_nothing(self, length: int) -> None:
-        assert hits(sim(), ids(0, length), ids(0, length)) == [0, 0]
-
-    def test_an_empty_prompt_is_served(self) -> None:
-        assert sim().generate([]) == EngineCompletion(None, 0, 0)
-
-    def test_an_answer_stays_in_the_cache_but_matches_no_prompt(self) -> None:
-        assert hits(sim(8, output_tokens=8), A, [*A, 1]) == [0, 8]
-        assert hits(sim(4, output_tokens=8), A, B, [*A, 1]) == [0, 0, 0], "answers take room as well"
-        assert hits(sim(4, output_tokens=0), A, B, [*A, 1]) == [0, 0, 8]
-
-    def test_the_oldest_blocks_are_evicted_first(self) -> None:
-        # Room for two prompts of two blocks: the third takes the place of the first.
-        assert hits(sim(4), A, B, C, [*B, 1]) == [0, 0, 0, 8]
-        assert hits(sim(4), A, B, C, [*A, 1]) == [0, 0, 0, 0]
-
-    def test_use_makes_a_block_young(self) -> None:
-        assert hits(sim(5), A, B, [*A, 1], C, [*A, 2]) == [0, 0, 8, 0, 8]
+    @pytest.mark.parametrize(
+        ("engine", "prompts", "found"),
+        [
+            # Whole blocks are reused, up to where the tokens differ.
+            (sim(), [ids(0, 10), ids(0, 20)], [0, 8]),
+            (sim(), [ids(0, 16), [*ids(0, 9), 77, *ids(10, 6)]], [0, 8]),
+            # The same block after another prefix is another one.
+            (sim(), [[*A, *B], [*C, *B]], [0, 0]),
+            # The block of the last token is always computed.
+            (sim(), [A, A, [*A, 1]], [0, 4, 8]),
+            (sim(), [ids(0, 1), ids(0, 4), ids(0, 4)], [0, 0, 0]),
+            # Room for two prompts of two blocks: the third takes the place of the oldest.
+            (sim(4), [A, B, C, [*B, 1]], [0, 0, 0, 8]),
+            (sim(4), [A, B, C, [*A, 1]], [0, 0, 0, 0]),
+            (sim(5), [A, B, [*A, 1], C, [*A, 2]], [0, 0, 8, 0, 8]),
+            # Answers take room, and match no prompt.
+            (sim(8, output_tokens=8), [A, [*A, 1]], [0, 8]),
+            (sim(4, output_tokens=8), [A, B, [*A, 1]], [0, 0, 0]),
+            (sim(4, output_tokens=0), [A, B, [*A, 1]], [0, 0, 8]),
+            # Prompts count as cached from when they are admitted.
+            (sim(in_flight=4), [[*A, 1], [*A, 2]], [0, 8]),
+            # A capacity below one block is one block.
+            (SimEngine(block_size=16, capacity_tokens=5, output_tokens=0), [ids(0, 16), ids(0, 17)], [0, 16]),
+        ],
+    )
+    def test_finds_the_blocks_that_were_not_evicted(
+        self, engine: SimEngine, prompts: list[list[int]], found: list[int]
+    ) -> None:
+        engine.reset()
+        assert hits(engine, *prompts) == found
 
     def test_a_request_loses_its_tail_first(self) -> None:
         engine = sim(4)
         assert hits(engine, [*A, *B]) == [0]
         engine.generate([500])  # one block, taken from the end of the first request
         assert engine.cached_tokens([*A, *B]) == 12
-
-    def test_evicting_a_beginning_loses_all_behind_it(self) -> None:
-        engine = sim(2)
-        hits(engine, A, B)
-        assert engine.cached_tokens(A) == 0
-        assert engine.cached_tokens(B) == 8
 
     def test_blocks_of_requests_in_flight_are_not_evicted(self) -> None:
         engine = sim(4, in_flight=2)
@@ -98,9 +93,6 @@ class TestSim:
         assert hits(engine, [*A, 1], [*A, 2]) == [0, 8]  # A is held twice: four blocks in all
         assert hits(engine, [900]) == [0]  # ends the first; only its last block is free
         assert engine.cached_tokens(A) == 8
-
-    def test_prompts_count_as_cached_from_when_they_are_admitted(self) -> None:
-        assert hits(sim(in_flight=4), [*A, 1], [*A, 2]) == [0, 8]
 
     def test_reset_forgets_everything(self) -> None:
         engine = sim(8, in_flight=2)
@@ -122,43 +114,27 @@ class TestSim:
         assert engine.cached_tokens(ids(0, 40)) == 8
         assert engine.generate(ids(0, 40)).cached_tokens == 8
 
-    def test_never_holds_more_than_its_capacity(self) -> None:
-        engine = sim(3)
-        prompts = [ids(1000 * number, 12) for number in range(20)]
-        for prompt in prompts:
-            engine.generate(prompt)
-            assert sum(engine.cached_tokens(other) for other in prompts) <= 12
-
     def test_unlimited_never_evicts(self) -> None:
         engine = sim(None)
         prompts = [ids(1000 * number, 40) for number in range(100)]
         hits(engine, *prompts)
         assert [engine.cached_tokens(prompt) for prompt in prompts] == [40] * 100
 
-    def test_a_capacity_below_one_block_is_one_block(self) -> None:
-        engine = SimEngine(block_size=16, capacity_tokens=5, output_tokens=0)
-        assert hits(engine, ids(0, 16), ids(0, 17)) == [0, 16]
-
-    def test_is_closed_like_any_engine(self) -> None:
-        sim().close()
-
 
 class TestVLLMRefuses:
     """What a vLLM engine refuses before it starts one."""
 
-    @pytest.mark.parametrize("capacity", [0, 31])
-    def test_a_pool_without_a_block(self, capacity: int, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=f"a pool of {capacity} tokens has no block of 32 tokens: raise the"):
-            VLLMEngine(tmp_path, block_size=32, capacity_tokens=capacity)
-
-    @pytest.mark.parametrize("block_size", [0, -16])
-    def test_a_block_without_a_token(self, block_size: int, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=f"block of {block_size} tokens"):
-            VLLMEngine(tmp_path, block_size=block_size, capacity_tokens=1024)
-
-    def test_no_output(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="output_tokens is 0; vLLM generates 1 or more"):
-            VLLMEngine(tmp_path, output_tokens=0)
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"block_size": 32, "capacity_tokens": 31}, "a pool of 31 tokens has no block of 32 tokens: raise the"),
+            ({"block_size": 0, "capacity_tokens": 1024}, "block of 0 tokens"),
+            ({"output_tokens": 0}, "output_tokens is 0; vLLM generates 1 or more"),
+        ],
+    )
+    def test_sizes_that_it_cannot_have(self, options: dict[str, int], said: str, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=said):
+            VLLMEngine(tmp_path, **options)
 
     def test_to_start_without_vllm_and_names_the_extra(self, python: Any, tmp_path: Path) -> None:
         script = (
@@ -236,12 +212,6 @@ class TestVLLM:
     def test_the_block_of_the_last_token_is_always_computed(self, vllm_engine: VLLMEngine) -> None:
         assert hits(vllm_engine, ids(10, 64), ids(10, 64), ids(10, 65)) == [0, 32, 64]
 
-    def test_reset_empties_the_cache(self, vllm_engine: VLLMEngine) -> None:
-        prompt = ids(10, 200)
-        assert hits(vllm_engine, prompt, prompt) == [0, 192]
-        vllm_engine.reset()
-        assert hits(vllm_engine, prompt, prompt) == [0, 192]
-
     def test_is_deterministic(self, vllm_engine: VLLMEngine) -> None:
         prompts = [ids(first, 150) for first in range(5, 405, 20)]
         texts = [vllm_engine.generate(prompt).text for prompt in prompts]
@@ -275,6 +245,7 @@ class TestVLLM:
             end = prompt.spans[-1].end if prompt.spans else aligned.prefix_tokens
             assert vllm_engine.generate(token_ids(prompt)).cached_tokens == end
 
+    @pytest.mark.slow
     def test_the_orderer_predicts_the_cache_and_ordering_doubles_its_use(
         self, vllm_engine: VLLMEngine, builder: PromptBuilder
     ) -> None:

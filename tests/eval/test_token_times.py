@@ -17,7 +17,6 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.load import serve_in_turn
 from ragorder.eval.running.policies import make_policy
@@ -25,7 +24,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.suite import load_suites
-from ragorder.eval.suites.serving.report import _policies_table
+from ragorder.eval.suites.serving.report import make_part as make_serving_part
 
 TIMES_S = (0.010, None, 0.030, 0.020)
 """Of four requests, the second with one token."""
@@ -54,8 +53,7 @@ def run_on(engine: SimEngine) -> Run:
 def table_of(columns: dict[str, Any]) -> Table:
     line = {"type": "run", "suite": "table-1", "cell": {}, "seed": 0, "policy": "retrieval", "engine": {"name": "x"}}
     record = RunRecord.model_validate({**line, "rows": columns})
-    (group,) = group_runs([record])
-    return _policies_table(load_suites()["table-1"], group, "retrieval")
+    return make_serving_part(load_suites()["table-1"], Results(Path(), records=[record])).tables[0]
 
 
 def test_is_the_mean_over_an_answer() -> None:
@@ -80,12 +78,6 @@ def test_stands_beside_the_time_to_the_first_token() -> None:
     values = dict(zip(table.headings, (entry.text for entry in table.rows[0]), strict=True))
     assert (values["TBT p50, ms"], values["TBT p99, ms"]) == ("20.0", "29.8")
     assert not any("TBT" in heading for heading in plain.headings)
-
-
-def test_results_without_it_are_read() -> None:
-    columns = asdict(run_on(TimedEngine(TIMES_S)).columns())
-    del columns["tbt_ms"]
-    assert not any("TBT" in heading for heading in table_of(columns).headings)
 
 
 @pytest.mark.parametrize("times_ms", [[10.0, None, 30.0, 20.0], None])

@@ -25,7 +25,7 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.benchmarks.kernels.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
-from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord, judge, make_part, median, required
+from ragorder.benchmarks.kernels.embedded.experiment import EmbeddedRecord, judge, make_part, median
 from ragorder.benchmarks.kernels.embedded.models import SHAPES, Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.benchmarks.kernels.embedded.prefill import plain_transformers
 from ragorder.benchmarks.kernels.embedded.serving import draw_trace
@@ -35,9 +35,7 @@ from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
-from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.engines.torch import AsyncTorchEngine, TorchEngine, TorchModel
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
@@ -53,11 +51,17 @@ def tiny() -> TorchModel:
     return SHAPES["tiny"].make()
 
 
-@pytest.fixture
-def engine(tiny: TorchModel) -> Iterator[TorchEngine]:
+@pytest.fixture(scope="module")
+def opened(tiny: TorchModel) -> Iterator[TorchEngine]:
     engine = TorchEngine(tiny, capacity_tokens=1600)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(opened: TorchEngine) -> TorchEngine:
+    opened.reset()
+    return opened
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +86,6 @@ def cached(engine: TorchEngine, *prompts: Sequence[int]) -> list[int]:
 
 
 class TestPromptIds:
-    def test_token_lists_have_the_ends_of_documents(self) -> None:
-        ids = prompt("a", "b")
-        assert ids == list(ids)
-        assert len(ids) == 270
-        assert ids.document_ends == (50, 150, 250)
-
     def test_what_is_empty_ends_nowhere_of_its_own(self) -> None:
         assert PromptIds(range(9), [0, 3, 3, 8]).document_ends == (3, 8)
 
@@ -107,7 +105,7 @@ class TestTorchEngine:
         assert (engine.kept_output_tokens, engine.partial_blocks_first) == (0, True)
         engine.close()
 
-    @pytest.mark.parametrize("block_size", [1, 16, 64])
+    @pytest.mark.parametrize("block_size", [1, 64])
     def test_finds_whole_documents_whatever_the_blocks(self, tiny: TorchModel, block_size: int) -> None:
         engine = TorchEngine(tiny, block_size=block_size, capacity_tokens=3200)
         asked = [prompt("a", "b"), prompt("a", "b", question="!"), prompt("a", "c"), prompt("b", "a"), prompt("a")]
@@ -115,28 +113,24 @@ class TestTorchEngine:
         engine.close()
 
     def test_counts_the_prompt_and_measures_time(self, engine: TorchEngine) -> None:
-        completion = engine.generate(prompt("a", "b"))
-        assert completion.prompt_tokens == 270
-        assert completion.ttft_s is not None and completion.total_s is not None
-        assert 0 < completion.ttft_s <= completion.total_s
-        assert completion.tbt_s is None
+        one = engine.generate(prompt("a", "b"))
+        assert (one.prompt_tokens, one.tbt_s) == (270, None)
+        assert one.ttft_s is not None and one.total_s is not None and 0 < one.ttft_s <= one.total_s
+        with engine.answering(4):
+            several = engine.generate(prompt("a"))
+        assert len(engine.served[-1].token_ids) == 4
+        assert several.ttft_s is not None and several.total_s is not None and several.tbt_s is not None
+        assert 0 < 3 * several.tbt_s <= several.total_s - several.ttft_s
+        assert engine.generate(prompt("a")).tbt_s is None
 
-    def test_measures_the_time_between_the_tokens_of_an_answer(self, tiny: TorchModel) -> None:
-        engine = TorchEngine(tiny, capacity_tokens=640, output_tokens=4)
-        completion = engine.generate(prompt("a"))
-        assert completion.ttft_s is not None and completion.total_s is not None and completion.tbt_s is not None
-        assert 0 < 3 * completion.tbt_s <= completion.total_s - completion.ttft_s
-        engine.close()
-
-    def test_a_prompt_that_says_nothing_of_documents_is_cut_into_chunks(self, engine: TorchEngine) -> None:
+    def test_a_prompt_that_says_nothing_of_documents_is_cut_into_chunks_and_reset_forgets_them(
+        self, engine: TorchEngine
+    ) -> None:
         ids = list(prompt("a", "b", "c", "d", "e", "f"))
         assert cached(engine, ids, ids) == [0, 512]
-
-    def test_reset_forgets_everything(self, engine: TorchEngine) -> None:
-        assert cached(engine, prompt("a"), prompt("a")) == [0, 150]
         engine.reset()
         assert engine.served == []
-        assert cached(engine, prompt("a"), prompt("a")) == [0, 150]
+        assert cached(engine, ids) == [0]
 
     def test_without_prefix_caching_nothing_is_reused(self, tiny: TorchModel) -> None:
         engine = TorchEngine(tiny, capacity_tokens=640, prefix_caching=False)
@@ -151,12 +145,15 @@ class TestTorchEngine:
         assert cached(engine, prompt("a")) == [50]
         engine.close()
 
-    def test_documents_that_left_the_device_come_from_the_host(self, tiny: TorchModel) -> None:
-        engine = TorchEngine(tiny, capacity_tokens=288, host_tokens=3200)
+    def test_documents_that_left_the_device_come_from_the_host_with_the_same_answer(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=288, host_tokens=3200, output_tokens=8)
         assert engine.capacity_tokens == 3200
-        assert cached(engine, prompt("a", "b"), prompt("c", "d"), prompt("a", "b", question="!")) == [0, 50, 250]
-        assert engine.served[-1].cached.host == 200
-        assert engine.served[-1].cached.device == 50
+        asked = prompt("a", "b")
+        assert cached(engine, asked, asked, prompt("c", "d"), asked) == [0, 250, 50, 250]
+        assert (engine.served[-1].cached.host, engine.served[-1].cached.device) == (200, 50)
+        answers = [served.token_ids for served in engine.served]
+        assert [len(answer) for answer in answers] == [8] * 4
+        assert answers[0] == answers[1] == answers[3]
         engine.close()
 
     def test_documents_that_left_the_host_come_from_the_disk(self, tiny: TorchModel, tmp_path: Path) -> None:
@@ -167,41 +164,21 @@ class TestTorchEngine:
         assert engine.served[-1].cached.disk >= 200
         engine.close()
 
-    def test_the_same_answer_wherever_documents_come_from(self, tiny: TorchModel) -> None:
-        engine = TorchEngine(tiny, capacity_tokens=288, host_tokens=3200, output_tokens=8)
-        asked = prompt("a", "b")
-        cached(engine, asked, asked, prompt("c", "d"), asked)
-        answers = [served.token_ids for served in engine.served]
-        assert [len(answer) for answer in answers] == [8] * 4
-        assert answers[0] == answers[1] == answers[3]
-        engine.close()
-
     def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_goes_on(self, engine: TorchEngine) -> None:
         for length in (0, 1601):
             with pytest.raises(ValueError, match="prompt"):
                 engine.generate([7] * length)
         assert cached(engine, prompt("a")) == [0]
 
-    def test_answers_until_the_model_ends_in_a_block_that_says_so(self, tiny: TorchModel) -> None:
-        engine = TorchEngine(tiny, capacity_tokens=640, output_tokens=3)
-        with engine.answering(5):
-            engine.generate(prompt("a"))
-        engine.generate(prompt("a"))
-        assert [len(served.token_ids) for served in engine.served] == [5, 3]
-        engine.close()
-
-    def test_several_on_one_model_do_not_see_each_other(self, tiny: TorchModel) -> None:
-        first, second = (TorchEngine(tiny, capacity_tokens=640) for _ in range(2))
-        assert [cached(each, prompt("a")) for each in (first, second, first)] == [[0], [0], [150]]
-        first.close()
-        second.close()
-
-    def test_is_closed_once_and_for_all(self, tiny: TorchModel) -> None:
-        engine = TorchEngine(tiny, capacity_tokens=640)
+    def test_is_closed_once_and_for_all_and_another_on_its_model_goes_on(self, tiny: TorchModel) -> None:
+        engine, other = (TorchEngine(tiny, capacity_tokens=640) for _ in range(2))
+        assert [cached(each, prompt("a")) for each in (engine, other, engine)] == [[0], [0], [150]]
         engine.close()
         engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             engine.generate(prompt("a"))
+        assert cached(other, prompt("a")) == [150]
+        other.close()
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -216,38 +193,35 @@ class TestTorchEngine:
         with pytest.raises(ValueError, match=said):
             TorchEngine(tiny, **options)
 
-    def test_a_folder_without_a_model_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=str(tmp_path)):
-            TorchEngine(tmp_path)
-
-    def test_without_torch_it_names_the_extra(self, python: Any, served_model: Path) -> None:
-        for blocked in ("torch", "transformers"):
-            arguments = ["bench", "--engine", "torch", "--model", str(served_model), "--limit", "2"]
-            done = python("-c", "from ragorder.cli import main; main()", *arguments, blocked=(blocked,))
-            assert done.returncode == 1, done.stderr
-            assert f"the torch engine needs {blocked}: in a clone of ragorder, pip install '.[torch]'" in done.stderr
-            assert "Traceback" not in done.stderr
+    @pytest.mark.parametrize("blocked", [pytest.param("torch", marks=pytest.mark.slow), "transformers"])
+    def test_without_torch_it_names_the_extra(self, python: Any, served_model: Path, blocked: str) -> None:
+        arguments = ["bench", "--engine", "torch", "--model", str(served_model), "--limit", "2"]
+        done = python("-c", "from ragorder.cli import main; main()", *arguments, blocked=(blocked,))
+        assert done.returncode == 1, done.stderr
+        assert f"the torch engine needs {blocked}: in a clone of ragorder, pip install '.[torch]'" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 class TestUnderLoad:
-    def test_requests_that_come_together_are_answered_as_one_by_one(self, tiny: TorchModel) -> None:
+    def test_requests_that_come_together_are_answered_as_one_by_one_and_as_long_as_asked_for(
+        self, engine: TorchEngine
+    ) -> None:
         asked = [prompt(*names, question=str(number)) for number, names in enumerate(["ab", "ac", "ab", "de", "d"])]
-        alone = TorchEngine(tiny, capacity_tokens=3200, output_tokens=4)
-        cached(alone, *asked)
-        expected = [served.token_ids for served in alone.served]
-        alone.close()
-        engine = TorchEngine(tiny, capacity_tokens=3200, output_tokens=4)
+        lengths = (4, 1, 2, 7, 4)
+        with engine.answering(7):
+            cached(engine, *asked)
+        expected = [served.token_ids[:wanted] for served, wanted in zip(engine.served, lengths, strict=True)]
+        engine.reset()
 
         async def together() -> list[Any]:
             loaded = AsyncTorchEngine(engine)
-            return await asyncio.gather(*(loaded.complete(each) for each in asked))
+            return await asyncio.gather(*map(loaded.complete, asked, lengths))
 
         completions = asyncio.run(together())
         answers = {served.request_id: served.token_ids for served in engine.served}
         assert [answers[number] for number in sorted(answers)] == expected
         assert [completion.prompt_tokens for completion in completions] == [len(each) for each in asked]
         assert all(0 < completion.ttft_s <= completion.total_s for completion in completions)
-        engine.close()
 
     def test_one_that_is_refused_fails_alone(self, engine: TorchEngine) -> None:
         async def together() -> list[Any]:
@@ -258,14 +232,6 @@ class TestUnderLoad:
         first, refused, last = asyncio.run(together())
         assert (first.prompt_tokens, last.prompt_tokens) == (170, 170)
         assert isinstance(refused, RequestError)
-
-    def test_answers_are_as_long_as_asked_for(self, engine: TorchEngine) -> None:
-        async def together() -> None:
-            loaded = AsyncTorchEngine(engine)
-            await asyncio.gather(*(loaded.complete(prompt(str(tokens)), tokens) for tokens in (1, 2, 7)))
-
-        asyncio.run(together())
-        assert sorted(len(served.token_ids) for served in engine.served) == [1, 2, 7]
 
     def test_a_step_that_fails_ends_the_run(self, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken() -> None:
@@ -328,6 +294,7 @@ class TestCommands:
         assert 0 < runs["retrieval"]["cached_tokens"] < runs["free"]["cached_tokens"]
         assert len({run["prompt_tokens"] for run in runs.values()}) == 1
 
+    @pytest.mark.slow
     def test_bench_with_host_memory_holds_what_the_host_does(self, served_model: Path, tmp_path: Path) -> None:
         options = ["--capacity-tokens", "2048", "--policy", "retrieval", "--limit", "3", "--output-tokens", "3"]
         run = self.bench(served_model, tmp_path, *options, "--host-tokens", "40000")["retrieval"]
@@ -357,9 +324,14 @@ class TestCommands:
             (("--engine", "torch", "--base-url", "http://x"), "require --engine openai"),
             (("--engine", "torch", "--pipeline", "none"), "use --engine openai"),
             (("--engine", "torch", "--model", "/nowhere"), "/nowhere"),
+            (("--engine", "torch", "--model", "EMPTY"), "Error: "),
         ],
     )
-    def test_bench_refuses_what_does_not_go_with_it(self, arguments: tuple[str, ...], said: str) -> None:
+    def test_bench_refuses_what_does_not_go_with_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "EMPTY").mkdir()
         done = run_command(ragorder, "bench", "--limit", "2", *arguments)
         assert done.exit_code in (1, 2)
         assert said in " ".join(done.stderr.split())
@@ -386,7 +358,7 @@ class TestCommands:
         assert f"The engine is ragorder's embedded engine, with {served_model.name}." in said
         assert "the model and its answers (at most 24 tokens, greedy), the times of this machine" in said
 
-    @pytest.mark.merge
+    @pytest.mark.slow
     def test_the_demonstration_answers(self, demo: Callable[..., list[str]], smollm2_folder: Path) -> None:
         said = demo(smollm2_folder, 6)
         saved = re.match(r"(\d+) % fewer tokens computed; .*([0-6]) of 6 answers the same\.$", said[0])
@@ -420,26 +392,6 @@ class TestCommands:
             assert all(run["rows"]["ttft_ms"])
             assert (sum(run["rows"]["cached_tokens"]) == 0) == (run["policy"] == "none")
 
-    def test_quality_is_asked_of_it(self, served_model: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "corpus"
-        folder.mkdir()
-        ids = [f"d{number}" for number in range(3)]
-        files: dict[str, list[dict[str, Any]]] = {
-            "documents": [{"id": id, "title": f"Title {id}", "text": "Some words about it."} for id in ids],
-            "questions": [{"id": f"q{id}", "question": "What?", "answers": ["words"]} for id in ids],
-            "run_own": [{"id": f"q{id}", "chunks": ids} for id in ids],
-        }
-        for name, lines in files.items():
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-        options = ["--data", folder, "--top-k", "3", "--engine", "torch", "--model", served_model]
-        options += ["--policy", "retrieval", "--policy", "free", "--output-tokens", "4", "-o", tmp_path / "results"]
-        done = run_command(ragorder, "eval", "quality", "corpus", *options)
-        assert done.exit_code == 0, done.output
-        kept = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
-        asked = [line for line in map(json.loads, kept) if line["type"] == "quality"]
-        assert {line["policy"] for line in asked} == {"retrieval", "free"}
-        assert all((line["engine"]["name"], line["failures"]) == ("torch", 0) for line in asked)
-
 
 class TestShapes:
     @pytest.mark.parametrize(
@@ -459,18 +411,13 @@ class TestShapes:
         assert all(torch.equal(tensor, again[name]) for name, tensor in tiny.model.state_dict().items())
         assert tiny.bytes_per_token == 1024
 
-    def test_a_large_one_needs_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.large])
+    def test_a_large_one_needs_a_gpu(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         import torch
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        for name, shape in SHAPES.items():
-            if shape.large:
-                with pytest.raises(EngineError, match=f"{name} needs a GPU, and there is none here: take shape tiny"):
-                    shape.make()
-
-    def test_an_unknown_one_is_refused_with_the_choices(self) -> None:
-        with pytest.raises(SuiteError, match="unknown shape 'huge': choose from tiny, small"):
-            EmbeddedCell.read({"measure": "cached", "shape": "huge"}, "here")
+        with pytest.raises(EngineError, match=f"{name} needs a GPU, and there is none here: take shape tiny"):
+            SHAPES[name].make()
 
     def test_plain_transformers_has_the_same_weights_and_goes_its_own_way(self, tiny: TorchModel) -> None:
         import torch
@@ -481,7 +428,6 @@ class TestShapes:
         engine.generate(ids)
         with torch.inference_mode():
             token = int(plain(input_ids=torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1].argmax())
-        assert plain.config._attn_implementation == "sdpa"
         assert engine.served[-1].token_ids == (token,)
         shared = zip(plain.parameters(), tiny.model.parameters(), strict=True)
         assert all(ours is theirs for ours, theirs in shared)
@@ -491,15 +437,11 @@ class TestShapes:
 class TestPrompts:
     layout = Layout(documents=3, document_tokens=20, system_tokens=10, question_tokens=5)
 
-    def test_are_laid_out_as_asked(self) -> None:
-        ids = draw_prompt(self.layout, 512, random.Random(0))
-        assert (len(ids), ids.document_ends) == (75, (10, 30, 50, 70))
-        assert ids == draw_prompt(self.layout, 512, random.Random(0))
-
     @pytest.mark.parametrize("documents", [0, 1, 3])
     def test_another_question_shares_just_the_documents(self, documents: int) -> None:
         rng = random.Random(0)
         ids = draw_prompt(self.layout, 512, rng)
+        assert (len(ids), ids.document_ends) == (75, (10, 30, 50, 70))
         again = ask_again(ids, self.layout, documents, 512, rng)
         end = 10 + 20 * documents
         assert again[:end] == ids[:end]
@@ -553,9 +495,6 @@ class TestVerdicts:
         assert verdict.low < 1.5 < verdict.ratio
         assert verdict.met == "not decided"
 
-    def test_nothing_is_required_of_other_prompts(self) -> None:
-        assert required(EmbeddedCell(measure="cached", document_tokens=100), "2") is None
-
     def test_a_median_has_its_interval(self) -> None:
         middle, low, high = median([1, 2, 3, 4, 100])
         assert (middle, low, high) == (3, pytest.approx(1, abs=1), pytest.approx(100, abs=97))
@@ -579,7 +518,7 @@ class TestPrefill:
     system = 50
 
     def test_what_is_cached_is_what_was_meant_in_every_arm(self, tmp_path: Path) -> None:
-        done = run("embedded-prefill", tmp_path, *self.small, seeds="0,1")
+        done = run("embedded-prefill", tmp_path, *self.small)
         assert done.exit_code == 0, done.output
         whole = self.system + 60
         expected = {
@@ -592,13 +531,14 @@ class TestPrefill:
             ("tiers", "host"): (0, whole, 0),
             ("tiers", "disk"): (0, 0, whole),
         }
-        found = {(line["cell"]["measure"], line["policy"], line["seed"]): line["rows"] for line in measured(tmp_path)}
-        assert set(found) == {(*arm, seed) for arm in expected for seed in (0, 1)}
-        for (measure, arm, _), rows in found.items():
+        found = {(line["cell"]["measure"], line["policy"]): line["rows"] for line in measured(tmp_path)}
+        assert set(found) == set(expected)
+        for (measure, arm), rows in found.items():
             for tier, tokens in zip(("device", "host", "disk"), expected[measure, arm], strict=True):
                 assert rows[tier] == [tokens, tokens]
             assert min(rows["wall_ms"]) > 0
 
+    @pytest.mark.slow
     def test_fused_requests_reuse_all_documents(self, tmp_path: Path) -> None:
         done = run("embedded-fused", tmp_path, *self.small, "batch=1")
         assert done.exit_code == 0, done.output
@@ -612,6 +552,7 @@ class TestPrefill:
             assert found.pop("nothing") is not None
             assert found == {arm: [whole, whole] for arm in arms}
 
+    @pytest.mark.slow
     def test_a_batch_of_fused_requests_loads_its_documents_with_and_without_waiting(self, tmp_path: Path) -> None:
         small = (*self.small, "batch=3", "repeats=2")
         done = run("embedded-fused", tmp_path, *small, "stored=host")
@@ -632,18 +573,6 @@ class TestPrefill:
         assert "stored in host memory, 3 prompts at once" in page
         assert "Blocking loads" in page
         assert "Beside the same without it" in page
-
-    def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
-        parameters = (*self.small, "measure=cached")
-        assert run("embedded-prefill", tmp_path, *parameters).exit_code == 0
-        first = measured(tmp_path)
-        done = run("embedded-prefill", tmp_path, *parameters, seeds="0,1")
-        assert done.exit_code == 0, done.output
-        again = measured(tmp_path)
-        assert again[: len(first)] == first
-        assert {line["seed"] for line in again[len(first) :]} == {1}
-        assert run("embedded-prefill", tmp_path, *parameters, seeds="0,1").exit_code == 0
-        assert measured(tmp_path) == again
 
     def test_its_report_says_what_it_found(self, tmp_path: Path) -> None:
         assert run("embedded-prefill", tmp_path, *self.small, "measure=overhead", seeds="0,1").exit_code == 0
@@ -674,6 +603,7 @@ class TestPrefill:
 class TestQueues:
     """The embedded engine's own queue, on a virtual clock."""
 
+    @pytest.mark.slow
     def test_serves_all_in_the_order_of_arrival_or_the_most_cached_first(self, tiny: TorchModel) -> None:
         trace = trace_of_workload(make_workload("geo", 0, top_k=2, requests=16), 16)
         queues = EmbeddedQueues(2_000, max_in_flight=1, model=tiny)
@@ -772,6 +702,7 @@ class TestServe:
             ("warmup=20", "a warmup of 20 leaves less than 10"),
             ("host=much", "'much' is no size of a tier"),
             ("device=0", "'0' is no size of a tier"),
+            ("shape=huge", "unknown shape 'huge': choose from tiny, small"),
             ("replacement=lur", "unknown replacement policy 'lur': did you mean 'lru'?"),
             ("documents=3", 'documents does not go with measure = "serving"'),
         ],

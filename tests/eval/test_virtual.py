@@ -21,9 +21,8 @@ np = pytest.importorskip("numpy")
 from ragorder.benchmarks.common.vectors import build_index, clustered
 from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
-from ragorder.eval.virtual.loop import DeadlockError, run_virtual
+from ragorder.eval.virtual.loop import DeadlockError, Servers, run_virtual
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
-from ragorder.eval.virtual.servers import Servers
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)
@@ -54,8 +53,6 @@ class TestTheLoop:
             return await asyncio.to_thread(sum, (1, 2)), now()
 
         assert run_virtual(main()) == (3, 0)
-
-    def test_raises_what_the_thread_would(self) -> None:
         with pytest.raises(ZeroDivisionError):
             run_virtual(asyncio.to_thread(divmod, 1, 0))
 
@@ -65,14 +62,6 @@ class TestTheLoop:
 
         with pytest.raises(DeadlockError, match="no timer is set"):
             run_virtual(main())
-
-    def test_times_out_and_cancels(self) -> None:
-        async def main() -> float:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.Event().wait(), 60)
-            return now()
-
-        assert run_virtual(main()) == pytest.approx(60)
 
     @given(st.lists(st.floats(0, 1e5), min_size=1, max_size=20))
     def test_has_no_event_in_the_past(self, waits_s: list[float]) -> None:
@@ -118,7 +107,7 @@ class TestServers:
             heapq.heapreplace(free_s, end_s := max(free_s[0], came_s) + seconds)
             assert ends[number] == pytest.approx(end_s)
 
-    @pytest.mark.parametrize("load", [0.5, 0.8])
+    @pytest.mark.parametrize("load", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
     def test_of_deterministic_work_wait_as_queueing_theory_says(self, load: float) -> None:
         """M/D/1: load / 2 (1 - load) service times, within 3 %."""
         draw = random.Random(1)
@@ -151,10 +140,6 @@ class TestServers:
             return now(), server.busy_s
 
         assert run_virtual(main()) == (3, 3)
-
-    def test_are_at_least_one(self) -> None:
-        with pytest.raises(ValueError, match="at least 1, got 0"):
-            Servers(0)
 
 
 @dataclass(frozen=True)
@@ -207,18 +192,11 @@ class TestTheEngine:
         assert late_s == pytest.approx(0.06 + 0.02 + 0.01)
 
     def test_reports_progress_in_chunks(self) -> None:
-        async def main() -> list[int]:
+        async def main() -> list[tuple[int, int]]:
             engine = VirtualEngine(COSTS, words, report_every=16)
-            return [len(chunk.text.split()) async for chunk in engine.stream(Request(range(8), 40))]
+            return [(len(each.text.split()), each.tokens) async for each in engine.stream(Request(range(8), 40))]
 
-        assert run_virtual(main()) == [1, 15, 16, 8]
-
-    def test_says_how_many_tokens_a_chunk_has(self) -> None:
-        async def main() -> list[int]:
-            engine = VirtualEngine(COSTS, words, report_every=16)
-            return [chunk.tokens async for chunk in engine.stream(Request(range(8), 40))]
-
-        assert run_virtual(main()) == [1, 15, 16, 8]
+        assert run_virtual(main()) == [(1, 1), (15, 15), (16, 16), (8, 8)]
 
     def test_holds_a_request_back_that_has_no_room(self) -> None:
         async def main() -> Any:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
-from ragorder.eval.data.scratch import OwnFolder
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.engines.server import Process, VLLMServer
+from ragorder.eval.engines.server import OwnFolder, Process, VLLMServer
 
 ANSWERS = """
 import http.server, sys
@@ -125,7 +124,7 @@ class TestAnOwnFolder:
     ) -> None:
         script = (
             "import os, sys, tempfile\n"
-            "from ragorder.eval.data.scratch import OwnFolder\n"
+            "from ragorder.eval.engines.server import OwnFolder\n"
             "folder = OwnFolder('mine-')\n"
             "folder.take()\n"
             "print(folder.path, flush=True)\n"

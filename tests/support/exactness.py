@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -77,11 +76,6 @@ class Exactness:
     def identical_share(self) -> float:
         """The share of requests for which both found the same number of cached tokens; 1 where there was none."""
         return 1 - len(self.differences) / self.requests if self.requests else 1.0
-
-    def figures(self) -> dict[str, Any]:
-        """All of it in JSON's types, with the share and the number of differences by reason."""
-        reasons = Counter(difference.reason for difference in self.differences)
-        return asdict(self) | {"identical_share": self.identical_share, "reasons": dict(reasons)}
 
 
 def serve_on_vllm(engine: VLLMEngine, asks: Sequence[Ask]) -> list[Served]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragorder.eval.running.popular_tails import FrequencyTail, PopularityTail
+from ragorder.eval.running.policies import FrequencyTail, PopularityTail
 from ragorder.trie.tail import CohortTail, FreeTail, QueueTail, RankTail, Tail
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])

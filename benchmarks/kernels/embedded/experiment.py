@@ -23,8 +23,8 @@ from ragorder.benchmarks.kernels.embedded.models import ONE_THREAD, SHAPES, hard
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.compared import Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, Statistic, StatisticsError, compare, need_scipy
 from ragorder.eval.report.tables import Entry, Table

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.benchmarks.ragcache.tiering.experiment import ARMS, TieringRecord
 from ragorder.eval.report.canvas import Picture
-from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.compared import Compared, Mark, draw_marks
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare

@@ -33,10 +33,9 @@ _SESSION = range(6, 11)
 
 
 def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: Path | None = None) -> Corpus:
-    """The standard library's docstrings with signatures, and about 600 questions in sessions on one topic.
-
-    Modules are read from source, not imported. Deterministic for an installation. `cache` is a folder for the result.
-    Raises CorpusError without the sources, ValueError for `top_k` < 1."""
+    """The standard library's docstrings with signatures, and about 600 questions in sessions on one topic. Modules are
+    read from source, not imported. Deterministic for an installation. `cache` is a folder for the result. Raises
+    CorpusError without the sources, ValueError for `top_k` < 1."""
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     retriever = BM25Retriever() if retriever is None else retriever

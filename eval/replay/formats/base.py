@@ -16,9 +16,8 @@ EMPTY = "retrievals without documents: let your tracing record their content"
 
 
 class Step(NamedTuple):
-    """A step of a trace, with its id and its parent's; a retrieval has a `request`.
-
-    `unread`: why a step that may be a retrieval has none."""
+    """A step of a trace, with its id and its parent's; a retrieval has a `request`. `unread`: why a step that may be a
+    retrieval has none."""
 
     request: RequestLine | None = None
     id: str | None = None
@@ -28,7 +27,6 @@ class Step(NamedTuple):
 
 class ExportLine(BaseModel):
     """A line of a log, as the documentation of its software describes it; fields that are not used are ignored.
-
     `EXAMPLE` shows in messages what a line looks like. `IS_ROW`: it is also a row of a table in CSV."""
 
     EXAMPLE: ClassVar[str]
@@ -38,9 +36,8 @@ class ExportLine(BaseModel):
 
     @abstractmethod
     def steps(self) -> Iterable[Step]:
-        """Its steps, in order, whose requests have their times.
-
-        Raises ValueError, with a message that quotes nothing of the line."""
+        """Its steps, in order, whose requests have their times. Raises ValueError, with a message that quotes nothing
+        of the line."""
 
 
 class OwnLine(RequestLine, ExportLine):

@@ -31,7 +31,6 @@ def structure(value: Any, field: str) -> Any:
 
 def exported_documents(value: Any, field: str) -> list[LineDocument]:
     """The documents of a retriever's output: a list, or an object that holds it. None of a retrieval that failed.
-
     Raises ValueError naming the field."""
     found = _list_in(structure(value, field))
     if found is None or found == {}:
@@ -52,9 +51,8 @@ def holds_documents(value: Any) -> bool:
 
 
 def exported_document(id: str | int | None, text: str | None, field: str) -> LineDocument:
-    """A document by its id or, without one, by its text; with a text its length is estimated from that.
-
-    Raises ValueError naming the field."""
+    """A document by its id or, without one, by its text; with a text its length is estimated from that. Raises
+    ValueError naming the field."""
     if id is None and not text:
         raise ValueError(f'"{field}" has neither an id nor a text: export one of them')
     if id is None:

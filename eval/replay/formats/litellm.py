@@ -47,9 +47,8 @@ class _Metadata(BaseModel):
 
 
 class LiteLLMSpendLog(ExportLine):
-    """A row of LiteLLM_SpendLogs; those whose metadata have searches of vector stores are requests.
-
-    Their prompt tokens are not used: the lengths of documents are estimates, and would contradict them."""
+    """A row of LiteLLM_SpendLogs; those whose metadata have searches of vector stores are requests. Their prompt tokens
+    are not used: the lengths of documents are estimates, and would contradict them."""
 
     EXAMPLE = (
         '{"startTime": "2025-01-31T12:00:00", "completion_tokens": 40, "metadata": {"vector_store_request_metadata": '

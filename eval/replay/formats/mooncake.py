@@ -16,10 +16,9 @@ _BLOCK_TOKENS = 512
 
 
 class MooncakeRequest(ExportLine):
-    """A request: its blocks but the last are the documents, and what the last holds is the suffix.
-
-    An id says what stands before it, so no other order of these documents can be served: a replay shows what a cache
-    holds of such a trace, and ordering has nothing to gain."""
+    """A request: its blocks but the last are the documents, and what the last holds is the suffix. An id says what
+    stands before it, so no other order of these documents can be served: a replay shows what a cache holds of such a
+    trace, and ordering has nothing to gain."""
 
     EXAMPLE = '{"timestamp": 27, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}'
 

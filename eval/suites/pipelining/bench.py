@@ -15,9 +15,8 @@ from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.running.bench import check_bench, sources_of
-from ragorder.eval.running.load import rotated
+from ragorder.eval.running.load import Progress, rotated, silent
 from ragorder.eval.running.policies import ORDERERS
-from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
 from ragorder.eval.running.suite import Line
 from ragorder.eval.suites.pipelining.search import played
@@ -47,11 +46,8 @@ def pipeline_lines(
     bench: Bench, pipeline: str, delay_ms: float, session: str, progress: Progress = silent
 ) -> Iterator[Line]:
     """Yield a line of results.jsonl for every policy on every trace and seed, with this pipeline and without, on one
-    server.
-
-    Retrieval is a pause of `delay_ms`. Modes take turns, or with `concurrency` run one after the other. Raises
-    BenchError, and as `run_bench` does.
-    """
+    server. Retrieval is a pause of `delay_ms`. Modes take turns, or with `concurrency` run one after the other. Raises
+    BenchError, and as `run_bench` does."""
     _check_pipeline(bench, pipeline, delay_ms)
     check_bench(bench)
     modes = ("none",) if pipeline == "none" else ("none", pipeline)

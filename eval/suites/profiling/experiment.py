@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ragorder.eval.data.machine import load_average
+from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table, Tone
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["ProfileCell", "ProfileRecord", "Profiling"]
+__all__ = ["ProfileCell", "ProfileRecord", "Profiling", "doubts", "make_part", "profile_table"]
 
 
 _Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict=False)]
@@ -104,3 +109,72 @@ class Profiling(Experiment):
             "facts": made.facts,
             "rows": ProfileRecord.rows_of(made),
         }
+
+
+_WIDE_SPREAD = 0.25
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    profiles = [line.profile for line in results.of(ProfileRecord, suite.name)]
+    return Part(
+        [profile_table(profile) for profile in profiles],
+        words=[f"{doubt[0].upper()}{doubt[1:]}." for profile in profiles for doubt in doubts(profile.facts)],
+        pictures=lambda: [_picture(profile) for profile in profiles],
+    )
+
+
+def profile_table(profile: PrefillProfile) -> Table:
+    facts = profile.facts
+    table = Table(
+        f"{facts['model']} on {facts['engine']}: ms to the first token, new tokens a second",
+        ["cached", *(f"{new:,} new" for new in profile.new_tokens)],
+    )
+    best = max(new / s for row in profile.seconds for new, s in zip(profile.new_tokens, row, strict=True))
+    for cached, row in zip(profile.cached_tokens, profile.seconds, strict=True):
+        table.add(
+            f"{cached:,}", *(_entry(s, new / s / best, new) for new, s in zip(profile.new_tokens, row, strict=True))
+        )
+    typical, largest = (100 * facts["spread_share"][name] for name in ("median", "largest"))
+    table.note = (
+        f"median of {facts['repeats']}, which spread by {typical:.0f} % of it (in one cell {largest:.0f} %), seed "
+        f"{facts['seed']}, blocks of {facts['block_size']} tokens"
+    )
+    return table
+
+
+def _entry(seconds: float, share: float, new: int) -> Entry:
+    tone: Tone = "good" if 3 * share >= 2 else "doubtful" if 3 * share >= 1 else "bad"
+    return Entry(format_number(1e3 * seconds), f"{format_number(new / seconds, 0)}/s", tone=tone)
+
+
+def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
+    pooled, again = facts["pooled"], facts["sent_again"]
+    if facts["spread_share"]["median"] > _WIDE_SPREAD:
+        yield "times differ much between repeats: measure again on an idle server and machine"
+    if pooled["cells"]:
+        size = f"{pooled['cells']} cells, by {100 * pooled['largest_share']:.1f} % at most"
+        yield f"smoothed, because times fell although tokens were added: {size}"
+    for tier in facts.get("load_missing", ()):
+        yield f"no prefix came back from the {tier} in time, and its load time is missing: raise --loads-limit"
+    if again:
+        yield f"requests repeated, because they failed or found something else cached: {again}"
+
+
+def _picture(profile: PrefillProfile) -> Picture:
+    chosen = dict.fromkeys((0, len(profile.cached_tokens) // 2, len(profile.cached_tokens) - 1))
+    lines = [(profile.cached_tokens[place], [1e3 * s for s in profile.seconds[place]]) for place in chosen]
+
+    def paint(axes: Any) -> None:
+        ends = []
+        for (cached, ms), name in zip(lines, ("earned", "greedy", "sorted"), strict=False):
+            looks = style(name)
+            axes.plot(profile.new_tokens, ms, looks.dashes, marker=looks.marker, color=looks.colour)
+            ends.append((profile.new_tokens[-1], ms[-1], f"{cached:,} cached", looks))
+        axes.set_xlabel("new tokens")
+        axes.set_ylabel("time to the first token, ms")
+        label_ends(axes, ends)
+
+    alt = "; ".join(f"{cached:,} cached: {', '.join(map(format_number, ms))} ms" for cached, ms in lines)
+    return draw(
+        paint, title="Prefill times", alt=alt, caption=f"{profile.facts['model']} on {profile.facts['engine']}."
+    )

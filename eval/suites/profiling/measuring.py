@@ -24,7 +24,7 @@ from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestErr
 from ragorder.eval.engines.models import longest_prompt, random_model
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.trie.profile import PrefillProfile
 
 __all__ = [
@@ -162,9 +162,7 @@ def measure_profile(
     progress: Progress = silent,
 ) -> PrefillProfile:
     """Medians of the time to the first token at the client. The server and this machine should serve nothing else.
-
-    Raises EngineError if requests fail, or the reported cached tokens are missing or wrong.
-    """
+    Raises EngineError if requests fail, or the reported cached tokens are missing or wrong."""
     return asyncio.run(_measure(server, grid, repeats, seed, progress))
 
 
@@ -284,10 +282,8 @@ def measure_loads(
     progress: Progress = silent,
 ) -> PrefillProfile:
     """The profile of a vLLM server with ragorder's tiers, with `loads`: medians of `repeats` samples of each tier, or
-    of fewer if `limit_s` ends first. The server and this machine should serve nothing else.
-
-    Raises EngineError if requests fail, or for a server without tiers or without a published capacity.
-    """
+    of fewer if `limit_s` ends first. The server and this machine should serve nothing else. Raises EngineError if
+    requests fail, or for a server without tiers or without a published capacity."""
     capacity_tokens = server.capacity_tokens
     if capacity_tokens is None:
         raise EngineError("the server does not publish the size of its cache: load times are measured on vLLM only")

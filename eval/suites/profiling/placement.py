@@ -12,7 +12,7 @@ from random import Random
 from statistics import median
 from typing import Any, Protocol, Self
 
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.pipelining.placement.profile import GenerationSample, RetrievalSample
 
 __all__ = ["Journal", "Measured", "PlacementGrid", "measure_placement"]
@@ -80,11 +80,8 @@ class PlacementGrid:
 
 
 class Journal:
-    """What has been measured so far, in a file that a later run goes on with.
-
-    A file of JSON lines: the identity of the measurement, then a sample a line. Raises ValueError for a file of another
-    measurement.
-    """
+    """What has been measured so far, in a file that a later run goes on with. A file of JSON lines: the identity of the
+    measurement, then a sample a line. Raises ValueError for a file of another measurement."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
@@ -160,12 +157,10 @@ def measure_placement(
     progress: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Fill the journal, and return what had to be left out for want of memory or time.
-
-    The two smallest batches with fewest and most layers on the device come first, with which times can be fitted.
-    Other places, larger batches and repeats are measured if they are expected to end within `limit_s`. Places in
-    changing order spread slow spells over all cells.
-    """
+    """Fill the journal, and return what had to be left out for want of memory or time. The two smallest batches with
+    fewest and most layers on the device come first, with which times can be fitted. Other places, larger batches and
+    repeats are measured if they are expected to end within `limit_s`. Places in changing order spread slow spells over
+    all cells."""
     draw, advance, end_s = Random(seed), progress("placements", grid.cells), clock() + limit_s
     smallest, ends = grid.batches[0], list(dict.fromkeys((min(grid.places), max(grid.places))))
     others = [place for place in grid.places if place not in ends]

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ragorder.common.extras import needs
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
@@ -29,13 +29,12 @@ _LARGEST_STEP = 8192
 # Of the device, for the workspace, as `plan_placement` and the engine choose their steps.
 _WORKSPACE_SHARE = 0.125
 _RESULTS = 5
+_BLOCK = 16
 
 
 class PlacedEngine:
-    """A model whose layers lie where `place` puts them. `sizes`: with the measured workspace.
-
-    Raises ImportError without torch, and what `TieredEngine.load` and `model_sizes` raise.
-    """
+    """A model whose layers lie where `place` puts them. `sizes`: with the measured workspace. Raises ImportError
+    without torch, and what `TieredEngine.load` and `model_sizes` raise."""
 
     def __init__(
         self,
@@ -203,7 +202,6 @@ class PlacedSystem:
         batch: int,
         partitions: int = 32,
         seed: int = 0,
-        device: str | None = None,
         limit_s: float = math.inf,
         progress: Progress = silent,
     ) -> None:
@@ -215,7 +213,7 @@ class PlacedSystem:
             if self._index is not None:
                 opened.callback(self._index.close)
             self.engine = PlacedEngine(
-                model, budgets, workload, batch=batch, seed=seed, device=device, limit_s=limit_s, progress=progress
+                model, budgets, workload, batch=batch, seed=seed, limit_s=limit_s, progress=progress
             )
             opened.callback(self.engine.close)
             self._opened = opened.pop_all()
@@ -288,5 +286,5 @@ def _cut(tokens: int, longest: int) -> list[int]:
     return [longest] * whole + ([rest] if rest else [])
 
 
-def _whole_blocks(tokens: int, block: int = 16) -> int:
-    return (-(-tokens // block) + 1) * block
+def _whole_blocks(tokens: int) -> int:
+    return (-(-tokens // _BLOCK) + 1) * _BLOCK

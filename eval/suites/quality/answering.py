@@ -23,7 +23,7 @@ from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.torch import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.load import Progress
 from ragorder.eval.suites.quality.metrics import extract_answer
 from ragorder.eval.suites.quality.orders import FusedReuse, GradedQuestion, QualityError, answer_fused
 from ragorder.eval.suites.quality.questions import QuestionSet
@@ -154,11 +154,9 @@ class _FusedAnswers:
 
 class OnceAnswers:
     """Answers of an engine in this process, each prompt's once, however many orders lead to it: no answer depends on
-    what is cached, which a simulated engine counts with these blocks, this capacity and these tokens of answers.
-
-    Ask everything once, then `answer_missing`, then ask again. Answers are appended to `file`, and read from there.
-    `whole`: none ends early, at the end of the line that counts.
-    """
+    what is cached, which a simulated engine counts with these blocks, this capacity and these tokens of answers. Ask
+    everything once, then `answer_missing`, then ask again. Answers are appended to `file`, and read from there.
+    `whole`: none ends early, at the end of the line that counts."""
 
     def __init__(
         self,
@@ -241,19 +239,10 @@ class OnceAnswers:
                 file.write(text)
 
 
-@contextmanager
-def fused_answers(engine: TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """Yield answers of at most `output_tokens`, also in orders that reuse documents' KV."""
-    with engine.answering(output_tokens):
-        yield _FusedAnswers(engine)
-
-
 class ServerAnswers:
-    """Chat completions of a server, in a `with` block and from several threads.
-
-    `block_size` and `capacity_tokens` None are read from its /metrics, else 16 and 262,144. Every `reset` draws a new
-    `cache_salt`, if the server takes one. Raises EngineError for an invalid address or key, ImportError.
-    """
+    """Chat completions of a server, in a `with` block and from several threads. `block_size` and `capacity_tokens` None
+    are read from its /metrics, else 16 and 262,144. Every `reset` draws a new `cache_salt`, if the server takes one.
+    Raises EngineError for an invalid address or key, ImportError."""
 
     name = "openai"
     partial_blocks_first = True
@@ -437,7 +426,7 @@ def _local(
             )
             yield once, builders, facts
         else:
-            with fused_answers(engine, spec.output_tokens) as answers:
-                yield answers, builders, facts
+            with engine.answering(spec.output_tokens):
+                yield _FusedAnswers(engine), builders, facts
     finally:
         engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import fmean
@@ -12,7 +12,7 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import BuiltPrompts
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.running.store import Store
 from ragorder.eval.suites.quality.answering import (
     CAPACITY,
@@ -36,21 +36,17 @@ __all__ = ["ask_questions", "done_in", "serve_quality"]
 _TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
-def _never(cell: Mapping[str, Any], policy: str) -> bool:
-    return False
-
-
 def done_in(store: Store, bench: QualityBench) -> Done:
     key = {"suite": bench.suite, "seed": bench.questions.seed, "dry_run": bench.dry_run}
     return lambda cell, policy: store.has("quality", **key, cell=cell, policy=policy)
 
 
-def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done = _never) -> Iterator[Line]:
-    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`.
-
-    Raises QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not
-    answer, ImportError naming what to install.
-    """
+def serve_quality(
+    bench: QualityBench, progress: Progress = silent, done: Done = lambda cell, policy: False
+) -> Iterator[Line]:
+    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`. Raises
+    QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not answer,
+    ImportError naming what to install."""
     orders = [Order.parse(name) for name in bench.orders]
     todo = [[order for order in orders if not done(cell, order.name)] for cell in bench.cells]
     if not any(todo):

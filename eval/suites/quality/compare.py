@@ -13,7 +13,7 @@ from ragorder.common.jsonl import JSONLines
 from ragorder.eval.report.statistics import need_scipy
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+    from ragorder.eval.running.load import Progress
 
 __all__ = [
     "bootstrap_difference",
@@ -124,12 +124,10 @@ def judge_previous(
 
 def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE) -> list[Line]:
     """Each order against the baseline over the questions that both answered; EM, F1 and answers that contain an
-    accepted one in percent. A question that was asked again counts once, with its mean.
-
-    EM differs by McNemar's exact test at 5 % (`em_lost`, `em_won`: questions answered only by the baseline, only by
-    this order; asked again, more often by it), as does `contains`; F1 if the paired 95 % interval excludes zero.
-    Several orders are not corrected for. `reordered` is the share of questions whose documents moved.
-    """
+    accepted one in percent. A question that was asked again counts once, with its mean. EM differs by McNemar's exact
+    test at 5 % (`em_lost`, `em_won`: questions answered only by the baseline, only by this order; asked again, more
+    often by it), as does `contains`; F1 if the paired 95 % interval excludes zero. Several orders are not corrected
+    for. `reordered` is the share of questions whose documents moved."""
     by_policy = {line["policy"]: line for line in lines}
     if baseline not in by_policy:
         return []

@@ -17,7 +17,7 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora import CorpusError, load_folder
 from ragorder.eval.data.retrieval import make_retriever
 from ragorder.eval.data.trace import check_ranked, in_order
-from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.load import Progress, silent
 from ragorder.eval.suites.quality.metrics import SCORERS, Scorer
 from ragorder.eval.suites.quality.orders import GradedQuestion
 from ragorder.eval.suites.quality.specs import TOP_K, DatasetName, QuestionsSpec
@@ -91,11 +91,9 @@ class QuestionSet:
 
 
 def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
-    """Return the stream of `trace_of_corpus`, graded.
-
-    Gold is what was retrieved of a supporting document, and has an answer if that is cut into parts; where none are
-    named, every document with an answer. Raises CorpusError naming file and line, ImportError naming what to install.
-    """
+    """Return the stream of `trace_of_corpus`, graded. Gold is what was retrieved of a supporting document, and has an
+    answer if that is cut into parts; where none are named, every document with an answer. Raises CorpusError naming
+    file and line, ImportError naming what to install."""
     dataset = DATASETS[spec.dataset]
     folder = spec.data or (_from_hub(dataset, progress) if dataset.hub else SAMPLE)
     retriever = make_retriever(spec.retriever) if isinstance(spec.retriever, str) else spec.retriever

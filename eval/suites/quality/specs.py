@@ -139,11 +139,9 @@ class AnswererSpec(BaseModel):
 @dataclass(frozen=True, slots=True)
 class QualityBench:
     """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
-    then none. Raises QualityError.
-
-    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results. `answers` is the file
-    in which an engine in this process keeps what it has answered, so that an interrupted run goes on.
-    """
+    then none. Raises QualityError. `suite`, `suite_cell` (None: the specifications) and `session` are written into the
+    results. `answers` is the file in which an engine in this process keeps what it has answered, so that an interrupted
+    run goes on."""
 
     questions: QuestionsSpec
     engine: AnswererSpec = field(default_factory=AnswererSpec)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,7 +14,7 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.peers import PEERS, PeerError, make_peer
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.cells import Display, SuiteCell
-from ragorder.eval.running.options import SIM_LIKE, Options
+from ragorder.eval.running.options import SIM_LIKE
 from ragorder.eval.running.policies import ORDERERS, POLICIES, parse_guards
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
@@ -24,9 +23,8 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
-    from ragorder.eval.running.runner import Run
 
-__all__ = ["Engines", "Serving", "ServingCell"]
+__all__ = ["Serving", "ServingCell"]
 
 
 def _capacity(value: Any) -> Any:
@@ -124,17 +122,9 @@ class Serving(Experiment):
     policies: ClassVar[Any] = POLICIES
     planned = True
 
-    _engines: Engines | None = None
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._peers: dict[str, str | None] = {}
-
-    def __enter__(self) -> Self:
-
-        self._engines = Engines(self.options)
-        self.resources.callback(self._engines.close)
-        return self
 
     def obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
         return super().obstacle(suite, cell, policy) or self._obstacle(suite, cell, policy)
@@ -204,7 +194,6 @@ class Serving(Experiment):
         return job.suite.times_builds or self.options.engine != "sim"
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        assert self._engines is not None, "use the experiment in a `with` block"
         for peer in [policy for policy in job.policies if policy in PEERS]:
             reason = self._peer_missing(peer)
             if reason is not None:
@@ -219,7 +208,7 @@ class Serving(Experiment):
             _skip(job.requests * len(job.policies), advance)
             return
         try:
-            runs = self._engines.serve(job, advance, times_builds=self._times_builds(job))
+            runs = self.serve(job, advance)
         except PeerError as error:
             peers = [policy for policy in job.policies if policy in PEERS]
             yield from (Missing(job.suite.name, job.cell.fields, peer, str(error)) for peer in peers)
@@ -243,62 +232,38 @@ class Serving(Experiment):
                 self._peers[peer] = str(error)
         return self._peers[peer]
 
-    def _figures(self, job: Job, run: Run) -> dict[str, Any]:
-        options = self.options
-        model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
-        fields = run.fields(None if model is None else str(model), self._warmup(job))
-        return fields | {"measurement": self.measurement(job)}
-
-    @classmethod
-    def own_suites(cls) -> Mapping[str, Suite]:
-        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves", metrics=("tenths",)))
-        return {bench.name: bench}
-
-
-def _skip(steps: int, advance: Callable[[], None]) -> None:
-    for _ in range(steps):
-        advance()
-
-
-_Sizes = tuple[int | None, int | None]
-
-
-class Engines:
-    """An empty cache for each job; engines are kept until a job needs another size, or `close`."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._pool: EnginePool[Any] | None = None
-        self._server: tuple[_Sizes, str, EventsAddress] | None = None
-        self._stack = ExitStack()
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def serve(self, job: Job, advance: Callable[[], None], *, times_builds: bool) -> list[Run]:
-        """The served runs of the job's policies, in their order. Raises as `run_bench` does."""
-        if self._pool is None:
-            self._pool = self._open_pool()
-        (runs,) = run_traces(self._bench(job, times_builds), lambda description, steps: advance, pool=self._pool)
+    def serve(self, job: Job, advance: Callable[[], None]) -> list[Run]:
+        """Return the served runs of the job's policies, each on an empty cache; an engine is kept until a job needs one
+        of another size. Raises as `run_bench` does."""
+        pool, options, sizes = None, self.options, (job.cell.capacity.tokens, job.cell.block_size)
+        base_url, events = options.base_url, options.events
+        if options.engine in ("vllm", "torch"):
+            pool = self.kept(options.engine, self._open_pool)
+        elif options.engine == "openai" and base_url is None:
+            base_url, events = self.kept(sizes, lambda: self._start_server(*sizes))
+        (runs,) = run_traces(self._bench(job, base_url, events), lambda description, steps: advance, pool=pool)
         return runs
 
-    def _open_pool(self) -> EnginePool[Any] | None:
-        if self._options.engine == "vllm":
-            from ragorder.eval.engines.pool import VLLMPool
+    def _open_pool(self) -> EnginePool[Any]:
+        from ragorder.eval.engines.pool import TorchPool, VLLMPool
 
-            return self._stack.enter_context(VLLMPool())
-        if self._options.engine == "torch":
-            from ragorder.eval.engines.pool import TorchPool
+        return self.resources.enter_context(VLLMPool() if self.options.engine == "vllm" else TorchPool())
 
-            return self._stack.enter_context(TorchPool())
-        return None
+    def _start_server(self, capacity_tokens: int | None, block_size: int | None) -> tuple[str, EventsAddress]:
+        from ragorder.eval.running.live import start_server
 
-    def _bench(self, job: Job, times_builds: bool) -> Bench:
-        options, cell = self._options, job.cell
+        spec = EngineSpec(
+            engine="openai",
+            model=self.options.model,
+            capacity=Capacity(tokens=capacity_tokens),
+            block_size=block_size,
+        )
+        server = self.resources.enter_context(start_server(spec))
+        return server.base_url, EventsAddress(server.events_endpoint, server.replay_endpoint, server.events_topic)
+
+    def _bench(self, job: Job, base_url: str | None, events: EventsAddress | None) -> Bench:
+        options, cell = self.options, job.cell
         live = options.engine == "openai"
-        base_url, events = options.base_url, options.events
-        if live and base_url is None:
-            base_url, events = self._own_server((cell.capacity.tokens, cell.block_size))
         policies = tuple(_served_as(policy, cell) for policy in job.policies)
         return Bench(
             workloads=() if cell.workload is None else (cell.workload,),
@@ -324,25 +289,25 @@ class Engines:
             seeds=(job.seed,),
             limit=job.requests,
             settings=cell.settings,
-            time_builds=times_builds,
+            time_builds=self._times_builds(job),
             timelines=job.suite.keeps_timelines,
         )
 
-    def _own_server(self, sizes: _Sizes) -> tuple[str, EventsAddress]:
-        if self._server is None or self._server[0] != sizes:
-            from ragorder.eval.engines.capacity import Capacity
-            from ragorder.eval.running.live import start_server
+    def _figures(self, job: Job, run: Run) -> dict[str, Any]:
+        options = self.options
+        model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
+        fields = run.fields(None if model is None else str(model), self._warmup(job))
+        return fields | {"measurement": self.measurement(job)}
 
-            self._stack.close()
-            self._stack = ExitStack()
-            self._server = None
-            spec = EngineSpec(
-                engine="openai", model=self._options.model, capacity=Capacity(tokens=sizes[0]), block_size=sizes[1]
-            )
-            server = self._stack.enter_context(start_server(spec))
-            events = EventsAddress(server.events_endpoint, server.replay_endpoint, server.events_topic)
-            self._server = (sizes, server.base_url, events)
-        return self._server[1:]
+    @classmethod
+    def own_suites(cls) -> Mapping[str, Suite]:
+        bench = Suite.unlisted("bench", "Benchmark", report=Display(chart="moves", metrics=("tenths",)))
+        return {bench.name: bench}
+
+
+def _skip(steps: int, advance: Callable[[], None]) -> None:
+    for _ in range(steps):
+        advance()
 
 
 def _served_as(policy: str, cell: ServingCell) -> str:

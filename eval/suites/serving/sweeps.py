@@ -13,7 +13,7 @@ from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, 
 from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_words
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
+__all__ = ["panels_of", "position_pictures", "strokes", "sweep_pictures", "value_on_axis"]
 
 # Parameters without an order, and so without a line between their values.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
@@ -151,7 +151,7 @@ def _draw(
                 axes.vlines(places, low, high, color=looks.colour, linewidth=1.4)
                 axes.plot(places, values, looks.marker, color=looks.colour, markersize=5)
                 continue
-            for part in _parts(panel, x, line):
+            for part in strokes(panel, x, line):
                 places, values, low, high = map(list, zip(*part, strict=True))
                 axes.fill_between(places, low, high, color=looks.colour, alpha=0.15, linewidth=0)
                 axes.plot(places, values, looks.dashes, color=looks.colour, marker=looks.marker, markersize=5)
@@ -176,7 +176,7 @@ def _draw(
     return draw(paint, title=title, alt=f"{unit}; {said}", caption=caption, height=4.2 if x in _UNORDERED else 3.1)
 
 
-def _parts(panel: Sequence[Group], x: str, line: Sequence[_Point]) -> Iterator[list[_Point]]:
+def strokes(panel: Sequence[Group], x: str, line: Sequence[_Point]) -> Iterator[list[_Point]]:
     """A line without a stroke between two sweeps: the workloads ov0.4 and ov0.6 are of one, ov0.4-kept of another."""
     for _, part in groupby(line, lambda point: x == "workload" and re.sub(r"[\d.]", "", panel[point[0]].cell[x])):
         yield list(part)
