@@ -11,8 +11,6 @@ from ragorder.clouds import CacheRules, Prices, Provider, cache_rules
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.settings import Settings
 
-__all__ = ["CloudOrderers", "ModelOrderer", "find_rules"]
-
 # Used if only the model is known. Models of other providers have the same names on self-hosted engines.
 _PROVIDERS: tuple[Provider, ...] = ("anthropic", "openai")
 

@@ -15,9 +15,6 @@ from ragorder.errors import RagorderError
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["AddressError", "Server", "ServerError"]
-
-
 # Far above any expected answer, in bytes.
 _LONGEST = 64 << 20
 

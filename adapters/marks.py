@@ -6,8 +6,6 @@ from typing import Any
 
 from ragorder.ordering import Ordering
 
-__all__ = ["marked_documents"]
-
 
 def marked_documents(ordering: Ordering[Any]) -> list[int]:
     """Return the number of leading documents before each breakpoint: one, after the documents that an earlier

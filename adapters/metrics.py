@@ -10,8 +10,6 @@ from ragorder.common.extras import needs
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = ["PrometheusMetrics"]
-
 
 class PrometheusMetrics:
     """Base of metrics whose names begin with `prefix`. No label names a document or a tenant.

@@ -10,8 +10,6 @@ from ragorder.document import Document
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade"]
-
 T = TypeVar("T")
 
 Key = Callable[[Any], Any]

@@ -17,20 +17,6 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeVar
 
-__all__ = [
-    "EXACT",
-    "FACTS",
-    "FIELD",
-    "PREFIX",
-    "QUESTION",
-    "RequestFacts",
-    "add_facts",
-    "read_facts",
-    "request_facts",
-    "tenant_digest",
-    "with_facts",
-]
-
 K = TypeVar("K", bound=Hashable)
 
 FIELD = "kv_transfer_params"

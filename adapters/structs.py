@@ -6,8 +6,6 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["readable_by_threads"]
-
 T = TypeVar("T")
 
 

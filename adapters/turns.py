@@ -19,8 +19,6 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import History, Segment
 
-__all__ = ["FrameworkTurns", "Label", "NextTurn", "off_loop", "plain_message"]
-
 D = TypeVar("D")
 M = TypeVar("M")
 R = TypeVar("R")

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from ragorder.common.counts import reported_count
 from ragorder.common.running_mean import RunningMean
 
-__all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
-
 _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
 

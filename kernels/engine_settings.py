@@ -9,8 +9,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from ragorder.kernels.fusion.selection import SELECTIONS, Fusion, selections
 from ragorder.kernels.tier_settings import KVTierSettings
 
-__all__ = ["EngineSettings"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -13,8 +13,6 @@ from typing import Any, Self
 from ragorder.common.jsonl import decode
 from ragorder.pipelining.placement.base import ModelSizes
 
-__all__ = ["ROWS", "DecoderShape", "model_sizes", "read_width"]
-
 ROWS = 64
 """Default number of requests with logits in one step."""
 

@@ -18,8 +18,6 @@ from typing import Any
 from ragorder.common.files import cache_folder, try_lock
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["ProfileCache", "processor_name", "profile_key"]
-
 _logger = logging.getLogger("ragorder.profile")
 
 _POLL_S = 0.05

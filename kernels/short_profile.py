@@ -10,8 +10,6 @@ from typing import Any
 
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["LONGEST_TOKENS", "LoadTimes", "measure_short_loads", "measure_short_profile"]
-
 LONGEST_TOKENS = 8_192
 """Longest measured prompt; beyond it a profile is extrapolated linearly."""
 

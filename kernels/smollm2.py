@@ -18,8 +18,6 @@ import click
 from ragorder.common.extras import needs
 from ragorder.common.files import cache_folder, wait_for_lock
 
-__all__ = ["SMOLLM2", "smollm2"]
-
 SMOLLM2 = "smollm2"
 """Name of this model in `--model`."""
 

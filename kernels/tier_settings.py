@@ -12,8 +12,6 @@ from ragorder.common.counts import parse_size
 from ragorder.trie.policies import POLICIES
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["KVTierSettings"]
-
 
 class KVTierSettings(BaseModel):
     """Sizes (also text, such as "24GiB") and replacement of the tiers below the device."""

@@ -19,9 +19,6 @@ from ragorder.pipelining.protocols import (
 )
 from ragorder.pipelining.speculation import Speculation, counted
 
-__all__ = ["Attempt"]
-
-
 _logger = logging.getLogger("ragorder")
 
 

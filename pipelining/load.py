@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from ragorder.common.running_mean import RunningMean
 
-__all__ = ["Admission", "EngineLoad", "prefill_batch"]
-
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
     """Return `max_prefill_bs` of RAGCache section 5.3: prompts in one iteration of `token_budget` tokens."""

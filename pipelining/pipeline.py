@@ -25,9 +25,6 @@ from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 
-__all__ = ["Pipeline", "PipelinedStream"]
-
-
 _own_key: Callable[[Any], Hashable] = attrgetter("key")
 
 

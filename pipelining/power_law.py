@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Self
 
-__all__ = ["PowerLaw"]
-
 _DECAY = 1 - 1 / 128
 _OUTLIER = 4.0
 _WARM = 16

@@ -8,16 +8,6 @@ from typing import Protocol, TypeVar
 
 from ragorder.common.counts import reported_count
 
-__all__ = [
-    "AnswerChunk",
-    "CommittedRequest",
-    "EngineRequest",
-    "PipelineTrace",
-    "RequestBuilder",
-    "StreamingEngine",
-    "Usage",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -15,8 +15,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ragorder.errors import RagorderError
 
-__all__ = ["CacheAwareQueue", "CachedLengths", "ConcurrencyLimiter", "QueueFullError", "Ticket"]
-
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder")

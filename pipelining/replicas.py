@@ -7,8 +7,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ragorder.pipelining.reordering import CachedLengths
 
-__all__ = ["BestReplica", "ReplicaState"]
-
 # Differences in work below this many prompts have little weight.
 _FEW = 8
 # Replicas with fewer tokens are dropped, since a changing fleet always has new names.

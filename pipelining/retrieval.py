@@ -14,8 +14,6 @@ from ragorder.pipelining.servers import call
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedSearch
 
-__all__ = ["Provisional", "Retrieval", "plain_retrieval", "staged_retrieval", "stages_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Provisional(Generic[D]):

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["AnswerStream", "FirstFailures", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
-
 A = TypeVar("A")
 P = TypeVar("P")
 Q = TypeVar("Q")

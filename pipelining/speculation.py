@@ -12,8 +12,6 @@ from ragorder.common.running_mean import RunningMean
 from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, R, StreamingEngine, Usage
 
-__all__ = ["Speculation", "SpeculationGain", "counted"]
-
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
     async with aclosing(engine.stream(request)) as stream:

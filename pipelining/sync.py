@@ -9,8 +9,6 @@ from ragorder.pipelining.loop_thread import LoopThread
 from ragorder.pipelining.pipeline import Pipeline, PipelinedStream
 from ragorder.pipelining.protocols import PipelineTrace, Q, Usage
 
-__all__ = ["SyncPipeline", "SyncStream"]
-
 T = TypeVar("T")
 
 

@@ -9,9 +9,6 @@ from typing import Generic, Protocol
 
 from ragorder.pipelining.protocols import Q, Q_contra
 
-__all__ = ["Prefix", "WarmUp", "Warming"]
-
-
 _logger = logging.getLogger("ragorder")
 
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from ragorder.common.degraded import DegradedWarning
 from ragorder.conversation import Turn
 from ragorder.document import Document
-from ragorder.orderer import Lengths, Orderer
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder, Span
+from ragorder.scope.request import Lengths
 from ragorder.settings import Settings
 from ragorder.trie.histories import History, Segment
 

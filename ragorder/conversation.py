@@ -10,33 +10,14 @@ from hashlib import blake2b
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ragorder.document import Document, Estimate
+from ragorder.common.counts import Estimate
+from ragorder.document import Document
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths
 from ragorder.trie.histories import History, Segment
 
 if TYPE_CHECKING:
     from ragorder.clouds.turns import TurnParts
-
-__all__ = [
-    "REFERENCE",
-    "Message",
-    "MessageFormat",
-    "OrdersTurns",
-    "Repeat",
-    "ShownDocuments",
-    "Turn",
-    "appears_in",
-    "check_reference",
-    "digest_of",
-    "message_key",
-    "name_in",
-    "opening_of",
-    "openings_after",
-    "read_history",
-    "segments_of",
-    "texts_of",
-]
 
 Message = Mapping[str, Any]
 Repeat = Literal["name", "send"]

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from ragorder.common.counts import Estimate, estimate_tokens
-
-__all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
+from ragorder.common.counts import estimate_tokens
 
 # Adapters by the package of foreign documents.
 _ADAPTERS = {

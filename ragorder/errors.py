@@ -56,8 +56,6 @@ RagorderError
 
 from __future__ import annotations
 
-__all__ = ["RagorderError"]
-
 
 class RagorderError(Exception):
     """Base of all errors that ragorder defines. Most are also ValueErrors, RuntimeErrors or OSErrors."""

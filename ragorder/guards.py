@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf, log2
 
-__all__ = ["Guards", "RequestGuards"]
-
 # Number of ranks from which the next one is chosen under `max_gain_lost`.
 _REACH = 64
 _ROUNDING = 1e-12

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ragorder.topic import Topics
     from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["USUAL", "Lengths", "Orderer", "OrdererLike"]
-
 D = TypeVar("D")
 H = TypeVar("H")
 T = TypeVar("T")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ragorder.clouds.prices import Cost
     from ragorder.clouds.request import CloudRequest
 
-__all__ = ["Batch", "Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
-
 D = TypeVar("D")
 
 Reuse = Literal["exact", "fused", "computed"]

@@ -11,6 +11,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragorder.citations import number_label
+from ragorder.common.counts import estimate_tokens
 from ragorder.common.lru_cache import LRUCache
 from ragorder.conversation import (
     REFERENCE,
@@ -23,7 +24,7 @@ from ragorder.conversation import (
     read_history,
     segments_of,
 )
-from ragorder.document import Document, content_key, estimate_tokens
+from ragorder.document import Document, content_key
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths
 from ragorder.tokens import PromptFrame, SegmentTokenizer, repair_unicode, special_token_escaper, split_text
@@ -31,8 +32,6 @@ from ragorder.trie.histories import Segment
 
 if TYPE_CHECKING:
     from ragorder.clouds.parts import PromptParts
-
-__all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "label", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20

@@ -15,8 +15,6 @@ from ragorder.guards import Guards
 from ragorder.trie.search import SearchName, searches
 from ragorder.trie.tail import MIN_GAIN, TailName, tails
 
-__all__ = ["OrdererOptions", "Settings"]
-
 _MOVES = ("earned", "free", "prefix")
 
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from ragorder.common.lock import follow
 
-__all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
-
 PLACEHOLDER = "@@ragorder-documents@@"
 # A tokenizer needs about 150 bytes for each character of a text.
 _PIECE_CHARACTERS = 1 << 15

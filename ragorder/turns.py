@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.clouds import PromptParts, openai_content
+from ragorder.common.counts import Estimate
 from ragorder.conversation import (
     Message,
     MessageFormat,
@@ -23,11 +24,9 @@ from ragorder.conversation import (
     segments_of,
     texts_of,
 )
-from ragorder.document import Document, Estimate
+from ragorder.document import Document
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import History, Segment
-
-__all__ = ["DocumentInMessage", "Layout", "make_turn", "read_earlier", "rebase_messages"]
 
 _MESSAGES = ("user", "tool")
 

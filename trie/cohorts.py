@@ -8,8 +8,6 @@ from typing import Self
 
 from ragorder.trie.tree import Key
 
-__all__ = ["Cohorts"]
-
 
 class Cohorts:
     """The last `size` requests: for each document, a bit mask of the requests that contain it.

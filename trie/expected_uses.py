@@ -11,8 +11,6 @@ from typing import NamedTuple, Self
 from ragorder.trie.cohorts import Cohorts
 from ragorder.trie.tree import Key
 
-__all__ = ["HORIZON", "ExpectedUses"]
-
 HORIZON = 300
 """Future requests that are forecast: about the time that a path stays cached."""
 

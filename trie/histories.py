@@ -12,18 +12,6 @@ from typing import NamedTuple
 from ragorder.trie.search import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = [
-    "AnswerKey",
-    "Histories",
-    "History",
-    "KnownSegments",
-    "Question",
-    "Segment",
-    "TurnEnd",
-    "find_below",
-    "held_tokens",
-]
-
 _KEPT_SEGMENTS = 32_768
 
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from ragorder.trie.tree import Key
 
-__all__ = ["CachedPath", "Planned", "plan", "plan_backlog", "shared_tokens"]
-
 _Documents = frozenset[int]
 Planned = tuple[int, list[Key]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Registry"]
-
 P = TypeVar("P")
 C = TypeVar("C")
 

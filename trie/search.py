@@ -11,20 +11,6 @@ from typing import Literal, NamedTuple, Protocol
 from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = [
-    "SEARCH_BUDGET",
-    "BestPathSearch",
-    "GreedySearch",
-    "Permits",
-    "PrefixSearch",
-    "Price",
-    "PricedPaths",
-    "Rest",
-    "SearchName",
-    "ranks_on_path",
-    "searches",
-]
-
 SEARCH_BUDGET = 1024
 """Nodes that one search of an orderer examines."""
 

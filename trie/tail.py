@@ -13,20 +13,6 @@ from ragorder.trie.expected_uses import ExpectedUses
 from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key, Node, RequestedDocuments
 
-__all__ = [
-    "MIN_GAIN",
-    "CohortTail",
-    "EarnedTail",
-    "FreeTail",
-    "GatedTail",
-    "QueueTail",
-    "RankTail",
-    "Tail",
-    "TailName",
-    "Waiting",
-    "tails",
-]
-
 Ranks = Sequence[int]
 
 Waiting = Sequence[frozenset[Key]]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-__all__ = ["Key", "KnowledgeTree", "Node", "RequestedDocuments", "TokenIds"]
-
 Key = Hashable
 TokenIds = Sequence[int]
 

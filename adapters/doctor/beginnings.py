@@ -9,15 +9,6 @@ from typing import Any
 
 from ragorder.adapters.doctor.request_log import LoggedRequest
 
-__all__ = [
-    "Parting",
-    "SharedBeginning",
-    "common_length",
-    "find_partings",
-    "repeated_parts",
-    "shared_beginnings",
-]
-
 _CHUNK = 256
 # The first chunks are shorter, for requests that differ early.
 _FIRST = (16, 32, 64, 128, 256)

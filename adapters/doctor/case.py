@@ -14,18 +14,6 @@ from ragorder.adapters.doctor.turns import Turn, later_turns
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "Case",
-    "ChatTemplate",
-    "Finding",
-    "LocalTemplate",
-    "RenderError",
-    "ServerTemplate",
-    "Verdict",
-    "counted",
-    "graded",
-]
-
 Verdict = Literal["good", "warning", "bad", "unknown"]
 Chat = Sequence[Mapping[str, Any]]
 _CLOCK = "strftime_now"

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from ragorder.pipelining.placement.budgets import format_bytes
 from ragorder.pipelining.placement.plan import PlannedPlacement
 
-__all__ = ["COMMANDS", "ServingCommand"]
-
 _GIB = 1 << 30
 # llama.cpp's default for the tokens of one computation.
 _UBATCH = 512

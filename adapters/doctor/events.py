@@ -15,8 +15,6 @@ from ragorder.adapters.vllm.kv_events import LARGEST_MESSAGE_BYTES
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import printable
 
-__all__ = ["Events", "check_events"]
-
 _END = (-1).to_bytes(8, "big", signed=True)
 _FAR_AWAY = 1 << 62
 _HEAD_TOKENS = 16

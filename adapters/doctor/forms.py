@@ -10,8 +10,6 @@ from ragorder.common.extras import install_hint
 if TYPE_CHECKING:
     from ragorder.adapters.learning.suggestion import Saving
 
-__all__ = ["fitting_template"]
-
 _CHECK = "documents' form"
 _CAPACITY_TOKENS = 131_072
 _LEAST_SHARE = 0.1

@@ -13,18 +13,6 @@ from typing import Literal, NamedTuple
 from ragorder.adapters.doctor.beginnings import shared_beginnings
 from ragorder.adapters.doctor.request_log import LoggedRequest
 
-__all__ = [
-    "CERTAIN_FIELDS",
-    "ListChange",
-    "ToolsChange",
-    "list_changes",
-    "separations",
-    "tool_changes",
-    "with_one_list_order",
-    "with_one_tools_order",
-    "without_fields",
-]
-
 ToolsChange = Literal["order", "names", "texts"]
 ListChange = Literal["order", "items"]
 Scope = tuple[str, str]

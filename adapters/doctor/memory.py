@@ -16,8 +16,6 @@ from ragorder.pipelining.placement.costs import EstimatedCosts, PlacementCosts, 
 from ragorder.pipelining.placement.plan import STAGES, PlacementError, PlannedPlacement, bottleneck, plan_placement
 from ragorder.pipelining.placement.profile import PlacementProfile
 
-__all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:

@@ -12,8 +12,6 @@ from ragorder.adapters.doctor.case import Finding, Verdict
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.common.jsonl import printable
 
-__all__ = ["PromptSample", "check_samples", "recognise"]
-
 PromptSample = str | Sequence[Mapping[str, Any]]
 """A prompt as text, or as chat messages."""
 

@@ -12,8 +12,6 @@ from ragorder.adapters.usage import read_usage
 from ragorder.clouds import CloudUsage, read_cloud_usage
 from ragorder.common.jsonl import JSONLines
 
-__all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
-
 EXAMPLE = '{"messages": […], "usage": {…}}'
 _MOST_REQUESTS = 5_000
 _MOST_CHARACTERS = 1 << 27

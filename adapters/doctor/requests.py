@@ -15,8 +15,6 @@ from ragorder.adapters.doctor.server import probe_topic
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 
-__all__ = ["examine_requests"]
-
 _CHECK = "requests"
 _LEAST_SHARE = 0.02
 _REPORTING = (

@@ -36,8 +36,6 @@ from ragorder.adapters.observing.observed import predict_reuse
 from ragorder.clouds import CacheRules
 from ragorder.orderer import Orderer
 
-__all__ = ["RULES"]
-
 _USUAL_STEP, _LEAST_STEP = 128, 16
 _LARGE_STEPS = (
     "hybrid models (Mamba, linear attention, sliding windows) resume only at such steps: vLLM has finer ones with "

@@ -16,8 +16,6 @@ from ragorder.adapters.observing.tier_stats import fetch_tier_stats
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.common.jsonl import printable
 
-__all__ = ["Kind", "count_of", "examine", "for_kind", "kind_of", "probe_topic", "random_tokens", "send"]
-
 T = TypeVar("T")
 
 # Ordinary or at least harmless tokens in any vocabulary.

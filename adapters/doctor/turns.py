@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ragorder.adapters.doctor.request_log import LoggedRequest, Message
 
-__all__ = ["Turn", "later_turns"]
-
 _ASKS = ("user", "tool")
 # Applications store the bare question, and send it after or before retrieved text.
 _ENDS = (64, 32, 16)

@@ -36,8 +36,6 @@ from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, Update
 
-__all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]
-
 BODY_LIMIT = 32 << 20
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from ragorder.adapters.embedded.worker import EngineWorker
 from ragorder.kernels.engine import TBT_BOUNDS_S, EngineStats
 from ragorder.kernels.offload import StreamStats
 
-__all__ = ["EngineMetrics"]
-
 _ENGINE, _VLLM, _VLLM_TIERS = "ragorder_engine_", "vllm:", "vllm:ragorder_"
 _TIER_NAMES = ("device", "host", "disk")
 _ENDS = ("stop", "length", "abort", "error", "timeout")

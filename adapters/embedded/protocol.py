@@ -22,17 +22,6 @@ from ragorder.adapters.http_server.untrusted_json import (
 )
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = [
-    "FUSION_FIELDS",
-    "ChatCompletionRequest",
-    "ChatMessage",
-    "CommonRequest",
-    "CompletionRequest",
-    "TextPart",
-    "TokenizeRequest",
-    "read_request",
-]
-
 _INT64 = 1 << 63
 _MAX_TOKENS = 1 << 30
 _MAX_STOPS = 16

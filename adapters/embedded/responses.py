@@ -14,8 +14,6 @@ import msgspec
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.kernels.engine import Completion, TokenLogprobs, Update
 
-__all__ = ["DONE", "ChatResponseBuilder", "CompletionResponseBuilder", "ResponseBuilder", "event", "usage"]
-
 DONE = b"data: [DONE]\n\n"
 
 # Replaces the logarithm of 0, which JSON cannot express.

@@ -13,8 +13,6 @@ from ragorder.kernels.engine import Request, Sampling
 from ragorder.pipelining import AnswerChunk
 from ragorder.pipelining.placement.base import Placement
 
-__all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
-
 # By an engine's fault: causes after which a batch may be tried again.
 _CAUSES = {"memory": MemoryError, "disk": OSError}
 

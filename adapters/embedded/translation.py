@@ -25,8 +25,6 @@ from ragorder.kernels.engine import Fusion, Request, Sampling
 from ragorder.kernels.fusion.selection import selections
 from ragorder.tokens import PLACEHOLDER
 
-__all__ = ["RequestTranslator", "TranslatedRequest"]
-
 B = TypeVar("B", bound=CommonRequest)
 
 _MAX_COMPLAINT = 200

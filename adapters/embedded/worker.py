@@ -19,9 +19,6 @@ from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.settings import Settings
 
-__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError", "with_sizes"]
-
-
 _logger = logging.getLogger("ragorder.embedded")
 _STATS_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 60.0

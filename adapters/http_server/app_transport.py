@@ -11,8 +11,6 @@ from urllib.parse import unquote
 import httpx2
 from starlette.types import ASGIApp, Message, Scope
 
-__all__ = ["AppTransport"]
-
 # Chunks of an answer that wait for a slow reader before the application has to.
 _MAX_QUEUED = 16
 

@@ -14,8 +14,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
 
-__all__ = ["HEAD_LIMIT", "TimedConnection", "timed_connections"]
-
 # Bytes of all header lines of a request together.
 HEAD_LIMIT = 1 << 15
 _PROBE_CONNECTIONS = 32

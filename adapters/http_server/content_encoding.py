@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers
 
-__all__ = ["check_encoding", "decoded", "encoding_of", "is_decodable"]
-
 _PIECE = 1 << 18
 _READ = 1 << 16
 # Its decoder takes no limit: from this many bytes it makes at most 8 MiB.

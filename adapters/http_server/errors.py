@@ -11,8 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragorder.errors import RagorderError
 
-__all__ = ["ErrorMiddleware", "HTTPError"]
-
 _logger = logging.getLogger("ragorder")
 
 

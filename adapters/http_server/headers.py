@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Headers", "end_to_end", "header", "is_json", "without"]
-
 Headers = list[tuple[bytes, bytes]]
 
 _HOP_BY_HOP = frozenset(

@@ -18,8 +18,6 @@ from typing import Protocol
 from ragorder.adapters.http_server.server import listen
 from ragorder.errors import RagorderError
 
-__all__ = ["Serve", "Supervisor", "WorkerError", "listen_together"]
-
 _logger = logging.getLogger("ragorder")
 
 _POLL_S = 0.2

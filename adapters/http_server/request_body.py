@@ -14,8 +14,6 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.errors import RagorderError
 
-__all__ = ["ClientGoneError", "MemoryBudget", "MemoryShare", "RequestBody"]
-
 
 class MemoryBudget:
     """At most `limit` bytes of bodies; a single body is always admitted."""

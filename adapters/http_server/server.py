@@ -20,17 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
 
-__all__ = [
-    "AccessLog",
-    "Certificate",
-    "address_of",
-    "is_loopback",
-    "listen",
-    "most_connections",
-    "run_server",
-    "server_config",
-]
-
 
 class Certificate(NamedTuple):
     """Files in PEM format; without `key` the first one has both."""

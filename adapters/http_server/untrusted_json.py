@@ -12,20 +12,6 @@ import msgspec
 
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "MAX_VALUES",
-    "NOT_JSON",
-    "VALUE_BYTES",
-    "HiddenSurrogates",
-    "TooManyValuesError",
-    "count_outside_texts",
-    "count_values",
-    "decode_any",
-    "encode_any",
-    "hide_surrogates",
-    "replace_surrogates",
-]
-
 MAX_VALUES = 1 << 16
 """Maximum number of a body's values that become Python objects: members of JSON objects and items of lists, at all
 depths."""

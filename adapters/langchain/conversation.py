@@ -24,8 +24,6 @@ from ragorder.adapters.turns import FrameworkTurns, NextTurn, off_loop, plain_me
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["DocumentsInside", "LangChainTurns", "Prepared", "artifact_documents", "read_message", "text_of"]
-
 _WORD = re.compile(r"\w")
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),

@@ -19,8 +19,6 @@ from ragorder.adapters.reorder import degrade
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["FeedbackHandler", "abandon", "hand_over"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

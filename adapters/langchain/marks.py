@@ -10,8 +10,6 @@ from langchain_core.messages import BaseMessage, SystemMessage
 
 from ragorder.adapters.turns import NextTurn
 
-__all__ = ["Marks", "checked_marks", "content_parts", "marked"]
-
 Marks = bool | Literal["anthropic", "bedrock", "openai"]
 """Chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
 

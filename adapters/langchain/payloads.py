@@ -11,8 +11,6 @@ from langchain_core.outputs import LLMResult
 
 from ragorder.adapters.usage import ReportedUsage, member, read_usage
 
-__all__ = ["is_token", "message_usage", "prompt_text", "response_usage", "written_tokens"]
-
 _WRITTEN = ("cache_creation",)
 _WRITTEN_FOR = re.compile(r"ephemeral_\w+_input_tokens")
 

@@ -29,8 +29,6 @@ from ragorder.adapters.reorder import Reorder, degrade
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["CacheOrderModel", "CacheOrderRetriever", "CacheOrderTransformer"]
-
 _INSIDE = (
     "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: wrap "
     "the outer retriever with it"

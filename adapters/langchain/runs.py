@@ -14,8 +14,6 @@ from uuid import UUID
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.ordering import Ordering
 
-__all__ = ["Runs"]
-
 P = ParamSpec("P")
 
 _MAX_WAITING = 256

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 from ragorder.adapters.learning.texts import distinct_marks, places
 
-__all__ = ["ANCHOR", "CONTEXT", "KEY", "MARKED", "Boundary", "Evidence"]
-
 T = TypeVar("T")
 S = TypeVar("S", str, int)
 

@@ -17,8 +17,6 @@ from ragorder.adapters.learning.texts import (
 )
 from ragorder.adapters.proxy.bodies.template import DocumentRun
 
-__all__ = ["BY_PLACE", "CROSSED", "WITH_DOCUMENT", "Found", "LearnedTemplate"]
-
 BY_PLACE, WITH_DOCUMENT = "n", "id"
 """What a number in the separator is: the document's place, or a part of the document; else a constant's digits."""
 

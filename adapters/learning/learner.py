@@ -27,8 +27,6 @@ from ragorder.adapters.learning.texts import (
     shared_beginning,
 )
 
-__all__ = ["TemplateLearner"]
-
 _SHORTEST = 200
 _REPEAT = 40
 _WINDOW = 600

@@ -18,8 +18,6 @@ from ragorder.adapters.observing.stats import LEARNED
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 from ragorder.orderer import OrdererLike
 
-__all__ = ["ShadowLearner"]
-
 _logger = logging.getLogger("ragorder")
 
 _FEWEST, _MOST = 100, 300

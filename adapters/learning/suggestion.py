@@ -20,9 +20,8 @@ from ragorder.adapters.proxy.bodies.template import (
     numbered_by_place,
 )
 from ragorder.document import Document
-from ragorder.orderer import Lengths, Orderer
-
-__all__ = ["Saving", "Suggestion", "predict_saving", "suggest"]
+from ragorder.orderer import Orderer
+from ragorder.scope.request import Lengths
 
 _CHARACTERS_PER_TOKEN = 4
 _EXAMPLES = 3

@@ -5,19 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 
-__all__ = [
-    "CONTROL",
-    "END",
-    "NUMBER",
-    "START",
-    "DigitText",
-    "agreement",
-    "distinct_marks",
-    "is_visible",
-    "places",
-    "shared_beginning",
-]
-
 START, END, NUMBER = "\x02", "\x03", "\x01"
 CONTROL = re.compile("[\x01-\x03]")
 """Characters that a text must not have, because they are our marks."""

@@ -17,8 +17,9 @@ from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import decode_any, encode_any
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+from ragorder.adapters.proxy.bodies.body import Route
 from ragorder.adapters.proxy.bodies.parsed import digest_of
-from ragorder.adapters.proxy.bodies.parsing import BodyParser, Route
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.schema import FIELD
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
@@ -27,8 +28,6 @@ from ragorder.adapters.usage import answers_something, member, read_usage
 from ragorder.clouds import read_cloud_usage
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
-
-__all__ = ["OrderDocuments"]
 
 _ROUTES: Mapping[str, Route] = {
     "completion": "chat",

@@ -30,8 +30,6 @@ from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["CacheOrderChatEngine"]
-
 
 @dataclass(slots=True, eq=False)
 class _Asked:

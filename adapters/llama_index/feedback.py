@@ -33,8 +33,6 @@ from ragorder.adapters.usage import member, read_usage
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["FeedbackHandler", "hand_over"]
-
 _STREAMED_SILENTLY = (
     "answers are streamed without usage, so the engine's cached tokens are unknown: give the LLM "
     'additional_kwargs={"stream_options": {"include_usage": True}}'

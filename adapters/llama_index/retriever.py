@@ -16,8 +16,6 @@ from ragorder.adapters.llama_index.feedback import hand_over
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike
 
-__all__ = ["CacheOrderPostprocessor", "CacheOrderRetriever", "node_text"]
-
 
 # Not a lambda: a Reorder is pickled with it.
 def node_text(node: NodeWithScore) -> str:

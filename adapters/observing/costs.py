@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["CostMetrics", "CostStats"]
-
 _TOKENS = "ragorder_cost_tokens"
 _MONEY = "ragorder_cost_money"
 _PRICES = "ragorder_prices"

@@ -17,8 +17,6 @@ from ragorder.settings import OrdererOptions, Settings
 if TYPE_CHECKING:
     from ragorder.clouds import Cost
 
-__all__ = ["Observation", "ObservedOrderer", "Watcher", "predict_reuse"]
-
 D = TypeVar("D")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,8 +10,6 @@ from ragorder.adapters.observing.observed import Observation
 from ragorder.common.extras import needs
 from ragorder.ordering import RequestOutcome
 
-__all__ = ["SpanTracer", "Tracing"]
-
 
 class SpanTracer:
     """`tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without

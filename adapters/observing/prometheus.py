@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 
-__all__ = ["Metrics", "SharedMetrics", "forget_process", "shared_metrics"]
-
 _ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
 _TBT_S = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)

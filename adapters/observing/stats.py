@@ -15,8 +15,6 @@ from ragorder.common.extras import needs
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["LEARNED", "Comparison", "Reports", "Stats", "compare", "fetch_stats"]
-
 _MIN_REPORTS = 8
 _MAX_ERROR_SHARE = 0.02
 _COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Document(tokens=…)"

@@ -13,8 +13,6 @@ from ragorder.common.extras import needs
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["SOURCES", "TIERS", "Hits", "TierFigures", "TierStats", "fetch_hits", "fetch_tier_stats"]
-
 TIERS = ("device", "host", "disk")
 SOURCES = (*TIERS, "elsewhere", "computed")
 

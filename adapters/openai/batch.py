@@ -18,8 +18,6 @@ from ragorder.adapters.openai.reply import Answer
 from ragorder.common.lock import is_collecting
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
-__all__ = ["BatchBacklog", "BatchOutcome", "BatchRequest", "answer_many", "answer_many_async"]
-
 BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
 """A query, its documents in retrieval order, and optionally a scope."""
 

@@ -20,8 +20,6 @@ from ragorder.common.lock import run_or_defer
 from ragorder.orderer import OrdererLike
 from ragorder.topic import checked_header
 
-__all__ = ["AsyncOrderedStream", "Call", "CallSetup", "OrderedStream", "generate", "generate_async"]
-
 _TRANSIENT = ("408", "409", "429")
 _FIRST_DELAY_S = 0.1
 _UNREPORTED = 8

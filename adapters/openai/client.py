@@ -13,8 +13,6 @@ from ragorder.adapters.openai.endpoint import check_client
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat
 
-__all__ = ["AsyncOrderedClient", "OrderedClient"]
-
 A = TypeVar("A")
 S = TypeVar("S")
 M = TypeVar("M")

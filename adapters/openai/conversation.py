@@ -12,10 +12,8 @@ from ragorder.adapters.openai.call import Call, CallSetup
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat, message_key
-from ragorder.orderer import Lengths
+from ragorder.scope.request import Lengths
 from ragorder.turns import read_earlier
-
-__all__ = ["Conversation"]
 
 _TOOLS = ("tools", "functions")
 # Shared by all conversations.

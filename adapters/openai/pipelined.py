@@ -15,7 +15,7 @@ from ragorder.adapters.openai.endpoint import OpenAIStreams, checked_options
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question, checked_form, finish
 from ragorder.adapters.vllm.cache_config import requests_on
 from ragorder.common.running_mean import RunningMean
-from ragorder.orderer import Lengths, OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import (
     AnswerChunk,
     EngineLoad,
@@ -31,6 +31,7 @@ from ragorder.pipelining import (
     WarmUp,
     prefill_batch,
 )
+from ragorder.scope.request import Lengths
 
 __all__ = [
     "OpenAIStreams",

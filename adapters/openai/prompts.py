@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
-from ragorder.common.counts import reported_count
-from ragorder.document import estimate_tokens
-from ragorder.orderer import Lengths, OrdererLike
+from ragorder.common.counts import estimate_tokens, reported_count
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, Usage
+from ragorder.scope.request import Lengths
 
 __all__ = [
     "OrderedPrompts",

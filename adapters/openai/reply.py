@@ -13,8 +13,6 @@ from ragorder import Document, Ordering
 from ragorder.adapters.usage import answers_something, member, read_usage
 from ragorder.clouds import read_cloud_usage
 
-__all__ = ["Answer", "Reply", "read_chunks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:

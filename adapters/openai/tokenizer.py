@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load_tokenizer"]
-
 
 def load_tokenizer(model: str | Path) -> Any:
     """Load it by the model's folder or name on the Hub. Raises ImportError, OSError or ValueError."""

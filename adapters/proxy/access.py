@@ -15,8 +15,6 @@ from ragorder.adapters.http_server.headers import header
 from ragorder.adapters.proxy.bodies.parsed import PassReason, digest_of
 from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware", "RenamedIds", "UnorderedRequests", "UnsharedRequests"]
-
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
 # Without this header a page of another origin cannot read an error. Its key or origin has been checked, or the error
 # only says that a key is needed.

@@ -8,14 +8,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.bodies.parsing import ParsedBody
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
-
-__all__ = ["AdmissionQueue"]
 
 # Number of waiting requests that the next request's order considers.
 _UPCOMING = 8

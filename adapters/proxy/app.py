@@ -35,8 +35,6 @@ from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 from ragorder.topic import checked_header
 
-__all__ = ["BODIES_LIMIT", "BODY_LIMIT", "PROBES", "make_app"]
-
 BODY_LIMIT = 32 << 20
 BODIES_LIMIT = 256 << 20
 _HEALTH = "/ragorder/health"

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.headers import Headers
-from ragorder.adapters.proxy.bodies.parsing import ParsedBody
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
 from ragorder.orderer import OrdererLike
@@ -23,17 +23,6 @@ from ragorder.pipelining.replicas import BestReplica, ReplicaState
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
-
-__all__ = [
-    "RANK",
-    "Fleet",
-    "RefusedError",
-    "Replica",
-    "ReplicaAddress",
-    "ReplicaBackoff",
-    "Tries",
-    "requested_backoff_s",
-]
 
 # Failures in a row before a replica backs off. The backoff doubles after each failed probe.
 _FAILURES = 5

@@ -18,9 +18,9 @@ from ragorder.adapters.http_server.content_encoding import encoding_of
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, without
 from ragorder.adapters.http_server.request_body import MemoryShare, RequestBody
-from ragorder.adapters.proxy.bodies.body import decode
-from ragorder.adapters.proxy.bodies.parsed import Route
-from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody
+from ragorder.adapters.proxy.bodies.body import Route, decode
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries, requested_backoff_s
 from ragorder.adapters.proxy.ordering import SentRequest
 from ragorder.adapters.proxy.reverse_proxy import Head, Limits, ReverseProxy, forward_answer, pieces, with_length
@@ -28,8 +28,6 @@ from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import EventLines, StreamReader, reader_for
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.lru_cache import LRUCache
-
-__all__ = ["FleetProxy", "HeldAnswer", "StoredResponses"]
 
 # A longer beginning is sent on, with or without a token in it.
 _MOST_BYTES = 1 << 16

@@ -32,8 +32,6 @@ from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["History", "StatsPages", "readiness", "replica_routes", "served"]
-
 T = TypeVar("T")
 Answer = Callable[[Request], Awaitable[Response]]
 

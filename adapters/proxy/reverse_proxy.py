@@ -19,23 +19,12 @@ from ragorder.adapters.http_server.headers import Headers, end_to_end, header, i
 from ragorder.adapters.http_server.request_body import MemoryBudget, MemoryShare, RequestBody
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
-from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.bodies.body import Route
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
-
-__all__ = [
-    "ClientAnswer",
-    "Head",
-    "Limits",
-    "ReverseProxy",
-    "ServerProxy",
-    "forward_answer",
-    "pieces",
-    "read_head",
-    "route_of",
-    "with_length",
-]
 
 _ROUTES: dict[str, Route] = {
     "chat/completions": "chat",

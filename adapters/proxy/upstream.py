@@ -21,9 +21,7 @@ import httpx2
 from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
-from ragorder.adapters.proxy.bodies.parsed import Route
-
-__all__ = ["Timeouts", "Upstream", "UpstreamError", "error_content", "error_event"]
+from ragorder.adapters.proxy.bodies.body import Route
 
 # Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
 _KEEP_ALIVE_S = 3.0

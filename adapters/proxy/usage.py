@@ -18,8 +18,6 @@ from ragorder.adapters.proxy.bodies.body import decode
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
 
-__all__ = ["EventLines", "StreamReader", "WholeReader", "reader_for"]
-
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
 # Types of events, and of the last ones, of Anthropic's messages, OpenAI's responses and Cohere's chats.

@@ -10,8 +10,6 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-__all__ = ["Workers"]
-
 T = TypeVar("T")
 
 # Up to this many bytes, work on the event loop takes less time than a thread switch.

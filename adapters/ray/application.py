@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from ragorder.kernels.engine_settings import EngineSettings
     from ragorder.settings import Settings
 
-__all__ = [
-    "BY_SESSION",
-    "CONTRACT",
-    "SUPPORTED_RAY",
-    "AppResponse",
-    "EmbeddedEngine",
-    "TopicIngress",
-    "UnsupportedRayError",
-    "check_ray",
-    "make_application",
-    "missing_parts",
-]
-
 SUPPORTED_RAY = "2.60"
 CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.exceptions:RayError": (),

@@ -8,7 +8,9 @@ from operator import methodcaller
 from typing import Any
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.bodies.body import Route
+from ragorder.adapters.proxy.bodies.parsed import ParsedBody
+from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
@@ -16,8 +18,6 @@ from ragorder.adapters.proxy.workers import Workers
 from ragorder.errors import RagorderError
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
-
-__all__ = ["MalformedDocumentsError", "OrderedCalls"]
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream")]

@@ -16,8 +16,6 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header, is_json
 from ragorder.adapters.proxy.fleet_proxy import HeldAnswer
 
-__all__ = ["EngineReplica", "Lifespan", "ReplicaRequest"]
-
 _OF_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _REPLICA = b"x-ragorder-replica"
 _READY = b"/ragorder/ready"

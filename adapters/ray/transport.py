@@ -26,8 +26,6 @@ from ragorder.adapters.ray.replica import ReplicaRequest
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-__all__ = ["REFUSED", "TRIES", "ReplicaAnswer", "ReplicaLostError", "ReplicaTransport", "as_http_errors"]
-
 _RETRY = [(b"retry-after", b"1")]
 TRIES = 3
 """Most replicas that a request is sent to."""

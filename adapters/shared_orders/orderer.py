@@ -16,17 +16,15 @@ from weakref import WeakMethod, finalize, ref
 import msgspec
 
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.counts import Estimate
 from ragorder.common.extras import needs
 from ragorder.common.lru_cache import LRUCache
-from ragorder.document import Estimate
 from ragorder.errors import RagorderError
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.scope.request import USUAL, Lengths, RequestReader, read_length
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.histories import History
-
-__all__ = ["LENGTH", "OrderLog", "SharedOrder", "SharedOrderer", "UnreadableError", "is_shareable", "read_order"]
 
 D = TypeVar("D")
 

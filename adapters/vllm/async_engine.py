@@ -15,8 +15,6 @@ from ragorder.adapters.request_facts import FACTS, with_facts
 from ragorder.common.extras import needs
 from ragorder.pipelining import AnswerChunk
 
-__all__ = ["AsyncVLLM"]
-
 
 class AsyncVLLM:
     """Engine on a `vllm.v1.engine.async_llm.AsyncLLM`. Closing a stream aborts its request after the current iteration.

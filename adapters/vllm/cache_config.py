@@ -11,8 +11,6 @@ from ragorder.common.extras import needs
 from ragorder.settings import Settings
 from ragorder.trie.policies import POLICIES
 
-__all__ = ["CacheConfig", "ServerError", "engine_cache_config", "read_cache_config", "requests_on"]
-
 _GAUGE = "vllm:cache_config_info"
 _CAPACITY = re.compile(
     r'^vllm:ragorder_capacity_bytes\{[^}\n]*\btier="(\w+)"[^}\n]*\} ([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)$',

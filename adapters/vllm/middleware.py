@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.headers import header, is_json
 from ragorder.adapters.learning.shadow import ShadowLearner
@@ -26,7 +27,7 @@ from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.proxy.app import BODY_LIMIT
 from ragorder.adapters.proxy.bodies import schema
-from ragorder.adapters.proxy.bodies.parsed import Route as Protocol
+from ragorder.adapters.proxy.bodies.body import Route as Protocol
 from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.presets import NONE, PromptRecogniser, find_templates
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
@@ -36,12 +37,10 @@ from ragorder.adapters.proxy.pages import StatsPages
 from ragorder.adapters.proxy.reverse_proxy import ClientAnswer, route_of, with_length
 from ragorder.adapters.proxy.upstream import error_content
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.adapters.vllm.cache_config import ServerError, engine_cache_config
+from ragorder.adapters.vllm.cache_config import engine_cache_config
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
-
-__all__ = ["MiddlewareSettings", "OrderDocuments"]
 
 _FILE = "RAGORDER_CONFIG"
 _TAG = b'"%s"' % schema.FIELD.encode()

@@ -21,8 +21,6 @@ from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["Advance", "Answered", "TierLoads", "copy_times", "measure_server", "profile_server"]
-
 _COPIES = re.compile(
     r"^vllm:kv_offload_(?P<name>(?:load|store|tiering_read|tiering_write)_(?:bytes|time))_total(?:\{[^}\n]*\})? "
     r"(?P<value>[0-9.]+(?:e[+-]?[0-9]{1,3})?)$",

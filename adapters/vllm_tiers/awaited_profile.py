@@ -14,8 +14,6 @@ from ragorder.adapters.vllm_tiers.versions import vllm_version
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["AwaitedProfile", "PrefillCosts", "note_profile", "prefill_costs"]
-
 _logger = logging.getLogger("ragorder")
 
 _NOTE = "ragorder_profile"

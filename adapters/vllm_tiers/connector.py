@@ -18,8 +18,6 @@ from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker  # noqa: E402
 from ragorder.adapters.vllm_tiers.disk_identity import note_model  # noqa: E402
 from ragorder.adapters.vllm_tiers.spec import TierManager  # noqa: E402
 
-__all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
-
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]

@@ -16,8 +16,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadSto
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-__all__ = ["FailedCopy", "HostCopyWorker"]
-
 # A child of vLLM's logger: an engine's process does not configure ours.
 _log = init_logger("vllm.ragorder.copies")
 

@@ -17,8 +17,6 @@ from ragorder.adapters.request_facts import RequestFacts
 from ragorder.trie.policies import Tier
 from ragorder.trie.tree import Key
 
-__all__ = ["DeviceOrder", "WatchedQueue"]
-
 P = ParamSpec("P")
 
 _logger = logging.getLogger("ragorder")

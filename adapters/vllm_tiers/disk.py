@@ -33,8 +33,6 @@ from ragorder.kernels.store import ChunkStore, StoreRefusedError
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-__all__ = ["DiskTier"]
-
 # A child of vLLM's logger: an engine's process does not configure ours.
 _logger = init_logger("vllm.ragorder.disk")
 

@@ -26,16 +26,6 @@ from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-__all__ = [
-    "MEMORY",
-    "UnknownWeightsError",
-    "WeightDigests",
-    "disk_identity",
-    "model_facts",
-    "note_model",
-    "this_machine",
-]
-
 MEMORY = "weights.json"
 _TOKENS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config")
 _NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)

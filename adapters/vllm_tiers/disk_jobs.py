@@ -8,8 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["ChunkJob", "JobThreads"]
-
 
 class ChunkJob:
     """Job that calls `step` with 0 to `steps` - 1, concurrently if `urgent`. Without an `id` its end is not told."""

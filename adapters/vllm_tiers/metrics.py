@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
-__all__ = ["DEVICE_ORDER", "POLICY", "PROFILE", "RequestCounts", "TierCounts", "metric_definitions"]
-
 _OURS = "vllm:ragorder_"
 DEVICE_ORDER, POLICY, PROFILE = f"{_OURS}device_order", f"{_OURS}policy", f"{_OURS}profile"
 

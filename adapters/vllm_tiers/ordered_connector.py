@@ -17,8 +17,6 @@ from ragorder.adapters.vllm_tiers.policy import ReadFacts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.trie.policies import History, Tier, make_policy
 
-__all__ = ["DeviceOrderConnector", "OrderedTierConnector", "order_device"]
-
 _logger = logging.getLogger("ragorder")
 
 

@@ -8,8 +8,6 @@ from contextlib import suppress
 
 from ragorder.adapters.vllm_tiers.versions import UnsupportedVLLMError, check_vllm
 
-__all__ = ["register"]
-
 # A child of vLLM's logger: an engine's process does not configure ours.
 _log = logging.getLogger("vllm.ragorder.plugin")
 _PACKAGE = "ragorder.adapters.vllm_tiers"

@@ -19,8 +19,6 @@ from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.trie.policies import AwaitedNodes, History, Key, Tier, make_policy
 from ragorder.trie.profile import LINEAR
 
-__all__ = ["HostPolicy", "ReadFacts", "RequestPath", "facts_of", "path_of", "state_of"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 
 from ragorder.kernels.tier_settings import KVTierSettings
 
-__all__ = ["TierSettings"]
-
 _PACKAGE = "ragorder.adapters.vllm_tiers"
 _KEY = "ragorder"
 

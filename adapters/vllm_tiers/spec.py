@@ -35,8 +35,6 @@ from ragorder.adapters.vllm_tiers.policy import HostPolicy, facts_of
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.adapters.vllm_tiers.versions import check_vllm
 
-__all__ = ["TierManager", "TierSpec"]
-
 _MAX_TENANTS = 1024
 
 

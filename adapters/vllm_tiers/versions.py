@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ragorder.errors import RagorderError
 
-__all__ = ["SUPPORTED_VLLM", "UnsupportedVLLMError", "check_vllm", "vllm_version"]
-
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Minor versions: vLLM changes its experimental offloading interfaces with these."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ragorder.pipelining.workflow import WorkflowTrace
 
-__all__ = ["TraceLog", "WorkflowMetrics", "WorkflowTracing"]
-
 _TOTAL_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 
 

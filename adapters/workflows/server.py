@@ -18,8 +18,6 @@ from ragorder.pipelining.workflow.transformations import Transformation, all_tra
 if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch
 
-__all__ = ["OrderedWorkflows", "WorkflowPrefix", "WorkflowPrompts", "ordered_workflows"]
-
 
 class WorkflowPrompts:
     """`OrderedPrompts` for a `WorkflowServer`: a generation's prompt replaces {query} in its question template."""

@@ -8,8 +8,6 @@ from typing import Protocol, Self, Unpack
 from ragorder.pipelining.loop_thread import LoopThread
 from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult, WorkflowStream
 
-__all__ = ["ServerLike", "SharedWorkflows"]
-
 
 class ServerLike(Protocol):
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult: ...

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
 from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.report.declared import Column, Row, TableForm
 from ragorder.eval.report.metrics import CACHED
 from ragorder.eval.report.words import format_number
@@ -21,8 +21,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
     import httpx2
-
-__all__ = ["LAYOUTS", "Conversations", "make_proxy", "send_conversations"]
 
 _SYSTEM = {"role": "system", "content": "Answer the question from the documents."}
 Message = dict[str, Any]

@@ -22,8 +22,6 @@ from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.suite import Experiment, Job, Line
 
-__all__ = ["PLACES", "PlacedPrompts", "Placement"]
-
 PLACES = ("in front", "labelled", "numbered by place", "numbered by rank", "behind a date", "behind the question")
 _HEADER_TOKENS = 4
 _DATE_TOKENS = 8

@@ -18,8 +18,6 @@ from ragorder.kernels.random_model import make_model
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
 
-__all__ = ["ChatServer", "ChatServers", "SimulatedServer", "simulated_tokens"]
-
 _CHARACTERS = 3.75
 
 

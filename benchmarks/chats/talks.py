@@ -9,17 +9,6 @@ from functools import cache
 
 from ragorder.eval.data.corpora import Corpus, load_pydocs
 
-__all__ = [
-    "NEAREST",
-    "TEMPLATE",
-    "TOPICS",
-    "ChatTurn",
-    "conversations",
-    "draw_topics",
-    "find_again",
-    "whole_conversations",
-]
-
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TOPICS = 25
 NEAREST = 8

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ragorder import Document, Orderer, PromptBuilder, Turn
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.benchmarks.chats.servers import ChatServer, ChatServers
 from ragorder.benchmarks.chats.talks import TEMPLATE, ChatTurn, conversations, whole_conversations
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
@@ -22,8 +22,6 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
-
-__all__ = ["CHATS", "Turns", "make_part", "send_turns"]
 
 _COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
 SYSTEM = "Answer the question from the documents."

@@ -7,8 +7,6 @@ from typing import Any
 
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 
-__all__ = ["draw_lines"]
-
 # Looks of lines that are no policies.
 _LOOKS = ("earned", "greedy", "sorted", "prefix", "recency")
 

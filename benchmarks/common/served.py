@@ -15,19 +15,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Suite
 
-__all__ = [
-    "MEAN",
-    "Cells",
-    "cells_along",
-    "faster",
-    "faster_entry",
-    "late_s",
-    "mean_s",
-    "share",
-    "share_column",
-    "shorter_column",
-]
-
 MEAN = Metric("mean latency", "latency_ms", "ms", relative=True, better="lower")
 Cells = list[tuple[Any, RecordGroup[Any]]]
 """Cells that differ in one parameter, with their records."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["build_index", "clustered", "embedded", "nearest_documents"]
-
 _A_CENTROID = 40
 
 

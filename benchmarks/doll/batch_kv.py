@@ -18,8 +18,6 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["POLICIES", "SUFFIX_TOKENS", "BatchKV", "fill", "measure"]
-
 Served = Sequence[Sequence[Document]]
 """Documents of each request in the prompt's order, in serving order."""
 ANSWER_TOKENS = 32

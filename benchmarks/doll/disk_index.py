@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
     Ids = NDArray[np.int64]
 
-__all__ = ["POLICIES", "DiskIndex", "DiskIndexCell", "measure", "refine"]
-
 _PAGE = 4096
 _ID_BYTES = 8
 

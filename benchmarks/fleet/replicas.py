@@ -31,21 +31,6 @@ from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
 from ragorder.topic import Topics
 
-__all__ = [
-    "BLOCK_SIZE",
-    "KEPT_TOKENS",
-    "ROUTERS",
-    "Replicas",
-    "ReplicasCell",
-    "Ring",
-    "SimulatedReplica",
-    "cached",
-    "load",
-    "make_engine",
-    "make_orderer",
-    "serve",
-]
-
 BLOCK_SIZE = 16
 KEPT_TOKENS = 32
 """Of an answer, those that stay in the cache: all but its last."""

@@ -23,8 +23,6 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["PlanFailedError", "ShardedPlan", "ShardedPlanCell", "draw", "run_plan", "write_requests"]
-
 _ONE = "one plan"
 _ROOM = "64GiB"
 _ENOUGH = 97.0

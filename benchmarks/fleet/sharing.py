@@ -22,8 +22,6 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Sharing", "SharingCell", "cached", "serve"]
-
 _OWN = "own orders"
 _SHARED = "shared orders"
 _ENOUGH = 90.0

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder import Orderer, PromptBuilder
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.running.cells import SuiteCell
@@ -26,8 +26,6 @@ from ragorder.eval.running.load import rotated
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.kernels.random_model import make_model
-
-__all__ = ["SeveralOrderers", "TimedOrderer", "questions_by_topic", "serve"]
 
 _TOPICS = 25
 _BLOCKS = 511

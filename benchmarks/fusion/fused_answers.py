@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from ragorder.kernels.engine import Completion, Request
 
-__all__ = ["FusedAnswers", "make_part"]
-
 FULL, REUSE, PLAIN = "full attention", "full reuse", "FusionRAG, online only"
 
 

@@ -21,8 +21,6 @@ from ragorder.orderer import Orderer
 from ragorder.trie.policies import History, Tier, make_policy
 from ragorder.trie.profile import LINEAR
 
-__all__ = ["ORDERS", "FusedOrders", "FusedOrdersCell", "FusedPrefill", "SimulatedFusion", "measure", "room_column"]
-
 ORDERS = ("prefix cache", "prefix cache, ordered", "retrieval", "ordered", "invested")
 """A prefix cache alone, as ranked and ordered; fused as ranked (FusionRAG); ordered by ragorder; ordered, and copies
 computed exactly where later requests pay for it."""

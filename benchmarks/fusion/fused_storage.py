@@ -17,8 +17,6 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.orderer import Orderer
 
-__all__ = ["POLICIES", "FusedStorage", "StorageCell", "draw", "measure"]
-
 POLICIES = ("prefix cache", "alternative path", "alternative path, ordered")
 """KV found as a prefix; also elsewhere (FusionRAG 4.1); the same, with documents ordered by ragorder."""
 _KNOWN, _UPLOADED = 0.6, 0.3

@@ -22,8 +22,6 @@ from ragorder.benchmarks.gpu import pieces
 from ragorder.benchmarks.kernels.embedded.models import SHAPES
 from ragorder.common.files import cache_folder
 
-__all__ = ["MINUTES", "PARTS", "Part", "main"]
-
 MINUTES = 60
 """Of all parts together."""
 _STATE = "gpu-day.json"

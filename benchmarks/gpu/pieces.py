@@ -26,8 +26,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VLLM", "cut", "join", "main", "resolve"]
-
 VLLM = "0.26.0"
 """The newest one that is built for torch 2.11 (0.27 for 2.13, 0.33 for 2.14)."""
 PYTHON = "3.12"

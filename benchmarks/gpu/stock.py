@@ -24,8 +24,6 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.running.policies import ORDERERS
 from ragorder.orderer import Orderer
 
-__all__ = ["SERVERS", "Served", "Servers", "main"]
-
 _BLOCK = 32
 _GIB = 1 << 30
 

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
     Ids = NDArray[np.int64]
 
-__all__ = [
-    "Locality",
-    "as_faiss",
-    "early_ends",
-    "final_at",
-    "final_share",
-    "make_part",
-    "observations",
-    "partial_texts",
-    "skew",
-    "trace",
-]
-
 _PATIENCE = (1, 2, 4, 8, 16)
 _GENERATED = (0.1, 0.3, 0.5, 0.7, 0.9)
 _HELD = (0.05, 0.1, 0.2, 0.4)

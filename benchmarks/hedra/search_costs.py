@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["SearchCosts", "cluster_ms", "explained", "make_part", "scans"]
-
 _QUERIES = 40
 _BATCHES = (1, 4, 16, 64)
 _NPROBE = 0.25

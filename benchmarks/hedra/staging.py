@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["Staging", "final_shares", "make_part", "time_stages"]
-
 RATIOS = (0.125, 0.25, 0.5, 1.0)
 """Shares of the clusters that a search scans: the vector search ratios of RAGCache's Figure 22."""
 _DEPTHS = (1, 2, 5)

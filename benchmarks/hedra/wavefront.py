@@ -19,8 +19,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line
 from ragorder.pipelining import AnswerChunk, EngineLoad, Stage, Usage
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace, irg
 
-__all__ = ["WavefrontCell", "WavefrontTime", "measure"]
-
 _ROUNDS = 3
 
 

@@ -20,8 +20,6 @@ from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Applications"]
-
 _WORDS = "order refund invoice carrier label engine window policy account holder parcel battery".split()  # noqa: SIM905
 _TOPICS, _DOCUMENTS = 14, 60
 _LARGE, _LARGE_CHARACTERS = 8, 4096

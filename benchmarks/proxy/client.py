@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple, Self
 
-__all__ = ["Connections", "ServerProcess", "chat_body", "instant_server", "post", "proxy_server"]
-
 _CHAT = "/v1/chat/completions"
 _DOCUMENTS = 5
 _DOCUMENT_TOKENS = 200

@@ -26,8 +26,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, as_column
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["ProxyLoad", "make_part"]
-
 _NOTE = (
     "In ms, p50 / p99. Each request is sent to the proxy and, half a period away, upstream, which answers at once. "
     "Added: the differences of these pairs."

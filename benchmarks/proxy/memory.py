@@ -26,16 +26,6 @@ from ragorder.eval.report.words import format_number
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = [
-    "ATTACKS",
-    "EVERYTHING",
-    "TEMPLATE",
-    "ProxyMemory",
-    "ProxyMemoryCell",
-    "attacked_proxy",
-    "measure_peak",
-]
-
 EVERYTHING = "everything"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 """How documents stand in the bodies that are not tagged."""

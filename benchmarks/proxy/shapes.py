@@ -14,8 +14,6 @@ import msgspec
 from ragorder.adapters.proxy.bodies.presets import find_templates
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 
-__all__ = ["APPLICATIONS", "SHAPES", "Passage", "Shape"]
-
 Body = dict[str, Any]
 
 

@@ -24,8 +24,6 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["ProxyThroughput", "ThroughputCell"]
-
 _STARTED_S = 30.0
 _BODIES = 200
 # One request of these is sent past the proxy, too.

@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-__all__ = ["ENDLESS", "allow_many_connections", "answer", "answer_events"]
-
 Message = MutableMapping[str, Any]
 ENDLESS = "/v1/endless"
 _PIECE = bytes(1 << 16)

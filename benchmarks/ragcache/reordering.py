@@ -46,16 +46,6 @@ from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Concu
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
 
-__all__ = [
-    "DISCIPLINES",
-    "Discipline",
-    "EmbeddedQueues",
-    "LiveQueues",
-    "Reordering",
-    "SimulatedQueues",
-    "make_part",
-]
-
 _OWN_CAPACITY_TOKENS = 16_000
 _OWN_BLOCK_SIZE = 32
 _BASELINE = "fcfs"
@@ -204,7 +194,8 @@ class LiveQueues:
     """The server at `base_url`, in real time, with a cache salt for each trace. Raises EngineError, ImportError."""
 
     def __init__(self, base_url: str, max_in_flight: int, output_tokens: int, options: Options) -> None:
-        from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+        from ragorder.adapters.http_client import ServerError
+        from ragorder.adapters.vllm.cache_config import read_cache_config
         from ragorder.eval.engines.models import built_prompts
 
         found = find_model(base_url, options.served_model, api_key=options.api_key)

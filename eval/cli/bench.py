@@ -28,8 +28,6 @@ from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.specs import Bench
 
-__all__ = ["bench"]
-
 _DELAY_S = 0.05
 _COLUMNS = (
     "moved: places between a document and its retrieval rank, on average.",

@@ -12,8 +12,6 @@ from ragorder.eval.cli.options import MODEL_FOLDER
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.running.specs import Bench, EngineName
 
-__all__ = ["demo"]
-
 
 @click.command(cls=Command, examples=["ragorder demo --engine sim", "ragorder demo --model smollm2"])
 @option(

@@ -21,8 +21,6 @@ from ragorder.eval.running.options import Options
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
 
-__all__ = ["eval"]
-
 _FOLDER = {"type": click.Path(path_type=Path, file_okay=False, exists=True), "metavar": "DIR"}
 _FLAG = {"is_flag": True}
 

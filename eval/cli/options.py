@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import ParamType
 from click.core import ParameterSource
 
 from ragorder.cli.options import Decorator, api_key, events_address, kv_events, option, options_from, section, together
-from ragorder.cli.values import Model, ParamType, Rate
+from ragorder.cli.values import Model, Rate
 from ragorder.common.counts import parse_count
 from ragorder.common.jsonl import name_of
 from ragorder.eval.engines.capacity import Capacity
@@ -22,24 +23,6 @@ from ragorder.eval.running.specs import EventsAddress
 if TYPE_CHECKING:
     from ragorder.eval.running.store import Store
     from ragorder.eval.running.suite import Kind
-
-__all__ = [
-    "CAPACITY",
-    "MODEL_FOLDER",
-    "SEEDS",
-    "Integers",
-    "Kept",
-    "Shares",
-    "arguments_given",
-    "arrival_rates",
-    "embedding_model",
-    "events_of",
-    "events_options",
-    "experiments_option",
-    "kept",
-    "output_option",
-    "served_by",
-]
 
 
 class Integers(ParamType[list[int]]):

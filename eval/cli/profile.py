@@ -21,8 +21,6 @@ from ragorder.eval.running.specs import Bench
 if TYPE_CHECKING:
     from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["profile"]
-
 _PLACEMENT_LIMIT_S = 100.0
 # Of the limit, for the workspace of steps.
 _WORKSPACE_SHARE = 0.2

@@ -11,8 +11,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["QUIET_S", "progress_bar"]
-
 QUIET_S = 2.0
 """Time before the first line, for commands that are often shorter."""
 

@@ -14,8 +14,6 @@ from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.suites.quality.specs import ANSWERS, TOP_K, AnswererSpec, QuestionsSpec
 
-__all__ = ["quality"]
-
 _DATASETS = ["corpus", "hotpotqa", "musique", "2wikimultihopqa"]
 _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FOLDER"}
 

@@ -17,8 +17,6 @@ from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.reading import DefaultLengths
 from ragorder.eval.running.specs import Bench
 
-__all__ = ["replay"]
-
 _PROCESSES_FROM = 5_000
 
 

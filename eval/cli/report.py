@@ -15,8 +15,6 @@ from ragorder.eval.cli.progress import QUIET_S, progress_bar
 if TYPE_CHECKING:
     from ragorder.eval.report import Report
 
-__all__ = ["eval_report", "report"]
-
 
 @click.command(cls=Command, examples=["ragorder report results", "ragorder report results --html report.html"])
 @click.argument("paths", metavar="PATH…", nargs=-1, required=True, type=click.Path(path_type=Path))

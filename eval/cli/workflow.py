@@ -11,8 +11,6 @@ from ragorder.cli.output import show_figures
 from ragorder.common.jsonl import JSONLinesError
 from ragorder.eval.report.wavefront import FORMATS, draw_wavefront, figures_of, read_traces
 
-__all__ = ["workflow"]
-
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def workflow() -> None:

@@ -14,17 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.common.jsonl import JSONLines
 
-__all__ = [
-    "Arrival",
-    "ArrivalStep",
-    "Arrivals",
-    "ArrivalsError",
-    "load_arrivals",
-    "poisson_arrivals",
-    "replicate",
-    "step_arrivals",
-]
-
 _AZURE_COLUMNS = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _MOONCAKE_EXAMPLE = '{"timestamp": 27, "output_length": 500}'
 _POISSON = "poisson:"

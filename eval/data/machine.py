@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ragorder.kernels.profile_cache import processor_name
 
-__all__ = ["cpu_s", "describe_environment", "load_average", "peak_mb", "resident_mb", "tree_cpu_s"]
-
 _PACKAGES = (
     "ragorder",
     "vllm",

@@ -12,9 +12,6 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.workloads import Workload
 
-__all__ = ["QuestionOrder", "Trace", "TraceRequest", "check_ranked", "in_order", "trace_of_corpus", "trace_of_workload"]
-
-
 QuestionOrder = Literal["data", "random", "recurring", "topics"]
 """Of a corpus' questions: as given; shuffled; 300 of them again and again, by Zipf's law; or 40 topics of five
 questions that share documents, shuffled."""

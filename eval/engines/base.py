@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", "RequestError", "time_between_tokens"]
-
 
 class EngineError(RuntimeError):
     """An engine is absent, or unfit for the benchmark. The message says what to change."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from ragorder.clouds.rules import CacheRules, UsageFields
 
-__all__ = ["CloudAnswer", "CloudError", "SimulatedCloud", "estimated_tokens"]
-
 _OPENAI = UsageFields(
     "prompt_tokens_details.cached_tokens", "prompt_tokens_details.cache_write_tokens", "prompt_tokens"
 )

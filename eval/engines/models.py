@@ -13,8 +13,6 @@ from ragorder.eval.engines.vllm import set_environment
 from ragorder.kernels import random_model as kernels
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["built_prompts", "load_tokenizer", "longest_prompt", "random_model"]
-
 
 def random_model() -> Path:
     """As in `ragorder.kernels.random_model`, with the texts of the corpus pydocs at hand."""

@@ -16,8 +16,6 @@ from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
 from ragorder.eval.engines.torch import TorchEngine, TorchModel, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["EnginePool", "EngineSize", "TorchPool", "VLLMPool"]
-
 _SHORTEST_TOKENS = 2_048
 
 

@@ -21,8 +21,6 @@ from ragorder.eval.engines.vllm import has_fast_bfloat16
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, Request, TieredEngine
 
-__all__ = ["RANDOM_WEIGHTS", "AsyncTorchEngine", "TorchEngine", "TorchModel", "lacks_torch", "need_torch"]
-
 RANDOM_WEIGHTS = "random-weights"
 """A file of this name beside a model's configuration and tokenizer: its weights are drawn when it is loaded."""
 

@@ -18,8 +18,6 @@ from ragorder.common.extras import install_hint
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
 from ragorder.kernels import random_model
 
-__all__ = ["VLLMEngine", "has_fast_bfloat16", "set_environment"]
-
 _SMALLEST_CPU_BLOCK = 32
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ragorder.common.files import cache_folder
 
-__all__ = ["PEERS", "Peer", "PeerError", "prepare_peer"]
-
 _INSTALL_S = 600.0
 
 

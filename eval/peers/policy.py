@@ -15,10 +15,8 @@ from typing import Any
 
 from ragorder.document import Document
 from ragorder.eval.peers.environment import PeerError, prepare_peer
-from ragorder.orderer import USUAL, Lengths
 from ragorder.ordering import Ordering
-
-__all__ = ["PeerPolicy", "Worker", "make_peer"]
+from ragorder.scope.request import USUAL, Lengths
 
 _START_S = 120.0
 _KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from ragorder.eval.engines.base import EngineCompletion
 
-__all__ = ["PathEngine", "PathPrompt", "UnlimitedPathEngine", "make_engine"]
-
 
 class PathPrompt(NamedTuple):
     """The system prompt of a scope, documents by number, and at least one token that no other prompt has."""

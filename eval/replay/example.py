@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXAMPLE_LOG", "example_lines"]
-
 EXAMPLE_LOG = Path(__file__).with_name("example.jsonl")
 
 _REQUESTS = 400

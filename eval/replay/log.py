@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from ragorder.eval.data.arrivals import Arrival
 
-__all__ = ["Log", "LogBuilder", "LogError", "RecordedArrivals"]
-
 
 class LogError(ValueError):
     """A log cannot be used. The message quotes nothing of it."""

@@ -11,8 +11,6 @@ from itertools import accumulate
 from ragorder.eval.replay.log import Log
 from ragorder.eval.running.load import Advance
 
-__all__ = ["Overlap", "compared_requests", "measure_overlap"]
-
 _COMPARED_REQUESTS = 4_096
 _COMPARISONS = 10_000_000
 

@@ -24,8 +24,6 @@ from ragorder.eval.replay.log import Log, LogBuilder, LogError
 if TYPE_CHECKING:
     from ragorder.eval.running.load import Progress
 
-__all__ = ["DefaultLengths", "read_log"]
-
 _MAX_LINE_BYTES = 1 << 24
 
 

@@ -11,8 +11,6 @@ from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
 from ragorder.eval.report.words import policy_words
 
-__all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
-
 _A_LITTLE = 0.05
 _SHOWN_FIELDS = 8
 

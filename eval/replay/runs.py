@@ -14,8 +14,6 @@ from ragorder.eval.running.policies import ORDERERS, make_orderer
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 
-__all__ = ["REPLAY_POLICIES", "RETRIEVAL", "PolicyFigures", "Setup", "replay_run", "steps"]
-
 RETRIEVAL = "retrieval"
 _STEPS = 100
 # Without requests that wait, "queue" is "prefix".

@@ -22,8 +22,6 @@ from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, PolicyFigures,
 from ragorder.eval.running.load import Advance, Progress, ServiceTimes, silent
 from ragorder.eval.running.policies import PolicyError
 
-__all__ = ["DEFAULT_POLICIES", "SWEEP", "ReplayError", "ReplayJob", "replay", "run_jobs"]
-
 _POLL_S = 0.1
 
 

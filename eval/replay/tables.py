@@ -24,8 +24,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Kind, Suite
 
-__all__ = ["Replay", "ReplayRecord", "make_part", "replay_line"]
-
 _TONES: Mapping[Verdict, Tone] = {"helps": "good", "helps a little": "good", "not worth it": "doubtful", "costs": "bad"}
 
 

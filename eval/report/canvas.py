@@ -16,20 +16,6 @@ from typing import Any
 from ragorder.common.extras import needs
 from ragorder.eval.report.words import policy_words
 
-__all__ = [
-    "COLOURS",
-    "Picture",
-    "Style",
-    "draw",
-    "label_ends",
-    "name_marks",
-    "need_matplotlib",
-    "points_of",
-    "standalone",
-    "style",
-    "titled",
-]
-
 _MOST = 150
 """Points of one line: of a longer one, evenly spaced ones."""
 _BEYOND = 6

@@ -19,20 +19,6 @@ from ragorder.eval.running.record import key_of
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = [
-    "Chart",
-    "Compared",
-    "Headline",
-    "Lead",
-    "Mark",
-    "compare_groups",
-    "draw_marks",
-    "finding",
-    "headline_of",
-    "main_policy",
-    "overview_of",
-]
-
 _BAR = 30
 
 

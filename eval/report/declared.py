@@ -13,8 +13,6 @@ from ragorder.eval.report.words import format_number, range_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Suite
 
-__all__ = ["Block", "Column", "Row", "TableForm", "figure", "policy_column", "ratio", "tables_of"]
-
 Figure = str | Callable[[Any], float | None]
 """The name of a fact, or a function of a record."""
 

@@ -33,8 +33,6 @@ from ragorder.kernels.smollm2 import smollm2
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
 
-__all__ = ["DemoReport", "Pair", "run_demo"]
-
 _ENGINES = {"sim": "a simulated cache", "torch": "ragorder's embedded engine", "vllm": "vLLM"}
 _NEEDS = {
     "sim": {"bm25s": "eval"},

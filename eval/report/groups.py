@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-__all__ = ["Group", "RecordGroup", "group_runs"]
-
 R = TypeVar("R", bound=Record)
 
 _FIRST = ("workload", "corpus", "dataset")  # what a cell is called by

@@ -8,20 +8,6 @@ from typing import Any, Literal
 
 from ragorder.eval.running.record import Record
 
-__all__ = [
-    "CACHED",
-    "DOCUMENTS",
-    "PLACES",
-    "SHARE_MOVED",
-    "TBT_P50",
-    "TBT_P99",
-    "TTFT_MEAN",
-    "TTFT_P50",
-    "TTFT_P95",
-    "TTFT_P99",
-    "Metric",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:

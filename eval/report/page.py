@@ -21,18 +21,6 @@ from ragorder.eval.report.sections import Report, Section
 from ragorder.eval.report.tables import Table, markdown_text
 from ragorder.eval.running.load import Progress, silent
 
-__all__ = [
-    "csv_text",
-    "csv_url",
-    "file_name",
-    "json_text",
-    "json_url",
-    "print_report",
-    "print_summary",
-    "render_html",
-    "render_markdown",
-]
-
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
 

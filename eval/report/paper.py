@@ -9,8 +9,6 @@ from ragorder.eval.running.cells import PaperRow
 from ragorder.eval.running.record import Cell
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["number", "paper_beside", "paper_heading", "paper_rows"]
-
 
 def paper_heading(suite: Suite, cell: Cell | None) -> list[str]:
     """A column for each machine of the paper's."""

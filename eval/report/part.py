@@ -16,8 +16,6 @@ from ragorder.eval.report.tables import Table
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Kind, Suite
 
-__all__ = ["Part", "part_of"]
-
 
 @dataclass(slots=True)
 class Part:

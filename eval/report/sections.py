@@ -21,8 +21,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
 from ragorder.eval.running.suite import Kind, Suite, kinds
 
-__all__ = ["Report", "Section", "make_report"]
-
 STATISTICS = (
     "Every policy serves the same requests, so differences are paired request by request. In brackets: 95 % intervals "
     f"(percentile bootstrap, 2,000 resamples of blocks of up to {BLOCK} consecutive requests within each seed), the "

@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-__all__ = [
-    "BLOCK",
-    "PairedDifference",
-    "StatisticsError",
-    "Summary",
-    "Verdict",
-    "compare",
-    "compare_seeds",
-    "known_mean",
-    "need_scipy",
-    "summary",
-    "wilson",
-]
-
 BLOCK = 10
 """Consecutive requests that are resampled together; fewer in a short run, which has at least five blocks."""
 

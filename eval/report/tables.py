@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-__all__ = ["Entry", "Table", "Tone", "markdown_text"]
-
 Tone = Literal["", "good", "bad", "doubtful"]
 
 _STYLES = {"": "", "good": "green", "bad": "bold red", "doubtful": "yellow"}

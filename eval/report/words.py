@@ -8,24 +8,6 @@ from typing import Any
 
 from ragorder.eval.report.statistics import PairedDifference
 
-__all__ = [
-    "THIN",
-    "axis_words",
-    "capital",
-    "cell_words",
-    "change_words",
-    "format_number",
-    "interval_words",
-    "policy_words",
-    "range_words",
-    "seeds_by_row",
-    "served_words",
-    "signed",
-    "spread_words",
-    "value_words",
-    "verdict_words",
-]
-
 THIN = "\u00a0"  # keeps a number and its unit on one line
 _NO_INTERVAL = "too few requests for an interval"
 _POLICIES = {

@@ -13,9 +13,6 @@ from ragorder.common.counts import parse_count
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.record import Cell
 
-__all__ = ["STRICT", "Display", "PaperRow", "Reduced", "SuiteCell", "SuiteError", "complaint", "one_of"]
-
-
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 

@@ -23,8 +23,6 @@ from ragorder.trie.residency.blocks import EngineBlocks
 if TYPE_CHECKING:
     from ragorder.eval.running.specs import Bench, EngineSpec
 
-__all__ = ["Servers", "start_server"]
-
 _SYNCHRONISE_S = 10.0
 _OWN_CAPACITY_TOKENS = 65_536
 _OWN_BLOCK_SIZE = 32
@@ -99,7 +97,8 @@ class Servers:
         bench = self._bench
         if bench.block_size is not None and bench.capacity is not None:
             return bench.block_size, None
-        from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+        from ragorder.adapters.http_client import ServerError
+        from ragorder.adapters.vllm.cache_config import read_cache_config
 
         try:
             config = read_cache_config(url, api_key=bench.api_key)

@@ -17,22 +17,6 @@ from ragorder.eval.data.arrivals import Arrival
 from ragorder.eval.engines.base import AsyncEngine, Engine, EngineCompletion, RequestError
 from ragorder.eval.running.runner import Run, Sent
 
-__all__ = [
-    "Advance",
-    "Client",
-    "Load",
-    "Pool",
-    "Progress",
-    "ServiceTimes",
-    "interleave",
-    "rotated",
-    "serve_in_turn",
-    "serve_live",
-    "serve_live_in_turn",
-    "serve_virtual",
-    "silent",
-]
-
 Advance = Callable[[], None]
 Progress = Callable[[str, int], Advance]
 """Announces work and the number of its steps; the result is called after each step."""

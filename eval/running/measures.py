@@ -13,15 +13,6 @@ from statistics import fmean
 
 from ragorder.eval.data.machine import resident_mb
 
-__all__ = [
-    "Column",
-    "Columns",
-    "Measures",
-    "RunResult",
-    "percentile",
-    "thread_times_us",
-]
-
 _SERVED, _FAILED = 1, 2
 
 

@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.specs import ServedBy
 
-__all__ = ["SIM_LIKE", "HarnessError", "Options"]
-
 # Whatever else may differ between the invocations that write to one folder.
 _MEASURED_WITH = ("engine", "like", "reduced", "model", "limit", "base_url", "served_model")
 

@@ -17,25 +17,14 @@ from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.peers import PEERS, make_peer
-from ragorder.orderer import USUAL, Lengths, Orderer
+from ragorder.orderer import Orderer
 from ragorder.ordering import Batch, Ordering
 from ragorder.prompt import PromptBuilder
+from ragorder.scope.request import USUAL, Lengths
 from ragorder.settings import Settings
 from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.tail import Tail, Waiting, tails
 from ragorder.trie.tree import Key, RequestedDocuments
-
-__all__ = [
-    "ORDERERS",
-    "POLICIES",
-    "FrequencyTail",
-    "Policy",
-    "PolicyError",
-    "PopularityTail",
-    "make_orderer",
-    "make_policy",
-    "parse_guards",
-]
 
 Documents = list[Document]
 

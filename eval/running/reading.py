@@ -20,8 +20,6 @@ from ragorder.eval.running.record import (
 )
 from ragorder.eval.running.suite import Kind, kinds
 
-__all__ = ["Results", "ResultsError", "read_results", "results_of"]
-
 Line = SessionRecord | UnavailableRecord | CheckRecord | Record
 R = TypeVar("R", bound=Record)
 

@@ -17,23 +17,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-
-__all__ = [
-    "RESULTS",
-    "SCHEMA",
-    "Cell",
-    "CheckRecord",
-    "Key",
-    "Record",
-    "RunRecord",
-    "SessionRecord",
-    "UnavailableRecord",
-    "as_column",
-    "declared_record",
-    "json_schema",
-    "key_of",
-]
-
 RESULTS = "results.jsonl"
 SCHEMA = 1
 

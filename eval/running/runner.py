@@ -29,8 +29,6 @@ from ragorder.orderer import Orderer
 from ragorder.ordering import Moves, Ordering
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["Run", "Sent", "Served", "Timeline"]
-
 _POINTS = 60
 
 

@@ -15,8 +15,6 @@ from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, experiment_of
 
-__all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
-
 
 @dataclass(slots=True)
 class Outcome:

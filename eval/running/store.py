@@ -14,8 +14,6 @@ from ragorder.common.files import try_lock
 from ragorder.common.jsonl import JSONLines, decode
 from ragorder.eval.running.record import RESULTS
 
-__all__ = ["Store", "StoreError"]
-
 Line = Mapping[str, Any]
 
 

@@ -36,23 +36,6 @@ from ragorder.eval.running.policies import POLICIES
 from ragorder.eval.running.record import Record, declared_record
 from ragorder.eval.running.store import Store
 
-__all__ = [
-    "GROUPS",
-    "Experiment",
-    "Job",
-    "Kind",
-    "Line",
-    "Missing",
-    "Suite",
-    "choose_suites",
-    "experiment_of",
-    "experiments",
-    "experiments_in",
-    "kinds",
-    "load_suite",
-    "load_suites",
-]
-
 PAPERS = ("RAGCache++", "RAGCache", "FusionRAG", "HedraRAG", "RAGDoll")
 GROUPS = (*map(str.lower, PAPERS), "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")

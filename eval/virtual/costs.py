@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EngineCosts", "ScanCosts", "SearchCosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:

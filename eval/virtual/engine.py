@@ -13,8 +13,6 @@ from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.virtual.costs import EngineCosts
 from ragorder.pipelining import AnswerChunk, Usage
 
-__all__ = ["VirtualEngine", "VirtualRequest"]
-
 # A leap that ends within this of a step's end has made the step.
 _ROUNDING = 1e-6
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-__all__ = ["DeadlockError", "Servers", "VirtualLoop", "run_virtual"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import one_thread
 
-__all__ = ["VirtualIVF", "WholeSearches"]
-
 
 class _DealtEvenly(Budget):
     """Without the rule that each core has 16 clusters in a piece: here any piece is dealt out evenly."""

@@ -16,8 +16,6 @@ from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 from ragorder.kernels.attention.torch_backend import Rule, torch_attention, torch_sparse_attention
 
-__all__ = ["Backend", "prefix_attention", "sparse_attention"]
-
 Backend = Literal["auto", "triton", "torch"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

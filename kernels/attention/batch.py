@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "PackedBatch", "Ranges", "Span"]
-
 T = TypeVar("T")
 
 Span = tuple[int, int, int]

@@ -25,8 +25,6 @@ from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, attend
 from ragorder.kernels.attention.launch import INTERPRETED, constants, options
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, ROWS, Tile, choose_tile
 
-__all__ = ["Compiled", "Variant", "variants"]
-
 _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 

@@ -12,8 +12,6 @@ No `from __future__ import annotations`: Triton's interpreter reads the annotati
 import triton
 import triton.language as tl
 
-__all__ = ["ANYWHERE", "CHANGING", "attend", "attend_at", "merge"]
-
 # These change between steps: specialising on them would recompile the kernel each time.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
 ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "highs_ptr")

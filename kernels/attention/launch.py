@@ -23,8 +23,6 @@ from ragorder.kernels.attention.table import (
     halves,
 )
 
-__all__ = ["INTERPRETED", "constants", "triton_attention", "triton_sparse_attention"]
-
 INTERPRETED = not isinstance(attend, triton.JITFunction)
 
 _LOG2_E = math.log2(math.e)

@@ -5,20 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = [
-    "ARCHITECTURES",
-    "BLOCK_SIZES",
-    "HEAD_DIMS",
-    "ROWS",
-    "SCATTERED_ROWS",
-    "Tile",
-    "architecture",
-    "choose_splits",
-    "choose_tile",
-    "count_programs",
-    "halves",
-]
-
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 BLOCK_SIZES = tuple(range(16, 129, 16))

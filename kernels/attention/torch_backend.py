@@ -18,8 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.kernels.attention.batch import Chunk, PackedBatch, Ranges, Span
 
-__all__ = ["Rule", "torch_attention", "torch_sparse_attention"]
-
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN, which reads a mask in words of 16 bytes from any address: a lasting CUDA error."""
 

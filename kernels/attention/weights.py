@@ -9,8 +9,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Keys", "Queries", "attention_received"]
-
 _ROWS = 256
 """Queries per chunk."""
 

@@ -24,8 +24,6 @@ from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transf
 from ragorder.trie.policies import Key
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["KnowledgeCache"]
-
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
     """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""

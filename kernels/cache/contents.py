@@ -10,8 +10,6 @@ from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.node import CachedNode, CopyLocation
 from ragorder.kernels.cache.segments import Segment
 
-__all__ = ["Contents", "CopyKind", "DocumentIndex"]
-
 # Entries before dead ones are searched for.
 _FEWEST = 1024
 # Copies per document; all are read when a request waits.

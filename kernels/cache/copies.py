@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ragorder.kernels.paging import BlockPool, Transfer, Transfers
 
-__all__ = ["Copies", "Copy"]
-
 
 class Copy:
     """A transfer that retains its blocks. `leaving`: only this copy holds the source's blocks. `distrusted`: the

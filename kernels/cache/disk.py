@@ -15,8 +15,6 @@ from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 from ragorder.kernels.store.format import is_variant, variant_content
 
-__all__ = ["DiskSettings", "StoreTier", "store_identity"]
-
 _logger = logging.getLogger("ragorder.kernels")
 
 _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 1"

@@ -15,8 +15,6 @@ from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.trie.policies import AwaitedNodes, Tier
 
-__all__ = ["Hierarchy"]
-
 
 class Hierarchy:
     """The nodes in memory by key, and their tiers. Evicted nodes move from the device to the host, and from there to

@@ -10,8 +10,6 @@ from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import TierTokens
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["BlockTables", "Borrowed", "KVLease"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Borrowed:

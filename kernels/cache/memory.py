@@ -11,8 +11,6 @@ from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.trie.policies import History, Tier, TierNode, make_policy
 
-__all__ = ["MemoryTier"]
-
 
 class MemoryTier:
     def __init__(self, pool: BlockPool, copies: Copies, policy: str, history: int) -> None:

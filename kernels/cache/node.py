@@ -13,8 +13,6 @@ from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.paging import BlockPool
 from ragorder.trie.policies import TierNode
 
-__all__ = ["CachedNode", "CopyLocation", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
-
 _logger = logging.getLogger("ragorder.kernels")
 
 

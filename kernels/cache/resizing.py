@@ -11,8 +11,6 @@ from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.uses import Replicas
 from ragorder.kernels.paging import OutOfBlocksError
 
-__all__ = ["PoolSizes", "load_prefix", "make_room"]
-
 
 class PoolSizes:
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:

@@ -8,8 +8,6 @@ from hashlib import blake2b
 from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
-__all__ = ["Segment", "content_of", "segments_of"]
-
 _KEY_BYTES = 32
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
-
 
 class TierTokens(NamedTuple):
     device: int = 0

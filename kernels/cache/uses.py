@@ -14,8 +14,6 @@ from ragorder.kernels.cache.stats import TierTokens
 from ragorder.trie.policies.tier import NO_FORECAST
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["NodeUses", "Replicas", "tokens_by_tier"]
-
 
 class NodeUses:
     def __init__(self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile) -> None:

@@ -39,8 +39,6 @@ from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 from ragorder.pipelining.placement.plan import STAGES
 
-__all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
-
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 # Smallest step while other memory can be given back.

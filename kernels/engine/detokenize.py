@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-__all__ = ["TextStream"]
-
 # The tokenizers' text for an incomplete character.
 _BROKEN = "\ufffd"
 # For spaces and joined characters tokenizers look back at most 6 tokens. The other lengths are for prompts of single

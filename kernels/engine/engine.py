@@ -42,8 +42,6 @@ from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement, Spread
 
-__all__ = ["TieredEngine"]
-
 # A step's wait for loads without anything to compute.
 _IDLE_S = 0.001
 _FORWARD_FAILED = "the model's forward failed"

@@ -17,22 +17,6 @@ from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.offload.checkpoint import LayerReadError
 
-__all__ = [
-    "Completion",
-    "DeviceLostError",
-    "Fault",
-    "FinishReason",
-    "Request",
-    "RequestRefusedError",
-    "Sampling",
-    "ShortOfMemoryError",
-    "TokenLogprobs",
-    "Update",
-    "UpdateQueues",
-    "describe",
-    "fault_of",
-]
-
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 Fault = Literal["memory", "device", "disk", "other"]

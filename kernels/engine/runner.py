@@ -19,8 +19,6 @@ from ragorder.kernels.models.batch import Forward, Piece, pack
 from ragorder.kernels.models.graphs import GraphCapture, StepGraphs
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Ended", "FailedSteps", "ModelRunner", "SampledToken", "choose"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

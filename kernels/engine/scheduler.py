@@ -16,8 +16,6 @@ from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["ScheduledChunk", "Scheduler"]
-
 # Waiting sequences whose cached prefix is prefetched.
 _PREFETCHED = 8
 # Time to load a token as a share of computing it, without measured load times. On a CPU: 0.01 and 0.03

@@ -19,8 +19,6 @@ from ragorder.kernels.models.attention import AttentionCall
 from ragorder.kernels.models.batch import Forward, ForwardEnded, PackedStep, Piece, pack
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Question", "Scorer", "ScoringInput", "kv_deviation", "read_question"]
-
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
     """Return fp32 (keys,): attention from the piece's rows to each key in its context, summed over rows, mean over

@@ -20,8 +20,6 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Fusion, make_selection, top
 from ragorder.kernels.models.support import UnsupportedModelError, text_config
 
-__all__ = ["Fuser", "KeptQuestions", "TokenSelecting", "check_fusion"]
-
 
 class KeptQuestions:
     """Vectors of questions after a system prompt, for `seconds`; the latest, up to `most_tokens` in total."""

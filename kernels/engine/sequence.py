@@ -17,8 +17,6 @@ from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Req
 from ragorder.kernels.fusion.selection import Fusion
 from ragorder.trie.policies import Key
 
-__all__ = ["Positions", "ScatteredPrefill", "Sequence", "Spans"]
-
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 Spans = abc.Sequence[tuple[int, int]]
 """Begins and ends, ascending."""

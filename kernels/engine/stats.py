@@ -13,8 +13,6 @@ from ragorder.kernels.engine.request import Completion
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.offload.stream import StreamStats
 
-__all__ = ["TBT_BOUNDS_S", "EngineCounters", "EngineStats"]
-
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 
 

@@ -14,8 +14,6 @@ from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.selection import Fusion, selections
 
-__all__ = ["RequestValidator"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:

@@ -15,8 +15,6 @@ from torch import Tensor
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import BlockPool, KVShape
 
-__all__ = ["Assembler", "Rows", "as_blocks", "moved_rows", "read_rows"]
-
 # Rows per chunk: small compared to the pool.
 _CHUNK = 8192
 

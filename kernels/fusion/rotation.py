@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = ["Rotation"]
-
 # Relative difference of two keys' norms: far below that of other frequencies, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 

@@ -12,8 +12,6 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SELECTIONS", "Fusion", "Measurements", "Needs", "make_selection", "selections", "top"]
-
 Needs = Literal["nothing", "question", "two layers"]
 """Measured before the choice: nothing, `attention` or `deviation`."""
 

@@ -13,8 +13,6 @@ from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_att
 from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["IMPLEMENTATION", "STEP", "AttentionCall", "PagedStep", "ScatteredRows", "StepAttention", "register"]
-
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
 

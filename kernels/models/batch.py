@@ -17,8 +17,6 @@ from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, St
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Forward", "ForwardEnded", "PackedStep", "Piece", "pack", "to_device"]
-
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 

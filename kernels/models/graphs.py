@@ -22,8 +22,6 @@ from ragorder.kernels.models.attention import PagedStep
 from ragorder.kernels.models.batch import Forward, PackedStep, Piece, to_device
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["MOST_TOKENS", "Bucket", "FixedStep", "GraphCapture", "StepGraphs"]
-
 MOST_TOKENS = 256
 """Most tokens of a step that is padded. The device computes larger ones for longer than the host launches them."""
 _LEAST_BLOCKS = 16

@@ -17,8 +17,6 @@ from ragorder.kernels.offload.store import StoredParameter
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
-__all__ = ["ORIGIN", "device_name", "identity"]
-
 # Increase when the engine's computation changes the contents of a KV block.
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -20,18 +20,6 @@ from ragorder.errors import RagorderError
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = [
-    "ModelLoadError",
-    "check_loaded",
-    "first_line",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "may_be_on_hub",
-    "pick_device",
-    "progress_on_terminals",
-]
-
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 _OLD_HUB_NAME = re.compile(r"\w[\w.-]*")

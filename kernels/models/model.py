@@ -24,8 +24,6 @@ from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["PatchedModel", "cache_maker", "device_blocks", "observe", "verify", "wanted_tokens"]
-
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 # Relative difference of the logits' norms: far below that of wrong masks or positions, far above rounding.

@@ -29,8 +29,6 @@ from ragorder.kernels.short_profile import LONGEST_TOKENS, LoadTimes, measure_sh
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 from ragorder.trie.profile import LINEAR, PrefillProfile
 
-__all__ = ["engine_profile"]
-
 # Largest measured load.
 _TOKENS = 1_024
 _BYTES = 64 << 20

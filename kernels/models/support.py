@@ -7,8 +7,6 @@ from typing import Any
 
 from ragorder.errors import RagorderError
 
-__all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text_config"]
-
 
 class UnsupportedModelError(RagorderError, ValueError):
     """A model cannot be served exactly, or cannot reuse KV at other positions; the message says why."""

@@ -9,8 +9,6 @@ from functools import partial
 from ragorder.errors import RagorderError
 from ragorder.pipelining.placement.plan import LEAST_STEP, fit_device, fit_host, step_sizes
 
-__all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
-
 # Tokens of a request that must fit into any budget.
 _REQUEST_TOKENS = 2048
 # Minimum share for KV of the memory beside the workspace while weights stream.

@@ -14,8 +14,6 @@ import torch
 from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 
-__all__ = ["Checkpoint", "CheckpointError", "LayerReadError", "TensorEntry"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # The format allows headers of 100 MB.

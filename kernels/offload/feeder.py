@@ -14,8 +14,6 @@ from ragorder.kernels.offload.layout import LayerLayout
 from ragorder.kernels.offload.store import LayerStore
 from ragorder.pipelining.placement.plan import STAGES
 
-__all__ = ["Feeder", "LayerBuffer", "allocate"]
-
 _READERS = 2
 
 

@@ -13,8 +13,6 @@ import torch
 from ragorder.kernels.models.support import UnsupportedModelError
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, TensorEntry
 
-__all__ = ["CheckpointMap", "LayerLayout", "Parameter", "Piece"]
-
 # As in torch's allocators, so that streamed weights give the same products.
 _ALIGNMENT = 512
 

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 from ragorder.kernels.model_sizes import ROWS, DecoderShape
 from ragorder.kernels.models.support import UnsupportedModelError
 
-__all__ = ["ModelMemory", "decoder_layers", "skeleton"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:

@@ -10,8 +10,6 @@ from typing import Any
 
 from ragorder.kernels.offload.feeder import LayerBuffer
 
-__all__ = ["LayerRing", "Slot"]
-
 
 class Slot:
     """A buffer of the ring with `layer`, or being read into. Its next use comes after `fence`."""

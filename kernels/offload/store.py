@@ -12,8 +12,6 @@ import torch
 from ragorder.kernels.offload.checkpoint import Checkpoint, LayerReadError, TensorEntry
 from ragorder.kernels.offload.layout import CheckpointMap, LayerLayout, Parameter, Piece
 
-__all__ = ["LayerStore", "Source", "StoredParameter"]
-
 # Size of a read: the unit of work for threads.
 _CHUNK = 8 << 20
 

@@ -14,8 +14,6 @@ from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
 
-__all__ = ["LayerStreamer", "Place", "Residency", "StreamStats"]
-
 
 class Place(Enum):
     DEVICE = "device"

@@ -11,8 +11,6 @@ import torch
 
 from ragorder.errors import RagorderError
 
-__all__ = ["BlockPool", "KVShape", "OutOfBlocksError", "runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

@@ -12,8 +12,6 @@ import torch
 
 from ragorder.kernels.paging.pool import BlockPool, runs
 
-__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers"]
-
 
 class Transfer(Protocol):
     """A running copy. Do not write to its source, and reuse neither side."""

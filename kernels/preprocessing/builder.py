@@ -30,8 +30,6 @@ from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, c
 from ragorder.kernels.store import ChunkStore
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["CopyStore", "FusionBuilder", "Planner", "SourceDocument", "WriteFailedError"]
-
 
 class SourceDocument(NamedTuple):
     id: str

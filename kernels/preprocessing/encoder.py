@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["HUB_MODEL", "TextEncoder", "default_model", "packaged_model"]
-
 HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from ragorder.kernels.cache import Segment
 from ragorder.kernels.preprocessing.manifest import Manifest, ManifestError, NoBuildError
 
-__all__ = ["BUILD_FITS", "BuildFit"]
-
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 BUILD_FITS = ("used", "other_model", "other_prefix", "other_documents")

@@ -18,16 +18,6 @@ from ragorder.errors import RagorderError
 from ragorder.kernels.store import ChunkStore
 from ragorder.kernels.store.format import variant_content, variant_key
 
-__all__ = [
-    "BuildError",
-    "Manifest",
-    "ManifestError",
-    "NoBuildError",
-    "PlannedDocument",
-    "drop_copies",
-    "remove_documents",
-]
-
 _NAME = "documents.sqlite"
 _FORMAT = 1
 _SCHEMA = """

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "EmbeddingNeighbours",
-    "GivenNeighbours",
-    "Neighbours",
-    "PreprocessingSettings",
-    "ServedTogether",
-    "VectorNeighbours",
-    "make_neighbours",
-    "neighbours",
-]
-
 
 class Neighbours(ABC):
     """For each document, other documents that are likely to be retrieved with it.

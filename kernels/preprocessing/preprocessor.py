@@ -15,8 +15,6 @@ from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 from ragorder.kernels.preprocessing.manifest import BuildError
 
-__all__ = ["Prefill", "Preprocessor", "check_numbers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Prefill:

@@ -8,8 +8,6 @@ import click
 
 from ragorder.kernels.random_model import make_model, standard_texts
 
-__all__ = ["main"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))

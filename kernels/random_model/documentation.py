@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Entry", "chunks_of", "library_modules", "read_entries"]
-
 _SKIPPED = {"antigravity", "encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this", "turtledemo"}
 _MINIMUM, _MAXIMUM = 600, 1200  # characters, 150 to 300 tokens
 

@@ -14,8 +14,6 @@ from typing import Any
 from ragorder.common.extras import needs
 from ragorder.common.jsonl import decode
 
-__all__ = ["make_model"]
-
 _FINGERPRINT = "fingerprint.json"
 _FORMAT = 1
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

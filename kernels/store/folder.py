@@ -16,8 +16,6 @@ from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
-__all__ = ["CHUNKS", "LOCK", "ChunkFolder", "StoreRefusedError"]
-
 LOCK = "lock"
 IDENTITY = "identity"
 CHUNKS = "chunks"

@@ -11,21 +11,6 @@ from xxhash import xxh3_128_digest
 
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "LONGEST_HEADER",
-    "MAX_KEY_BYTES",
-    "SUBFOLDER",
-    "VERSION",
-    "BadHeaderError",
-    "ChunkName",
-    "Header",
-    "checksum",
-    "digest",
-    "is_variant",
-    "variant_content",
-    "variant_key",
-]
-
 # A file:
 #
 #     magic 8 | version 2 | key length 2 | parent length 2 | 0 2 | payload length 8 | cost 8 | identity 16 | checksum 16

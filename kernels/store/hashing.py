@@ -8,8 +8,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
-__all__ = ["digest_in_pieces", "digest_threads"]
-
 _PIECE_BYTES = 1 << 22
 # With more threads, memory is the bottleneck.
 _MOST_THREADS = 16

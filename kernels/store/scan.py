@@ -14,8 +14,6 @@ from typing import NamedTuple
 from ragorder.kernels.store.folder import CHUNKS, LOCK, ChunkFolder, read_identity
 from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderError, ChunkName, Header
 
-__all__ = ["StoreCounters", "Survey", "check", "scan", "stored_bytes", "survey"]
-
 
 @dataclass(slots=True)
 class StoreCounters:

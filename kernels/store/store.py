@@ -17,8 +17,6 @@ from ragorder.kernels.store.scan import StoreCounters, check, scan
 from ragorder.trie.policies import History, Tier, TierNode, make_policy
 from ragorder.trie.policies.tier import NO_FORECAST
 
-__all__ = ["ChunkIndex", "ChunkStore", "CircuitBreaker", "StoredChunk"]
-
 
 class StoredChunk:
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from ragorder.pipelining.power_law import PowerLaw
 
-__all__ = ["AllWaiting", "Backlog", "BacklogAware", "Batcher", "best_batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Backlog:

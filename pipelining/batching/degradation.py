@@ -11,8 +11,6 @@ from typing import Any, Protocol
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.servers import FirstFailures
 
-__all__ = ["Degradation", "Relief", "is_out_of_memory", "is_shortage"]
-
 # Memory is freed at most this often for one request.
 _MOST_RELIEFS = 64
 # Errors of torch and of this project by name, to import neither; on a CPU torch raises plain RuntimeErrors.

@@ -16,8 +16,6 @@ from ragorder.pipelining.batching.worker import Occupancy, Worker
 from ragorder.pipelining.protocols import D, Q, R, RequestBuilder, StreamingEngine
 from ragorder.pipelining.servers import end_all
 
-__all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
-
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
     """Generates answers, with at most `kv_limit` tokens of `kv`, except for a single request."""

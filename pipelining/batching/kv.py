@@ -12,8 +12,6 @@ from ragorder.trie.plan import plan
 from ragorder.trie.search import BestPathSearch, ranks_on_path
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["Context", "KVTokens", "TrieKV", "largest_prefix"]
-
 # With fewer requests all are planned again: that takes a millisecond and shares most.
 _PLANNED = 8
 # All are planned again after this share of them has changed: a trie that is only extended grows by some 5 %.

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["PartitionFile", "PartitionLists"]
-
 _ID_BYTES = 8
 
 

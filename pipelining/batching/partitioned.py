@@ -22,8 +22,6 @@ from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import read_nprobe
 
-__all__ = ["PartitionedPass", "PartitionedSearch"]
-
 # A resident partition stays unless another is used this much more: an exchange saves nothing by itself.
 _STAY = 1.1
 # The weight of a use halves after 64 searches.

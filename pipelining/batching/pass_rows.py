@@ -13,8 +13,6 @@ from ragorder.pipelining.batching.partition_file import PartitionFile
 from ragorder.pipelining.search.merge import BestResults, TieCandidates, decide, find_candidates
 from ragorder.pipelining.search.running import Visits
 
-__all__ = ["PassRows"]
-
 # Candidates in the first scan for ties, as a multiple of k + 1.
 _FIRST_KEPT = 2
 

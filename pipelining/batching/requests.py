@@ -11,18 +11,6 @@ from ragorder.errors import RagorderError
 from ragorder.pipelining.protocols import AnswerChunk, D, PipelineTrace, Q, Usage
 from ragorder.pipelining.servers import AnswerStream
 
-__all__ = [
-    "AnswerChangedError",
-    "BatchEvent",
-    "BatchedAnswer",
-    "BatchedRequest",
-    "BatchedStream",
-    "EventName",
-    "RequestOutcome",
-    "RequestTrace",
-    "WorkerName",
-]
-
 WorkerName = Literal["retrieval", "generation"]
 EventName = Literal["began", "ended", "failed", "relieved", "reorganised"]
 RequestOutcome = Literal["running", "answered", "failed", "cancelled"]

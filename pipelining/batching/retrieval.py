@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ragorder.pipelining.batching.partitioned import PartitionedPass, PartitionedSearch
     from ragorder.pipelining.batching.pass_rows import PassRows
 
-__all__ = ["BatchRetrieval", "ConcurrentRetrieval", "JoinableRetrieval", "PartitionedRetrieval", "SearchTask"]
-
 Q_co = TypeVar("Q_co", covariant=True)
 D_co = TypeVar("D_co", covariant=True)
 

@@ -13,8 +13,6 @@ from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetri
 from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
 from ragorder.pipelining.protocols import D, Q
 
-__all__ = ["RetrievalWorker"]
-
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
     """Searches for one batch of requests at a time; calls `found` with each that is final.

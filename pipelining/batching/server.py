@@ -25,9 +25,6 @@ from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Concu
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.servers import FirstFailures, run_batch
 
-__all__ = ["DecoupledServer", "ServingPlacement"]
-
-
 _EVENTS = 4096
 
 

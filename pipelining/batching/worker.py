@@ -15,8 +15,6 @@ from ragorder.pipelining.protocols import D, Q
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 from ragorder.pipelining.servers import FirstFailures, call
 
-__all__ = ["Occupancy", "Worker", "is_being_cancelled"]
-
 T = TypeVar("T")
 
 

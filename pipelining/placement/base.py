@@ -9,8 +9,6 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Placement", "Spread", "Workload", "amounts"]
-
 Curve = tuple[tuple[int, int], ...]
 _Bytes = Annotated[int, Field(ge=0)]
 # Partitions in memory in addition to resident ones.

@@ -14,8 +14,6 @@ from typing import Self
 from ragorder.common.counts import parse_size
 from ragorder.common.extras import needs
 
-__all__ = ["Budgets", "cgroup_headroom", "device_memory", "disk_memory", "format_bytes", "host_memory"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _GPU_TIMEOUT_S = 10.0

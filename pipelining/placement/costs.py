@@ -9,8 +9,6 @@ from typing import Protocol, Self
 from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload, amounts
 from ragorder.pipelining.placement.budgets import Budgets
 
-__all__ = ["EstimatedCosts", "Footprint", "PlacementCosts", "Rates", "mean_latency_s"]
-
 
 class PlacementCosts(Protocol):
     """Sizes and times of one model and index on one machine, measured or estimated."""

@@ -13,19 +13,6 @@ from ragorder.pipelining.placement.base import Placement, Spread
 from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
 
-__all__ = [
-    "LEAST_STEP",
-    "STAGES",
-    "DeviceFit",
-    "PlacementError",
-    "PlannedPlacement",
-    "bottleneck",
-    "fit_device",
-    "fit_host",
-    "plan_placement",
-    "step_sizes",
-]
-
 LEAST_STEP = 64
 """Tokens of the smallest planned step."""
 

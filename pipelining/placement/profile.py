@@ -21,8 +21,6 @@ from ragorder.pipelining.power_law import PowerLaw
 if TYPE_CHECKING:
     from ragorder.pipelining.batching.partition_file import PartitionFile
 
-__all__ = ["GenerationSample", "PlacementProfile", "RetrievalSample", "index_sizes", "shared_tokens"]
-
 _MEASURE = "measure one with `ragorder profile --placement`"
 _Seconds = Annotated[float, Field(gt=0, le=1e6)]
 _Rows = list[tuple[int, PowerLaw]]

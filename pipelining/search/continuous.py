@@ -25,8 +25,6 @@ from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
-__all__ = ["ContinuousIVF", "PieceOrder", "fill"]
-
 PieceOrder = Literal["oldest", "shortest"]
 
 # A search that has waited ten seconds goes before one that is shorter by one second.

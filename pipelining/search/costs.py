@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from ragorder.common.running_mean import RunningMean
 
-__all__ = ["Budget", "ClusterCosts", "PieceLimit"]
-
 _DECAY = 1 - 1 / 128
 _OUTLIER = 4.0
 _WARM = 16

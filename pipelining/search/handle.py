@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["SearchHandle"]
-
 _logger = logging.getLogger("ragorder")
 
 

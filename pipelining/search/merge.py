@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ragorder.pipelining.staged._faiss import SearchResult
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["BestResults", "ScannedPart", "TieCandidates", "decide", "find_candidates"]
-
 _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 

@@ -13,8 +13,6 @@ from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import ClusterIndex, Metric, read_nprobe
 
-__all__ = ["History", "PastSearch", "SearchRequest", "one_row"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastSearch:

@@ -17,8 +17,6 @@ from ragorder.pipelining.search.request import PastSearch, SearchRequest
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["RunningSearch", "Visits"]
-
 
 class RunningSearch:
     """Queries that advance together; `codes[i]`: vectors in the first i clusters of all of them."""

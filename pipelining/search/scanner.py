@@ -18,8 +18,6 @@ from ragorder.pipelining.search.running import RunningSearch, Visits
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["PieceScanner", "Rows", "one_thread", "shares_of"]
-
 # Cost of a share for another thread.
 _HAND_S = 3e-5
 

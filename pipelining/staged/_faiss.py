@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ragorder.common.extras import install_hint
 
-__all__ = ["SearchResult", "UnwrappedIndex", "load_faiss", "read_k", "read_queries", "unwrap"]
-
 SearchResult = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 

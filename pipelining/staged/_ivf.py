@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ragorder.pipelining.staged._faiss import SearchResult, load_faiss, unwrap
 
-__all__ = ["ClusterIndex", "Metric", "read_nprobe"]
-
 Metric = Literal["L2", "inner product"]
 
 # Indexes that scan clusters into one heap, with distances that depend only on query, cluster and code.

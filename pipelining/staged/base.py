@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Stage", "StagedSearch"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:

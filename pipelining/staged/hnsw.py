@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries, unwrap
 from ragorder.pipelining.staged.base import Stage
 
-__all__ = ["StagedHNSW"]
-
 _FACTOR = 4
 
 

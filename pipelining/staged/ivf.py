@@ -14,8 +14,6 @@ from ragorder.pipelining.staged._faiss import SearchResult, read_k, read_queries
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 from ragorder.pipelining.staged.base import Stage
 
-__all__ = ["StagedIVF"]
-
 
 class StagedIVF:
     """Searches an IVF index in stages; each stage scans the next nearest clusters.

@@ -11,20 +11,6 @@ from typing import Any
 from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
-__all__ = [
-    "Input",
-    "Memory",
-    "answered",
-    "call_step",
-    "documents_of",
-    "fields",
-    "found",
-    "input_of",
-    "query_fields",
-    "query_of",
-    "question_of",
-]
-
 
 def answered(node: Generation, text: str, state: State) -> dict[str, Any]:
     return {node.output: text.strip() if node.parse is None else node.parse(text, state)}

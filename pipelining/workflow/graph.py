@@ -30,8 +30,6 @@ from ragorder.pipelining.workflow.topology import (
     with_documents,
 )
 
-__all__ = ["CompiledGraph", "RAGraph", "checked_graph"]
-
 
 class RAGraph:
     """A workflow of generations, retrievals and plain steps.

@@ -14,8 +14,6 @@ from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeError, NodeQuestion, Retrieval
 from ragorder.pipelining.workflow.result import WorkflowResult
 
-__all__ = ["interpret"]
-
 
 async def interpret(
     graph: CompiledGraph,

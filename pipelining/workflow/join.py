@@ -23,8 +23,6 @@ from ragorder.pipelining.workflow.nodes import (
 )
 from ragorder.pipelining.workflow.topology import Position
 
-__all__ = ["NodeRun", "Tokens"]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:

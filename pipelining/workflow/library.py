@@ -8,8 +8,6 @@ from typing import Any
 from ragorder.pipelining.workflow.graph import RAGraph
 from ragorder.pipelining.workflow.nodes import END, START, NodeId, State, Terminal
 
-__all__ = ["hyde", "irg", "multistep", "one_shot", "recomp"]
-
 _BULLET = re.compile(r"^\s*(?:[-*•]|\d{1,2}[.)])\s+")
 _ANSWER = "Answer the question using {docs}: {query}"
 

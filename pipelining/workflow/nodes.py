@@ -10,32 +10,6 @@ from typing import Any
 
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "END",
-    "QUESTION",
-    "START",
-    "UNKNOWN",
-    "Choice",
-    "DeadlineError",
-    "Edge",
-    "Generation",
-    "GraphError",
-    "Node",
-    "NodeError",
-    "NodeId",
-    "NodeQuestion",
-    "RefusedSearchError",
-    "Retrieval",
-    "RoundsError",
-    "State",
-    "Step",
-    "Terminal",
-    "UnknownNameError",
-    "UnknownValueError",
-    "UnusableValueError",
-    "WorkflowError",
-]
-
 
 class WorkflowError(RagorderError):
     pass

@@ -18,8 +18,6 @@ from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["Query", "SpeculativeSearch", "known_runs", "may_lead_on", "predict_runs"]
-
 Query = tuple[NodeId, str]
 """A retrieval's id, and what it searches for."""
 

@@ -7,9 +7,6 @@ from collections.abc import Hashable
 
 from ragorder.common.running_mean import RunningMean
 
-__all__ = ["EXTRA_TOKENS", "Allowance", "DecodingCost", "NodeTokens", "Spending"]
-
-
 EXTRA_TOKENS = 0.25
 
 

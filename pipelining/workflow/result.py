@@ -10,17 +10,6 @@ from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
-__all__ = [
-    "AnswerText",
-    "Kind",
-    "Outcome",
-    "WorkItemTrace",
-    "Worker",
-    "WorkflowResult",
-    "WorkflowStream",
-    "WorkflowTrace",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:

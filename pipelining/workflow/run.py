@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.workflow.searching import Found
 
-__all__ = ["RunOptions", "WorkflowRun", "checked_options", "deadline_error"]
-
-
 _CHECK_EVERY = 8
 """Tokens of a generation between two scheduling cycles."""
 

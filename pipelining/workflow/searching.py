@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["Found", "Handle", "Searcher", "Spawn", "WholeResult"]
-
-
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 

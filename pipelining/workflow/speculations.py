@@ -23,8 +23,6 @@ from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["RunKey", "Speculations", "SpeculativeGeneration", "Workers", "question_for"]
-
 
 class SpeculativeGeneration(Generic[D, R]):
     """Speculations on one run of a generation, one at a time; `begun` and `ended` are called with their items."""

@@ -22,18 +22,6 @@ from ragorder.pipelining.workflow.nodes import (
     Terminal,
 )
 
-__all__ = [
-    "Loop",
-    "Position",
-    "Topology",
-    "Vertex",
-    "answer_name",
-    "edge_problem",
-    "node_problem",
-    "problems",
-    "with_documents",
-]
-
 Vertex = NodeId | Terminal
 
 Position = tuple[Vertex, bool]

@@ -14,17 +14,6 @@ from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion,
 from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
 from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
 
-__all__ = [
-    "OrderDocuments",
-    "Reorder",
-    "SpeculateGeneration",
-    "SpeculateRetrieval",
-    "Split",
-    "Transformation",
-    "WarmSystemPrompt",
-    "all_transformations",
-]
-
 
 class Transformation(Protocol):
     """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time.

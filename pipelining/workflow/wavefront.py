@@ -22,8 +22,6 @@ from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, 
 if TYPE_CHECKING:
     from ragorder.pipelining.workflow.searching import Found
 
-__all__ = ["ANY_PART", "KNOWN", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
-
 T = TypeVar("T")
 
 

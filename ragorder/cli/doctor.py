@@ -22,8 +22,6 @@ from ragorder.topic import checked_header
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
 
-__all__ = ["doctor"]
-
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
 _REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
 _MEMORY_OPTIONS = (

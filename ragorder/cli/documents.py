@@ -16,8 +16,6 @@ from ragorder.prompt import PromptBuilder
 if TYPE_CHECKING:
     from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
 
-__all__ = ["Documents", "documents_of", "prompt_options", "template_option"]
-
 
 def template_option() -> Decorator:
     return option(

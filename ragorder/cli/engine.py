@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.kernels.engine import TieredEngine
 
-__all__ = ["engine", "take_model"]
-
 _MAX_WAITING = 1000
 _RANDOM = "random"
 # Nothing listens under this name, and it is never looked up.

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import click
 
-__all__ = ["LazyGroup", "end_on_signals", "main"]
-
 
 class LazyCommand(NamedTuple):
     """A command's address "module:attribute", and the first sentence of its help."""

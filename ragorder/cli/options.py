@@ -25,28 +25,6 @@ if TYPE_CHECKING:
 
     from ragorder.orderer import Orderer
 
-__all__ = [
-    "Command",
-    "CommandGroup",
-    "Decorator",
-    "Option",
-    "api_key",
-    "build",
-    "build_orderer",
-    "config_option",
-    "events_address",
-    "given",
-    "in_options",
-    "is_given",
-    "kv_events",
-    "option",
-    "options_from",
-    "section",
-    "spelling",
-    "together",
-    "with_environment",
-]
-
 M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

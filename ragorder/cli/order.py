@@ -25,12 +25,11 @@ from ragorder.cli.planning.requests import (
 from ragorder.cli.values import Count, StreamFile
 from ragorder.common.request_lines import UnreadFields
 from ragorder.document import Document
-from ragorder.orderer import Lengths, Orderer
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
+from ragorder.scope.request import Lengths
 from ragorder.settings import Settings
-
-__all__ = ["order"]
 
 _RETRIEVAL, _ORDERED = "retrieval.jsonl", "ordered.jsonl"
 _QUERIES = ("query", "question")

@@ -18,8 +18,6 @@ from ragorder.cli.values import Duration
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Figures", "log_shown", "show_figures", "watch_options"]
-
 
 class Figures(Protocol):
     """Figures that were read once."""

@@ -31,23 +31,6 @@ if TYPE_CHECKING:
     from ragorder.cli.documents import Documents
     from ragorder.orderer import OrdererLike
 
-__all__ = [
-    "ROUTED",
-    "Backend",
-    "ProxyServer",
-    "ServerSettings",
-    "announce_cache",
-    "check_packages",
-    "client_options",
-    "process_options",
-    "secret_option",
-    "server_options",
-    "topics_of",
-    "upstream_key_option",
-    "warn",
-    "with_loads",
-]
-
 ROUTED = "x-session-id"
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}

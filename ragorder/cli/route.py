@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from ragorder.adapters.observing.prometheus import Metrics
 
-__all__ = ["route"]
-
 
 @with_environment("RAGORDER_ROUTE")
 @click.command(

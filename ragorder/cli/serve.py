@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from ragorder.adapters.shared_orders import SharedOrderer
     from ragorder.orderer import OrdererLike
 
-__all__ = ["serve"]
-
 _ASSUMED = "assumed"
 _CLOUDS: Mapping[str, Provider] = {
     "api.anthropic.com": "anthropic",
@@ -446,8 +444,8 @@ def _settings_of_server(
     settings: Settings, upstream: str, api_key: str | None, ranks: int | None
 ) -> tuple[Settings, str]:
     """Return the settings, completed from the server's metrics, and the origin of the sizes. Raises AddressError."""
-    from ragorder.adapters.http_client import AddressError
-    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+    from ragorder.adapters.http_client import AddressError, ServerError
+    from ragorder.adapters.vllm.cache_config import read_cache_config
 
     unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
     if not unknown:

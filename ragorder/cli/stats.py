@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats
     from ragorder.kernels.store import Survey
 
-__all__ = ["check_fits", "disk_gib", "stats"]
-
 # Room of a disk tier beyond a build, so that new documents do not evict it at once.
 _SPARE = 1.25
 _GIB = 1 << 30

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ragorder.adapters.learning.suggestion import Suggestion
     from ragorder.adapters.proxy.bodies.template import DocumentRun
 
-__all__ = ["template"]
-
 _SHOWN = 60
 _CAPACITY_TOKENS = 131_072
 _TIMEOUT_S = 30.0

@@ -13,8 +13,6 @@ from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings, Unsupport
 from ragorder.cli.options import Command, CommandGroup, build, given, option, options_from
 from ragorder.cli.values import ProfileSource
 
-__all__ = ["tiers"]
-
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def tiers() -> None:

@@ -28,20 +28,6 @@ else:
             return cls
 
 
-__all__ = [
-    "Choice",
-    "Count",
-    "Duration",
-    "Model",
-    "ParamType",
-    "ProfileSource",
-    "Rate",
-    "Size",
-    "StreamFile",
-    "Text",
-    "load_tokenizer",
-]
-
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 

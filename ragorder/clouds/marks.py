@@ -11,8 +11,6 @@ from ragorder.clouds.rules import CacheRules
 from ragorder.trie.cohorts import Cohorts
 from ragorder.trie.tree import Key
 
-__all__ = ["CELLS", "TURN_END", "MarkChoice", "MarkRates", "MarkSamples", "WriteBudget", "best_marks", "cell_of"]
-
 _COUNTS = 5
 _RATED_PLACES = 11
 CELLS = _COUNTS * _RATED_PLACES

@@ -10,18 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = [
-    "Part",
-    "PromptParts",
-    "anthropic_content",
-    "bedrock_content",
-    "cache_control",
-    "cache_options",
-    "cache_point",
-    "openai_content",
-    "prompt_cache_breakpoint",
-]
-
 Part = dict[str, Any]
 
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from ragorder.clouds.rules import generation
 
-__all__ = ["PRICES_VARIABLE", "Cost", "Prices"]
-
 PRICES_VARIABLE = "RAGORDER_PRICES"
 
 _OWN = Path(__file__).with_name("prices.toml")

@@ -13,8 +13,6 @@ from ragorder.clouds.turns import TurnMarks
 from ragorder.common.counts import reported_count
 from ragorder.trie.histories import TurnEnd
 
-__all__ = ["CloudModel", "CloudRequest", "CloudUsage", "RequestMirror", "read_cloud_usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class CloudModel:

@@ -10,13 +10,11 @@ from typing import NamedTuple
 from ragorder.clouds.marks import MarkChoice
 from ragorder.clouds.tree import MarkedTree
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.pool import Pool
-from ragorder.trie.tree import Node
-
-__all__ = ["CacheReport", "JunctionsResidency", "MarkPlan", "MarkedFeedback", "MarksResidency", "RequestTokens"]
+from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 
 class CacheReport(NamedTuple):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple
 
-__all__ = ["CacheRules", "UsageFields", "generation"]
-
 
 class UsageFields(NamedTuple):
     """Names of reported token counts, with dots between members.

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from ragorder.clouds.rules import CacheRules, UsageFields, generation
 
-__all__ = ["PROVIDERS", "Provider", "cache_rules"]
-
 Provider = Literal["anthropic", "bedrock", "deepseek", "openai"]
 
 

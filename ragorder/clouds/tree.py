@@ -9,8 +9,6 @@ from ragorder.clouds.rules import CacheRules
 from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["MarkedPathSearch", "MarkedTree"]
-
 
 class MarkedTree(KnowledgeTree):
     """A tree that knows at which nodes a request can resume.

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from ragorder.clouds.parts import Part, cache_control, cache_options, cache_point, prompt_cache_breakpoint
 
-__all__ = ["HistoryMark", "TurnMarks", "TurnParts"]
-
 _INSTRUCTIONS = ("system", "developer")
 _SPEAKERS = ("user", "assistant")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from ragorder.common.lock import run_or_defer
 
-__all__ = ["BYTE_UNITS", "Estimate", "estimate_tokens", "parse_count", "parse_size", "reported_count"]
-
 _logger = logging.getLogger("ragorder")
 _CHARACTERS_PER_TOKEN = 4
 _MOST = 1 << 32

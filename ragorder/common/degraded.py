@@ -6,8 +6,6 @@ import sys
 import warnings
 from contextlib import suppress
 
-__all__ = ["Degradations", "DegradedWarning"]
-
 
 class DegradedWarning(UserWarning):
     """Ordering continues with less than was configured."""

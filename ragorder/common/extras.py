@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["install_hint", "needs"]
-
 
 def install_hint(extra: str) -> str:
     """Return how to install an extra, or several separated by commas. ragorder is not on a package index."""

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["cache_folder", "try_lock", "wait_for_lock"]
-
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"

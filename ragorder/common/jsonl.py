@@ -19,8 +19,6 @@ from pydantic import BaseModel, ValidationError
 
 from ragorder.errors import RagorderError
 
-__all__ = ["JSONLines", "JSONLinesError", "decode", "decode_toml", "kind_of", "name_of", "printable", "problem_of"]
-
 _GZIP_MAGIC = b"\x1f\x8b"
 _XZ_MAGIC = b"\xfd7zXZ\x00"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -18,18 +18,6 @@ from weakref import WeakSet
 
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "DeferringLock",
-    "Forked",
-    "ReentryError",
-    "defer",
-    "deferred",
-    "follow",
-    "is_collecting",
-    "run_deferred",
-    "run_or_defer",
-]
-
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 

@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from ragorder.common.lock import follow
 
-__all__ = ["LRUCache"]
-
 V = TypeVar("V")
 
 

@@ -20,19 +20,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ragorder.common.counts import estimate_tokens
 from ragorder.common.jsonl import printable
 
-__all__ = [
-    "EXAMPLE",
-    "Length",
-    "Lengths",
-    "LineDocument",
-    "PositiveLength",
-    "RequestLine",
-    "Time",
-    "UnreadFields",
-    "describe",
-    "seconds_of",
-]
-
 EXAMPLE = '{"time": 12.5, "documents": ["a", "b"], "tokens": [210, 190]}'
 
 _MAX_TOKENS = 10_000_000

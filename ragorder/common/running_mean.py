@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RunningMean"]
-
 _WEIGHT = 1 / 16
 
 

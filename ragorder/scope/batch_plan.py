@@ -13,8 +13,6 @@ from ragorder.scope.scope import Scope
 from ragorder.trie.plan import CachedPath, Planned, plan_backlog, shared_tokens
 from ragorder.trie.tree import Key
 
-__all__ = ["Step", "plan_batch"]
-
 _MOST_CANDIDATES = 64
 
 

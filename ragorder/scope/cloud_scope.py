@@ -19,8 +19,6 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import Lease, Pool, ScopeLengths, TokenIds
 from ragorder.trie.tree import Node
 
-__all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
-
 _REFUSED = {
     "host_tokens": 0,
     "disk_tokens": 0,

@@ -14,8 +14,6 @@ from ragorder.trie.search import Rest
 from ragorder.trie.tail import RankTail, Tail
 from ragorder.trie.tree import Key, KnowledgeTree, Node, RequestedDocuments
 
-__all__ = ["FusedPlaces", "FusedReuse", "Invested", "Investment"]
-
 # Share of recomputed tokens that may be spent before later requests save them.
 _BUDGET = 0.01
 # Forecast and observed uses at the start, and the share by which each request decays later ones.

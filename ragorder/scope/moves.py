@@ -14,8 +14,6 @@ from ragorder.trie.search import Permits, PrefixSearch, ranks_on_path
 from ragorder.trie.tail import GatedTail
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["BestPlace", "EarnedMoves", "Shadow"]
-
 _MAX_REQUESTS = 4096
 
 

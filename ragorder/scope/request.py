@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ragorder.document import Estimate, check_readable
+from ragorder.common.counts import Estimate
+from ragorder.document import check_readable
 from ragorder.trie.residency import TokenIds
 from ragorder.trie.tree import Key
-
-__all__ = ["USUAL", "Lengths", "OrderRequest", "RequestReader", "read_length"]
 
 D = TypeVar("D")
 

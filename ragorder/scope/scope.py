@@ -8,7 +8,7 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from ragorder.document import Estimate
+from ragorder.common.counts import Estimate
 from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.scope.moves import BestPlace, EarnedMoves
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ragorder.scope.fused import FusedPlaces, FusedReuse
     from ragorder.trie.plan import CachedPath
     from ragorder.trie.residency.blocks import EngineBlocks
-
-__all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
 D = TypeVar("D")
 

@@ -15,8 +15,6 @@ from ragorder.trie.residency import Pool
 if TYPE_CHECKING:
     from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["MAX_NODES", "MAX_SCOPES", "Scopes"]
-
 MAX_NODES = 100_000
 MAX_SCOPES = 1024
 

@@ -13,8 +13,6 @@ from ragorder.trie.tree import KnowledgeTree
 if TYPE_CHECKING:
     from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["EngineTiers"]
-
 _HISTORY_NODES = 65_536
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from support.http_server import Handler, LocalServer
 
-__all__ = ["Balancer", "plain"]
-
 
 def plain(messages: list[dict[str, Any]], open_end: bool) -> str:
     """A chat template that only appends."""

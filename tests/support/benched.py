@@ -8,8 +8,6 @@ from typing import Any
 
 from ragorder.eval.running.measures import percentile
 
-__all__ = ["runs_of"]
-
 _DEFAULTS = {"order": "data", "waiting": 0, "batch": False, "max_wait": None}
 _SUMMED = ("prompt_tokens", "cached_tokens", "reordered", "best_moved")
 

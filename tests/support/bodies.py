@@ -12,8 +12,6 @@ from ragorder.adapters.proxy.bodies.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
 
-__all__ = ["Bodies"]
-
 
 class Bodies:
     """A parser and an orderer of bodies, made as `make_app` makes them."""

@@ -17,8 +17,6 @@ from starlette.routing import Route
 from ragorder.eval.engines.sim import SimEngine
 from support.serving_app import serving
 
-__all__ = ["BLOCK", "ChatServer", "chat_server"]
-
 BLOCK = 16
 _CHARACTERS = 4
 

@@ -25,23 +25,6 @@ import click
 if TYPE_CHECKING:
     from ragorder.eval.report.tables import Table
 
-__all__ = [
-    "CLAIMS",
-    "KINDS",
-    "ROOT",
-    "Bound",
-    "Claim",
-    "bounds",
-    "claims",
-    "frozen",
-    "numbers",
-    "page",
-    "problems",
-    "rounds",
-    "source_of",
-    "unproved",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
 

@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["CACHED", "COMPLETION", "PROMPT", "Cloud"]
-
 PROMPT, CACHED, COMPLETION = 600, 512, 7
 _OPENAI = {"prompt_tokens": PROMPT, "completion_tokens": COMPLETION, "total_tokens": PROMPT + COMPLETION}
 _CHAT_USAGE = _OPENAI | {"prompt_tokens_details": {"cached_tokens": CACHED}}

@@ -8,8 +8,6 @@ from typing import Any
 import click
 from click.testing import CliRunner, Result
 
-__all__ = ["run_command"]
-
 
 def run_command(
     command: click.Command, *arguments: Any, input: str | bytes | None = None, env: Mapping[str, str] | None = None

@@ -14,19 +14,6 @@ import pytest
 
 yaml = pytest.importorskip("yaml")
 
-__all__ = [
-    "DEPLOY",
-    "OVERLAYS",
-    "ROOT",
-    "arguments",
-    "containers",
-    "documents",
-    "of_kind",
-    "render",
-    "tool",
-    "variables",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 _ROUTERS = ("llm-d", "production-stack", "aibrix", "dynamo")

@@ -21,19 +21,6 @@ from statistics import fmean
 
 from support.claims import CLAIMS, ROOT, frozen, numbers, source_of
 
-__all__ = [
-    "DocTable",
-    "Source",
-    "declared",
-    "doc_tables",
-    "every_table",
-    "numberless",
-    "section",
-    "sources",
-    "table_problems",
-    "wrong_numbers",
-]
-
 DOCS = ROOT / "docs"
 # What must stand together. In a row or a column of the data: a row of the page, the numbers at one place of its cells,
 # those of a column's cells. A row anywhere in one table, in tables with one header, in any.

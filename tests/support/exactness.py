@@ -14,8 +14,6 @@ from ragorder.eval.engines.sim import SimEngine
 if TYPE_CHECKING:
     from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["TRACES", "Ask", "Difference", "Exactness", "Reason", "Served", "compare", "make_asks", "serve_on_vllm"]
-
 Reason = Literal["nothing was evicted yet", "last block of a whole prompt", "vLLM kept it", "vLLM evicted it"]
 
 _LONGEST_CONVERSATION = 600

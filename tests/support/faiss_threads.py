@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-__all__ = ["one_thread"]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:

@@ -20,8 +20,6 @@ from aiohttp import web
 
 from ragorder.eval.engines.sim import SimEngine
 
-__all__ = ["EngineProcess", "Engines"]
-
 BLOCK = 16
 _CHARACTERS = 4
 

@@ -25,8 +25,6 @@ from typing import IO, Any, Self
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.server import API_SERVER, ENVIRONMENT, Process
 
-__all__ = ["ForkServer", "main"]
-
 _MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",

@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, Self
 
-__all__ = ["Handler", "LocalServer", "PageServer"]
-
 
 class Handler(BaseHTTPRequestHandler):
     """Keeps its connection open, and logs nothing."""

@@ -7,8 +7,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LINKED", "restore_links"]
-
 LINKED = ("trie", "pipelining", "kernels", "adapters", "eval", "benchmarks")
 
 

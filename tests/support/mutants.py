@@ -28,8 +28,6 @@ import click
 
 from support.links import restore_links
 
-__all__ = ["AREAS", "Mutant", "find_mutants", "mutated", "run_mutants"]
-
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {
     "trie": ("trie/**/*.py", ("tests/trie",)),

@@ -8,8 +8,6 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-__all__ = ["NOTEBOOKS", "run"]
-
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 

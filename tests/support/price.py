@@ -24,8 +24,6 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.ordering import Ordering
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["orderer_of", "serve", "sizes_of", "streams_of"]
-
 _WORKLOADS = ("mix8", "geo", "zipf10", "paper-shuf")
 _CORPORA = ("covidqa", "bing_covid_cord", "nqopen")
 _POLICIES = ("lru", "pgdsf")

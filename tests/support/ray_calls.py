@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-__all__ = ["Handle", "Items"]
-
 
 class Items:
     """The items of a replica's answer, or the error at their place."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FakeReplica", "NeverEnding", "ReplicaProcess", "deploying", "replicas_in"]
-
 _OPEN = "gates-open"
 
 

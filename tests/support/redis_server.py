@@ -10,8 +10,6 @@ from typing import Any
 
 from support.waiting import eventually
 
-__all__ = ["SERVER", "STREAM", "RedisServer"]
-
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 STREAM = "ragorder:orders"
 

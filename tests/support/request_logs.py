@@ -12,26 +12,6 @@ from typing import Any
 from ragorder.adapters.doctor import Finding, examine_requests
 from ragorder.adapters.doctor.rules import RULES
 
-__all__ = [
-    "NAMES",
-    "SYSTEM",
-    "Examine",
-    "Lines",
-    "asked",
-    "assert_quotes_nothing",
-    "chat",
-    "conversations",
-    "counted",
-    "document",
-    "examined",
-    "healthy",
-    "of_cloud",
-    "served",
-    "shares",
-    "texts_of",
-    "write_log",
-]
-
 Lines = list[dict[str, Any]]
 Examine = Callable[..., dict[str, Finding]]
 """`examined` in a test's own folder."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import click
 
-__all__ = ["RESULTS", "render", "result_lines", "titles"]
-
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 

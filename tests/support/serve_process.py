@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["SERVE", "ServeProcess", "Served", "launching", "serve_until_listening"]
-
 _RESET = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 SERVE = (sys.executable, "-c", f"{_RESET}; from ragorder.cli.main import main; main()", "serve")
 """The command `ragorder serve`, which a closed terminal ends although the tests may run under `nohup`."""

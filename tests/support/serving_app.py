@@ -12,8 +12,6 @@ import uvicorn
 
 from support.waiting import eventually
 
-__all__ = ["serving"]
-
 _GRACE_S = 2
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from ragorder.benchmarks.proxy.shapes import Passage, Shape
 
-__all__ = ["CORPORA", "MARKS", "Asked", "ask", "retrievals", "texts_of"]
-
 CORPORA = ("hostile", "nqopen", "covidqa", "bing_covid_cord")
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _WORDS = "order refund invoice carrier label engine window policy account holder parcel battery lamp socket".split()  # noqa: SIM905

@@ -11,8 +11,6 @@ import httpx2
 
 from support.requests import CERTIFICATES
 
-__all__ = ["StreamedAnswer", "stream"]
-
 
 @dataclass
 class StreamedAnswer:

@@ -14,8 +14,6 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Suite, read_suite
 from support.commands import run_command
 
-__all__ = ["assert_refused", "page_of", "run_suites", "suite_of", "write_corpus"]
-
 
 def suite_of(text: str) -> Suite:
     return read_suite("mine", text, "mine.toml")

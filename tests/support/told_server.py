@@ -10,8 +10,6 @@ from typing import Any
 from ragorder import History, Lengths, Orderer, Ordering, Segment
 from ragorder.eval.engines.sim import SimEngine
 
-__all__ = ["BLOCK", "CLOSING", "Told", "ToldServer"]
-
 BLOCK = 16
 CLOSING = 5
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["counted_lines", "eventually", "turns", "until"]
-
 
 @contextmanager
 def counted_lines() -> Iterator[list[int]]:

@@ -10,8 +10,6 @@ from ragorder.trie.residency import Lease, Pool
 from ragorder.trie.residency.pool import Holder
 from ragorder.trie.tree import Node
 
-__all__ = ["TieredHolder", "TieredPool"]
-
 
 class TieredHolder(Holder, Protocol):
     """A residency whose nodes are in the tiers."""

@@ -11,8 +11,6 @@ from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.residency.base import Reported
 from ragorder.trie.tree import KnowledgeTree, Node
 
-__all__ = ["TieredResidency"]
-
 _NOTHING = Loads()
 
 

@@ -10,8 +10,6 @@ from ragorder.trie.policies import AwaitedNodes, Tier
 from ragorder.trie.profile import LINEAR, PrefillProfile
 from ragorder.trie.residency import Place
 
-__all__ = ["Arrival", "MirroredTier", "TierMirror", "TierPriority"]
-
 
 class Arrival(NamedTuple):
     key: Hashable

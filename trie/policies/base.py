@@ -10,19 +10,6 @@ from typing import Protocol
 from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key
 
-__all__ = [
-    "GDSF",
-    "LFU",
-    "LRU",
-    "PGDSF",
-    "AwaitedNodes",
-    "Clocked",
-    "Forecast",
-    "ReplacementPolicy",
-    "TierNode",
-    "policies",
-]
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class TierNode:

@@ -11,8 +11,6 @@ from typing import Any
 from ragorder.trie.policies.base import ReplacementPolicy, TierNode
 from ragorder.trie.tree import Key
 
-__all__ = ["NO_FORECAST", "Entry", "History", "Tier"]
-
 Entry = tuple[float, int, TierNode]
 
 

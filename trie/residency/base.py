@@ -10,9 +10,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
-__all__ = ["Lease", "Loads", "Place", "Places", "Reported", "RequestedDocuments", "Residency", "TokenIds"]
-
-
 Reported = float | None
 """Tokens that an engine reported, if it did."""
 

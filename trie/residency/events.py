@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, Loads, Place, Reported, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Loads, Place, Reported
 from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.pool import UseEntry
-from ragorder.trie.tree import KnowledgeTree, Node
-
-__all__ = ["EventsResidency", "ServedPath", "discover"]
+from ragorder.trie.tree import KnowledgeTree, Node, RequestedDocuments, TokenIds
 
 _BUDGET = 256
 

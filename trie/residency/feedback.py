@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.tree import Node
-
-__all__ = ["FeedbackResidency"]
+from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 _ESTIMATES_EXCEED = 4 / 3
 _MAX_TOKENS = 1 << 32

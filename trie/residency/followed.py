@@ -9,8 +9,6 @@ from ragorder.trie.residency.blocks import Content, EngineBlocks
 from ragorder.trie.residency.pool import Holder, Pool
 from ragorder.trie.tree import Node
 
-__all__ = ["FollowedPool", "Follower"]
-
 _MAX_PENDING = 1024
 
 

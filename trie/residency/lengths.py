@@ -14,8 +14,6 @@ from collections.abc import Hashable, Sequence
 from math import inf, sqrt
 from weakref import WeakValueDictionary
 
-__all__ = ["LearnedLengths", "ScopeLengths"]
-
 _VOTES = 32
 _MIN_VOTES = 2
 _SURE_VOTES = 4

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragorder.trie.histories import AnswerKey, TurnEnd
-from ragorder.trie.residency.base import Lease, Reported, RequestedDocuments, TokenIds
+from ragorder.trie.residency.base import Lease, Reported
 from ragorder.trie.residency.pool import Pool, UseEntry
-from ragorder.trie.tree import KnowledgeTree, Node
-
-__all__ = ["LRUResidency"]
+from ragorder.trie.tree import KnowledgeTree, Node, RequestedDocuments, TokenIds
 
 _MAX_TOKENS = 1 << 32
 

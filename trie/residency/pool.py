@@ -12,8 +12,6 @@ from typing import Protocol, TypeVar, TypeVarTuple
 from ragorder.trie.residency.base import Lease
 from ragorder.trie.tree import KnowledgeTree, Node
 
-__all__ = ["Holder", "Pool", "UseEntry"]
-
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 

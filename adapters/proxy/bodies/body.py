@@ -12,19 +12,6 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = [
-    "BOUNDARY",
-    "Body",
-    "CompletionBody",
-    "Fields",
-    "Passage",
-    "PromptPrefix",
-    "PromptSuffix",
-    "Route",
-    "decode",
-    "encode",
-]
-
 T = TypeVar("T")
 
 Fields = dict[str, Raw]

@@ -14,8 +14,6 @@ from ragorder.adapters.proxy.bodies.body import BOUNDARY, Body, Fields, Passage,
 from ragorder.adapters.proxy.bodies.marks import Chunk, MarkForm, chunk_part, mark_last, takes_mark, turn_ends
 from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["ChatBody", "CohereBody", "MessagesBody", "ResponsesBody"]
-
 _NULL = Raw(b"null")
 _INSTRUCTIONS = ("system", "developer")
 

@@ -14,20 +14,6 @@ from ragorder.adapters.proxy.bodies.body import BOUNDARY, Fields, Route, decode,
 from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
 from ragorder.orderer import OrdererLike
 
-__all__ = [
-    "Chunk",
-    "Left",
-    "MarkForm",
-    "MarkedBy",
-    "Marking",
-    "chunk_part",
-    "chunks_of",
-    "has_head",
-    "mark_last",
-    "takes_mark",
-    "turn_ends",
-]
-
 Left = Literal["client_marks", "no_marks"]
 """Why documents keep their order for a cache that resumes only at breakpoints: the client has set its own, or none is
 possible."""

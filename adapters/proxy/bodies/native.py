@@ -27,9 +27,7 @@ from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, Me
 from ragorder.adapters.proxy.bodies.marks import MarkForm
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
 from ragorder.adapters.structs import readable_by_threads
-from ragorder.document import estimate_tokens
-
-__all__ = ["CitationTranslator", "NativeDocuments", "documents_in_parts", "native_documents"]
+from ragorder.common.counts import estimate_tokens
 
 _NULL = Raw(b"null")
 _FIELD = "documents"

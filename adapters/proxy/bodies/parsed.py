@@ -10,14 +10,12 @@ from typing import Literal, Protocol
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, Route
+from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix
 from ragorder.adapters.proxy.bodies.marks import Left, MarkForm
 from ragorder.adapters.proxy.bodies.schema import FIELD
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment
-
-__all__ = ["AnswerTranslator", "BodyMarks", "ParsedBody", "PassReason", "Route", "digest_of", "salt_of", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)

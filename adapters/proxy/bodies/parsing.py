@@ -31,12 +31,13 @@ from ragorder.adapters.proxy.bodies.body import (
     Passage,
     PromptPrefix,
     PromptSuffix,
+    Route,
     decode,
 )
 from ragorder.adapters.proxy.bodies.conversation import ChatBody, CohereBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.bodies.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.bodies.native import NativeDocuments, documents_in_parts, native_documents
-from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassReason, Route, digest_of, salt_of, scope_of
+from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassReason, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
@@ -44,12 +45,11 @@ from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
 from ragorder.adapters.proxy.ordering import ranks_value
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.counts import Estimate, estimate_tokens
 from ragorder.common.lru_cache import LRUCache
-from ragorder.document import Document, Estimate, estimate_tokens
+from ragorder.document import Document
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
-
-__all__ = ["BodyParser", "ParsedBody", "PromptLearner", "Route", "scope_of"]
 
 _BODIES = {body.route: body for body in (ChatBody, CohereBody, CompletionBody, MessagesBody, ResponsesBody)}
 _PREFIXES = 4096

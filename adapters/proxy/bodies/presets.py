@@ -18,11 +18,10 @@ from msgspec import Struct
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
-from ragorder.orderer import Lengths, Orderer
+from ragorder.orderer import Orderer
 from ragorder.ordering import RequestOutcome
+from ragorder.scope.request import Lengths
 from ragorder.settings import Settings
-
-__all__ = ["AUTO", "NONE", "Preset", "PromptRecogniser", "find_templates", "presets"]
 
 AUTO, JSON, NONE = "auto", "json", "none"
 

@@ -14,18 +14,6 @@ from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document
 
-__all__ = [
-    "FIELD",
-    "MAX_DOCUMENTS",
-    "NAMED",
-    "PERMUTATION",
-    "PREDICTED",
-    "Tagged",
-    "TaggedDocument",
-    "openapi",
-    "read_tagged",
-]
-
 FIELD = "ragorder"
 # Headers of an ordered request's answer.
 PERMUTATION = b"x-ragorder-permutation"

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from ragorder.adapters.proxy.bodies.body import BOUNDARY
 from ragorder.errors import RagorderError
 
-__all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]
-
 START, END = "{start}", "{end}"
 _FIELDS = ("id", "n", "text", "title", "*")
 _DIGITS = re.compile(r"[0-9]{1,4}")

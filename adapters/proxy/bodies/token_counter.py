@@ -12,12 +12,11 @@ from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, count_value
 from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, PromptSuffix, decode
 from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
+from ragorder.common.counts import Estimate, estimate_tokens
 from ragorder.common.lru_cache import LRUCache
-from ragorder.document import Document, Estimate, estimate_tokens
+from ragorder.document import Document
 from ragorder.prompt import PromptBuilder
 from ragorder.tokens import PLACEHOLDER, split_text
-
-__all__ = ["TokenCounter"]
 
 _REMEMBERED = 16384
 _NULL = Raw(b"null")

@@ -13,8 +13,6 @@ from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.common.lru_cache import LRUCache
 
-__all__ = ["REFERENCE", "RepeatedDocuments", "SentTurns"]
-
 REFERENCE = "[{id}] is above."
 _TURNS = ("function", "tool", "user")
 

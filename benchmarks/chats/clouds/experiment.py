@@ -33,8 +33,6 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["WINDOW", "Clouds", "CloudsRecord", "serve", "serve_conversations", "talks"]
-
 _ANSWER_TOKENS = 200
 Rankings = Sequence[Sequence[Sequence[int]]]
 WINDOW = 1000

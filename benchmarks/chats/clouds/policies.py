@@ -12,18 +12,6 @@ from ragorder import Document, Orderer, Ordering, PromptBuilder, Turn
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, openai_content, read_cloud_usage
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = [
-    "CHATS",
-    "POLICIES",
-    "CloudChat",
-    "CloudsCell",
-    "make_builder",
-    "make_document",
-    "make_orderer",
-    "make_question",
-    "make_text",
-]
-
 
 class CloudsCell(SuiteCell):
     """Requests of a workload to `model` of `provider`, each `gap_s` after the one before on average, at random times.

@@ -17,8 +17,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["SYSTEMS", "Batching", "make_part"]
-
 SYSTEMS = {
     "accrag": System("serial static batches, accelerate (AccRAG)", "accelerate", True, "rate", placed=False),
     "vllmrag": System("serial static batches, vLLM (vLLMRAG)", "vllm", True, "rate", placed=False),

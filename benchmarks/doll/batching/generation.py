@@ -17,24 +17,6 @@ from ragorder.eval.engines.sim import SimEngine
 from ragorder.pipelining.batching import Backlog, BacklogAware, PowerLaw
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
-__all__ = [
-    "ANSWER_TOKENS",
-    "QUESTION_TOKENS",
-    "SIZES",
-    "BacklogSizes",
-    "Batches",
-    "FixedSizes",
-    "Joining",
-    "KeptKV",
-    "Line",
-    "Moment",
-    "Passes",
-    "Prompts",
-    "RateSizes",
-    "Served",
-    "Sizes",
-]
-
 
 @dataclass(eq=False, slots=True)
 class Served:

@@ -43,8 +43,6 @@ from ragorder.pipelining import AnswerChunk, Usage
 from ragorder.pipelining.batching import Batcher, BatchEvent, DecoupledServer, RequestTrace, SearchTask, TrieKV
 from ragorder.pipelining.reordering import CachedLengths
 
-__all__ = ["rates", "serve"]
-
 _INSTANT = 1e-9
 _UNBOUNDED = 1_000_000
 _WINDOW = 32

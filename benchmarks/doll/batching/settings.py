@@ -29,21 +29,6 @@ from pydantic import AfterValidator, Field, model_validator
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.running.cells import SuiteCell, one_of
 
-__all__ = [
-    "FAR_AHEAD",
-    "PARTITIONS",
-    "PARTITION_GB",
-    "SETTINGS",
-    "TOP_K",
-    "BatchingCell",
-    "Generator",
-    "Setting",
-    "System",
-    "checked_steps",
-    "stalls",
-    "step_seconds",
-]
-
 PARTITIONS = 32
 TOP_K = 5
 """Documents a request for which the costs hold."""

@@ -10,8 +10,6 @@ from ragorder.benchmarks.doll.batching.settings import checked_steps
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["BatchingLiveCell"]
-
 
 class BatchingLiveCell(SuiteCell):
     """Requests that arrive in `steps`, played `scale` times as fast as the paper's. A step streams the weights of

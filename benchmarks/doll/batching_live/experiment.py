@@ -15,8 +15,6 @@ from ragorder.eval.report.declared import TableForm, figure, policy_column
 from ragorder.eval.report.words import format_number
 from ragorder.eval.running.suite import Experiment, Job, Line
 
-__all__ = ["BatchingLive"]
-
 
 class BatchingLive(Experiment):
     """Column `latency_s`: from each request's arrival to its answer. Facts: seconds until the last; share of the layers

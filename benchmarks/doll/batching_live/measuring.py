@@ -39,8 +39,6 @@ from ragorder.pipelining.batching import BacklogAware, PartitionedRetrieval
 from ragorder.pipelining.batching.partition_file import PartitionLists
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = ["POLICIES", "LiveParts", "serve_live"]
-
 ANSWER_TOKENS = 32
 # Layers ahead of the one that computes.
 _SLOTS = 4

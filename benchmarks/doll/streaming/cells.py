@@ -6,8 +6,6 @@ from pydantic import Field
 
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["SLOTS", "StreamingCell"]
-
 # Buffers for layers on the device, by policy; None: all that the budget has room for.
 SLOTS: dict[str, int | None] = {"no prefetch": 1, "one ahead": 2, "two ahead": 3, "ring": None}
 

@@ -15,8 +15,6 @@ from ragorder.eval.report.words import format_number
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
-__all__ = ["Streaming"]
-
 
 def step_s(run: Record) -> float:
     return float(median(run.rows["step_s"]))

@@ -24,8 +24,6 @@ from ragorder.kernels.offload.checkpoint import Checkpoint, TensorEntry
 from ragorder.kernels.offload.feeder import Feeder, allocate
 from ragorder.kernels.offload.model_memory import skeleton
 
-__all__ = ["VOCABULARY", "Bench", "ThrottledSource", "TokenBucket", "write_model"]
-
 VOCABULARY = 1024
 _HEAD = 64
 

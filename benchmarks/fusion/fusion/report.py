@@ -20,8 +20,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["TOY", "Group", "curve", "make_part"]
-
 ENOUGH = 0.95
 """Of the way from full reuse to full attention."""
 

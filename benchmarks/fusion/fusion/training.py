@@ -13,8 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from ragorder.benchmarks.fusion.fusion.task import ALIAS_OF, ASK, BOS, ChainModel, Level, draw_corpora, previous, rotate
 
-__all__ = ["CURRICULA", "KINDS", "LINKS", "History", "Stage", "draw_batch", "hidden_states", "remaining", "train"]
-
 KINDS = ("one hop", "two hops", "three hops", "alias", "link", "link over a relay")
 """What a token must predict, numbered from 1: a question's answer, or the value that a link or relay spells out."""
 

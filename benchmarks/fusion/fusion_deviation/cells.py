@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["ALONE", "PREPROCESSED", "DeviationCell"]
-
 ALONE, PREPROCESSED = "alone", "preprocessed"
 
 

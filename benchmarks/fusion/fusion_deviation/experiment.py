@@ -26,8 +26,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.benchmarks.fusion.fusion_deviation.measuring import Measured
 
-__all__ = ["FusionDeviation", "make_part"]
-
 COPIES = (ALONE, PREPROCESSED)
 """What documents' KV was computed after: the system prompt, or also KV of similar documents (FusionRAG 3.1)."""
 

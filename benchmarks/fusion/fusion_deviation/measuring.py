@@ -25,8 +25,6 @@ from ragorder.kernels.models.batch import Piece, pack
 from ragorder.kernels.models.model import PatchedModel
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Bench", "CorpusPrompts", "KVSequence", "Measured"]
-
 
 @dataclass(frozen=True, slots=True)
 class FusedPrompt:

@@ -25,8 +25,6 @@ from ragorder.eval.running.suite import Job, Line, Suite
 from ragorder.eval.suites.quality.compare import mcnemar_exact
 from ragorder.eval.suites.quality.orders import Order, QualityError
 
-__all__ = ["QualityPositions", "Share", "bands", "by_place", "change", "make_part", "swapped"]
-
 
 class PositionsCell(SuiteCell):
     """`requests` of a `task` with `documents` each (the models were trained with up to 16), ordered for a

@@ -23,8 +23,6 @@ from ragorder.eval.running.options import SIM_LIKE
 from ragorder.eval.running.policies import ORDERERS, make_policy
 from ragorder.eval.suites.quality.orders import Order
 
-__all__ = ["Answers", "Stream", "Task", "draw_stream", "order_stream", "rows_of"]
-
 Task = Literal["look-up", "definition first", "link first"]
 """A look-up needs one document; a chain needs two, which retrieval ranks in this order."""
 

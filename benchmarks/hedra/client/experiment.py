@@ -27,8 +27,6 @@ from ragorder.pipelining.workflow import RAGraph, hyde, interpret, irg, multiste
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["Client", "ClientCell", "measure"]
-
 _WORKFLOWS: dict[str, Callable[[], RAGraph]] = {"multistep": multistep, "hyde": hyde, "irg": irg}
 _DOCUMENTS = [Document(f"d{number}", f"Passage {number} of the manual. " * 25) for number in range(64)]
 

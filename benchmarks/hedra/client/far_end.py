@@ -13,8 +13,6 @@ from zlib import crc32
 
 import click
 
-__all__ = ["far_end"]
-
 _PLAN = "Which was opened first?\nWhich was closed last?\nWho has the key?"
 
 

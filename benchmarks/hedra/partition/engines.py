@@ -22,26 +22,6 @@ from ragorder.pipelining.search.running import RunningSearch, Visits
 from ragorder.pipelining.search.scanner import shares_of
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = [
-    "PAPER_DIMENSIONS",
-    "PAPER_NPROBE",
-    "Clock",
-    "RealBatches",
-    "RealClock",
-    "RealPieces",
-    "System",
-    "VirtualBatches",
-    "VirtualClock",
-    "VirtualIndex",
-    "VirtualPieces",
-    "measure_costs",
-    "paper_sizes",
-    "piece_cpu_seconds",
-    "pieces_of",
-    "play",
-    "search_seconds",
-]
-
 
 class Clock(Protocol):
     def now(self) -> float: ...

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
     """Each policy's engine with its clock, and a function that measures the facts."""
 
-__all__ = ["Partition", "PartitionCell", "make_part"]
-
 _LOOKS = {
     "batches by clusters": "sorted",
     "equal shares": "none",

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["ColdIndex", "HybridIndex", "latencies", "make_part", "skewed_queries"]
-
 _BOTH = "file and memory"
 _EVERY = 50
 _WARMUP = 0.5

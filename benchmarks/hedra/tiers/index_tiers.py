@@ -22,17 +22,6 @@ from ragorder.pipelining.search.scanner import PieceScanner, Rows
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = [
-    "ClusterScan",
-    "FastShare",
-    "IndexTiers",
-    "TieredScanner",
-    "VirtualClusterScan",
-    "VirtualTieredIVF",
-    "VirtualTiers",
-]
-
-
 # A cluster in the tier stays unless others are used this much more: an exchange takes time.
 _STAY = 1.1
 _TRIALS = 8

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["TorchClusterScan"]
-
 _WORST = float(np.finfo(np.float32).max)
 
 

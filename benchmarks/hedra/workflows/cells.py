@@ -14,8 +14,6 @@ from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.pipelining.workflow.transformations import Transformation
 
-__all__ = ["CLUSTERS", "FAST", "MODELS", "SEARCH", "SYSTEM_PROMPT_WORDS", "System", "WorkflowsCell"]
-
 # Costs of the paper's hardware (HedraRAG section 6.1). Measured is one: 77 ns to scan a vector of 128 dimensions on
 # one core, which makes 616 ns of 1,024. The others follow from data sheets, or are guesses, as said here.
 CLUSTERS = 4096

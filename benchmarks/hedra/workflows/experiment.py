@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows.measuring import Materials
     from ragorder.benchmarks.hedra.workflows.script import Embedder
 
-__all__ = ["SYSTEMS", "Workflows", "make_part"]
-
 _AT_ONCE = 8
 
 

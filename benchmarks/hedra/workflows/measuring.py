@@ -25,8 +25,6 @@ from ragorder.prompt import PromptBuilder
 if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.tiers.index_tiers import VirtualTiers
 
-__all__ = ["Lockstep", "Materials", "Stages", "ordered_prompts", "play", "serve", "stage_by_stage"]
-
 R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
 Retrieve = Callable[[str, int], Awaitable[Sequence[Document]]]

@@ -26,8 +26,6 @@ from ragorder.eval.data.corpora import Corpus
 from ragorder.pipelining import CommittedRequest
 from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, RAGraph, hyde, irg, multistep, one_shot, recomp
 
-__all__ = ["WORKFLOWS", "Embedder", "RankedPrompts", "Script", "WordTokenizer", "compiled", "without_marks"]
-
 _ROUNDS = 3
 _MARKS = ("@", "#", "~")
 _NODES = frozenset(("#answer", "#compress", "#draft", "#guess", "#plan", "#sub"))

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ragorder.benchmarks.hedra.workflows_live.measuring import LiveEngine, LiveMaterials
     from ragorder.eval.data.corpora import Corpus
 
-__all__ = ["SYSTEMS", "LiveCell", "WorkflowsLive", "make_part"]
-
 
 class LiveCell(SuiteCell):
     """Requests at a `load` of the rate at which a full queue is served stage by stage. The index has the corpus and

@@ -31,20 +31,6 @@ from ragorder.pipelining.search.scanner import one_thread
 from ragorder.pipelining.workflow import WorkflowServer
 from ragorder.prompt import PromptBuilder
 
-__all__ = [
-    "CAPACITY_TOKENS",
-    "BatchedSearch",
-    "LiveEngine",
-    "LiveMaterials",
-    "LiveTorch",
-    "LiveVLLM",
-    "ScriptedEngine",
-    "bind_server",
-    "large_index",
-    "search_ms",
-    "serve_live",
-]
-
 CAPACITY_TOKENS = 32_768
 _TOKEN_BUDGET = 512
 

@@ -11,8 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.record import Record
 
-__all__ = ["TOLERANCE", "AttentionCell", "AttentionRecord"]
-
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
 """Greatest error of a number, above 1 relative to it."""
 

@@ -19,8 +19,6 @@ from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_att
 from ragorder.kernels.attention.attention import Backend
 from ragorder.kernels.attention.batch import Ranges
 
-__all__ = ["CONTENDERS", "AttentionProblem", "AttentionShape", "MissingError", "make_problem"]
-
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 Compute = Callable[[], Tensor]
 """Computes (tokens, query heads, D), or what can be viewed so."""

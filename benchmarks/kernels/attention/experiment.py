@@ -18,8 +18,6 @@ from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
-__all__ = ["Attention", "make_part"]
-
 _NO_GPU = "times need a GPU, and there is none here: attention-check checks results without one"
 
 

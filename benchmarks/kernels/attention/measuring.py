@@ -21,8 +21,6 @@ from ragorder.benchmarks.kernels.attention.contenders import (
 )
 from ragorder.kernels.attention.table import SCATTERED_ROWS, architecture, choose_splits, choose_tile, count_programs
 
-__all__ = ["measure", "reference", "splits_of"]
-
 _WARM_UP = 5
 
 

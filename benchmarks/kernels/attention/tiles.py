@@ -23,8 +23,6 @@ from ragorder.benchmarks.kernels.attention.contenders import AttentionProblem, A
 from ragorder.benchmarks.kernels.attention.measuring import splits_of
 from ragorder.kernels.attention.table import Tile
 
-__all__ = ["TILES", "main", "tried"]
-
 TILES = (
     *(Tile(16, keys, 4, stages) for keys, stages in ((32, 4), (64, 4), (128, 3))),
     *(Tile(32, keys, 4, 4) for keys in (64, 128)),

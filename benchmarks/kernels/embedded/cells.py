@@ -13,20 +13,6 @@ from ragorder.benchmarks.ragcache.replacement.experiment import SizeText
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.trie.policies import POLICIES
 
-__all__ = [
-    "BLOCKING",
-    "EXACTLY",
-    "FUSED",
-    "HALF",
-    "NOTHING",
-    "NO_CACHE",
-    "PLAIN",
-    "PREFIX",
-    "TIERS",
-    "CacheSetup",
-    "EmbeddedCell",
-]
-
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
 FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}

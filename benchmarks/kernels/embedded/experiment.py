@@ -34,8 +34,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
-__all__ = ["Embedded", "EmbeddedRecord", "judge", "make_part", "median", "required"]
-
 _COLUMNS = ("wall_ms", "cpu_ms", "device", "host", "disk")
 _SERVED = ("prompt_tokens", "hits", "retrieved")
 _OTHER_ENGINE = "the embedded engine is measured by itself: run it without --engine"

@@ -18,18 +18,6 @@ from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchModel
 
-__all__ = [
-    "ONE_THREAD",
-    "SHAPES",
-    "Layout",
-    "RandomPrompts",
-    "ask_again",
-    "draw_prompt",
-    "hardware",
-    "threads",
-    "timed",
-]
-
 ONE_THREAD = "CPU, 1 thread"
 """On which CPU time is a measure of time."""
 T = TypeVar("T")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ragorder.kernels.cache import KVLease
     from ragorder.kernels.engine import Request
 
-__all__ = ["measure_prefill", "plain_transformers"]
-
 _KINDS = 5
 """Of KV at the same time: documents alone, thrice, and exact prefixes, one of half of them."""
 _POLL_S = 0.001

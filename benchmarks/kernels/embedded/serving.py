@@ -22,8 +22,6 @@ from ragorder.eval.running.load import serve_in_turn
 from ragorder.eval.running.policies import make_policy
 from ragorder.eval.running.runner import Run
 
-__all__ = ["draw_trace", "serve_trace"]
-
 
 def draw_trace(name: str, seed: int, requests: int, top_k: int | None) -> Trace:
     """Raises WorkloadError for an unknown workload or too large a `top_k`."""

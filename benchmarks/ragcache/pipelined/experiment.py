@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
     from ragorder.eval.suites.pipelining.server import MeasuredServer, ServerFacts
 
-__all__ = ["PIPELINE_POLICIES", "Pipelining", "PipeliningCell", "PipeliningRecord"]
-
 _NO_SERVER = "a pipeline needs a server that takes several requests at once: use --engine openai"
 _Rows = dict[str, dict[str, list[Any]]]
 PIPELINE_POLICIES = ("none", "warmup", "speculative")

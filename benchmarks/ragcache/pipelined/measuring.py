@@ -49,19 +49,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = [
-    "ALONE",
-    "MODES",
-    "SearchPlan",
-    "measure_cold",
-    "measure_speculation",
-    "measure_throughput",
-    "paced",
-    "plan_search",
-    "real_retrieval",
-    "time_system",
-]
-
 _CLUSTERS = 128
 _LINKS = 32
 _EF_FULL = 512

@@ -30,8 +30,6 @@ from ragorder.eval.running.suite import Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["make_part"]
-
 _SLACK = 0.10
 _LESS = 0.02
 _COLD = (

@@ -30,16 +30,6 @@ from ragorder.trie.profile import PrefillProfile
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = [
-    "KIB_PER_TOKEN",
-    "Replacement",
-    "ReplacementRecord",
-    "SchedulingTimes",
-    "SizeText",
-    "TierSize",
-    "measure_scheduling",
-]
-
 _EXPONENT = 0.8
 """Of the documents' popularity (Zipf)."""
 

@@ -31,8 +31,6 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record, key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["make_part"]
-
 _OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
 _FORECAST = "forecast+history"
 _MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000

@@ -13,8 +13,6 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.data.workloads import WorkloadError
 
-__all__ = ["SKEWED", "DocumentStream", "skewed_stream", "stream_of_trace"]
-
 SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
 """Streams with RAGCache's statistics: the share of the requests that the most popular 3 % of the documents have.
 

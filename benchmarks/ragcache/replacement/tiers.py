@@ -15,21 +15,6 @@ from ragorder.trie.policies import POLICIES, History, Tier, TierNode, make_polic
 from ragorder.trie.profile import PrefillProfile
 from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = [
-    "A10G",
-    "HISTORY",
-    "QUESTION_TOKENS",
-    "REPLACEMENT_POLICIES",
-    "SYSTEM_TOKENS",
-    "EventsOrderer",
-    "Simulated",
-    "SimulatedPrefill",
-    "TwoTiers",
-    "mirroring_orderer",
-    "most_hits",
-    "simulate",
-]
-
 _CACHED = (0, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 _NEW = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 SYSTEM_TOKENS = 64

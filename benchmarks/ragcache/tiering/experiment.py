@@ -34,21 +34,6 @@ if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
     from ragorder.eval.running.record import Floats
 
-__all__ = [
-    "ARMS",
-    "ROOMS",
-    "ArmRun",
-    "PromptStream",
-    "TierSizes",
-    "Tiering",
-    "TieringRecord",
-    "kv_bytes_per_token",
-    "make_sizes",
-    "make_stream",
-    "measure",
-    "pair_of_servers",
-]
-
 ARMS = ("apc", "tiers")
 """vLLM's prefix cache alone, and with tiers."""
 

@@ -23,8 +23,6 @@ from ragorder.eval.running.suite import Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["TierVerdict", "judge", "make_part"]
-
 REQUIRED = 1.5
 """The least speed-up of the mean time to the first token, where the working set fits the host."""
 MOST_WORSE = 0.03

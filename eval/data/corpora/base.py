@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ragorder.document import Document
 
-__all__ = ["Corpus", "CorpusError", "CorpusQuestion"]
-
 
 class CorpusError(ValueError):
     """A corpus cannot be read. The message names the file, the line and what to change."""

@@ -15,8 +15,6 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import Retriever
 
-__all__ = ["load_folder"]
-
 Id = Annotated[str, Field(min_length=1)]
 
 

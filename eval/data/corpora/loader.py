@@ -7,8 +7,6 @@ from pathlib import Path
 from ragorder.common.files import cache_folder
 from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
 
-__all__ = ["CorpusLoader", "corpora_in"]
-
 
 def corpora_in(folder: Path) -> list[str]:
     """The names of the folders with documents."""

@@ -22,8 +22,6 @@ from ragorder.eval.data.retrieval import BM25Retriever, Retriever
 from ragorder.kernels.random_model import documentation
 from ragorder.kernels.random_model.documentation import Entry
 
-__all__ = ["PYDOCS", "load_asked", "load_pydocs"]
-
 PYDOCS = "pydocs"
 """The corpus' name."""
 

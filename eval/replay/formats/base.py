@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict
 
 from ragorder.common.request_lines import EXAMPLE, RequestLine, Time
 
-__all__ = ["EMPTY", "ExportLine", "OwnLine", "Step"]
-
 EMPTY = "retrievals without documents: let your tracing record their content"
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ragorder.common.counts import estimate_tokens
 from ragorder.common.jsonl import decode
 from ragorder.common.request_lines import LineDocument
-from ragorder.document import content_key, estimate_tokens
-
-__all__ = ["exported_document", "exported_documents", "holds_documents", "structure"]
+from ragorder.document import content_key
 
 _LISTS = ("documents", "output", "results")
 _IDS = ("id", "id_", "document_id", "doc_id", "chunk_id")

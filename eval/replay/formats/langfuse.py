@@ -12,8 +12,6 @@ from ragorder.common.request_lines import RequestLine, Time
 from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_documents, holds_documents
 
-__all__ = ["LangfuseObservation"]
-
 _RETRIEVES = re.compile("retriev", re.IGNORECASE)
 _UNNAMED = (
     "observations of type SPAN with documents, whose name does not say that they retrieve: give them the type RETRIEVER"

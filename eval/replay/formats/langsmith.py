@@ -11,8 +11,6 @@ from ragorder.common.request_lines import RequestLine, Time
 from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_documents
 
-__all__ = ["LangSmithRun"]
-
 
 def _from_milliseconds(time: Any) -> Any:
     """Of a number: its JavaScript client writes milliseconds, all else ISO 8601."""

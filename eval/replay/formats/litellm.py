@@ -12,8 +12,6 @@ from ragorder.common.request_lines import Length, LineDocument, RequestLine, Tim
 from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_document, structure
 
-__all__ = ["LiteLLMSpendLog"]
-
 _REDACTED = "REDACTED_BY_LITELM"
 
 

@@ -10,8 +10,6 @@ from pydantic import Field
 from ragorder.common.request_lines import Length, PositiveLength, RequestLine
 from ragorder.eval.replay.formats.base import ExportLine, Step
 
-__all__ = ["MooncakeRequest"]
-
 _BLOCK_TOKENS = 512
 
 

@@ -13,8 +13,6 @@ from ragorder.common.request_lines import LineDocument, RequestLine
 from ragorder.eval.replay.formats.base import EMPTY, ExportLine, Step
 from ragorder.eval.replay.formats.documents import exported_documents, holds_documents
 
-__all__ = ["MLflowTrace", "OTelTraces"]
-
 _OPENINFERENCE = re.compile(r"retrieval\.documents\.([0-9]{1,6})\.document\.(id|content)")
 # Attributes that hold all documents of a span, and those that mark it as a retrieval; GenAI's needs no mark.
 _OUTPUTS: dict[str, str | None] = {

@@ -32,8 +32,6 @@ from ragorder.eval.suites.pipelining.server import (
 from ragorder.pipelining import Pipeline, PipelinedStream
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["PIPELINES", "pipeline_lines"]
-
 PIPELINES = ("none", "warmup", "speculative")
 
 _POLICIES: Mapping[str, Mapping[str, Any]] = {"retrieval": {"max_displacement": 0}, **ORDERERS}

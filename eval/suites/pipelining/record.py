@@ -20,8 +20,6 @@ from ragorder.eval.running.suite import Kind, Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["Pipelines", "PipelinesRecord", "make_part"]
-
 _PLAYED = (
     "TTFT counts from the question. Exposed: retrieval that overlaps with nothing, mean. Right: of the speculations, "
     "those taken for the answer; wasted: prompt tokens of the others."

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["embed", "played"]
-
 
 def played(
     rankings: Sequence[Sequence[Document]], delay_s: float, *, stages: int = 1, seed: int = 0

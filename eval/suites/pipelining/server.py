@@ -10,28 +10,14 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ragorder.adapters.openai.pipelined import OpenAIStreams, Question, ordered_pipeline
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.common.extras import needs
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
-
-__all__ = [
-    "MODES",
-    "Asked",
-    "Counters",
-    "MeasuredServer",
-    "ServerFacts",
-    "ask",
-    "closed_loop",
-    "find_server",
-    "long_builder",
-    "make_pipeline",
-    "milliseconds",
-]
 
 _METRICS = {
     "vllm:prefix_cache_queries_total": "queried",
@@ -75,7 +61,8 @@ def find_server(
 ) -> ServerFacts:
     """Raises EngineError for a server that does not answer or does not report its cache, or without a tokenizer;
     ImportError naming the extra to install."""
-    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+    from ragorder.adapters.http_client import ServerError
+    from ragorder.adapters.vllm.cache_config import read_cache_config
 
     found = find_model(base_url, served_model, api_key=api_key)
     try:

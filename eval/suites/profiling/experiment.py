@@ -18,9 +18,6 @@ from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = ["ProfileCell", "ProfileRecord", "Profiling", "doubts", "make_part", "profile_table"]
-
-
 _Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict=False)]
 
 

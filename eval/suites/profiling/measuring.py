@@ -27,17 +27,6 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.running.load import Progress, silent
 from ragorder.trie.profile import PrefillProfile
 
-__all__ = [
-    "Grid",
-    "ProfiledServer",
-    "find_profiled",
-    "measure_loads",
-    "measure_profile",
-    "own_server",
-    "plan_grid",
-    "profiled_server",
-]
-
 _CellTokens = tuple[int, int]
 """Cached and new tokens."""
 

@@ -15,8 +15,6 @@ from typing import Any, Protocol, Self
 from ragorder.eval.running.load import Progress, silent
 from ragorder.pipelining.placement.profile import GenerationSample, RetrievalSample
 
-__all__ = ["Journal", "Measured", "PlacementGrid", "measure_placement"]
-
 _Place = tuple[int, int]
 _Sample = GenerationSample | RetrievalSample
 _KINDS: Mapping[str, type[GenerationSample] | type[RetrievalSample]] = {

@@ -22,8 +22,6 @@ from ragorder.pipelining.placement.budgets import Budgets, format_bytes
 from ragorder.pipelining.placement.plan import STAGES
 from ragorder.pipelining.placement.profile import index_sizes
 
-__all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
-
 _STEPS = (64, 256, 1024, 4096)
 _LARGEST_STEP = 8192
 # Of the device, for the workspace, as `plan_placement` and the engine choose their steps.

@@ -15,10 +15,11 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.common.jsonl import JSONLines
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.engines.models import load_tokenizer, longest_prompt, random_model
+from ragorder.eval.engines.models import longest_prompt, random_model
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.torch import TorchEngine, need_torch
@@ -29,20 +30,6 @@ from ragorder.eval.suites.quality.orders import FusedReuse, GradedQuestion, Qual
 from ragorder.eval.suites.quality.questions import QuestionSet
 from ragorder.eval.suites.quality.specs import RANDOM_WEIGHTS, AnswererSpec, ModelFacts, QualityBench, model_facts
 from ragorder.prompt import Prompt, PromptBuilder
-
-__all__ = [
-    "BATCH",
-    "CAPACITY",
-    "SYSTEM",
-    "Answerer",
-    "Builders",
-    "ModelAnswer",
-    "OnceAnswers",
-    "ServerAnswers",
-    "StubAnswers",
-    "corpus_tokens",
-    "serve_answers",
-]
 
 SYSTEM = (
     "Answer the question from the documents below. Give the answer itself and nothing else, as short as possible: "

@@ -31,8 +31,6 @@ from ragorder.eval.suites.quality.specs import Done, Line, ModelFacts, QualityBe
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder
 
-__all__ = ["ask_questions", "done_in", "serve_quality"]
-
 _TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
@@ -202,7 +200,7 @@ def dry_run(
     0."""
     spec, tokenizer = bench.engine, None
     if spec.model is not None:
-        from ragorder.eval.engines.models import load_tokenizer
+        from ragorder.adapters.openai.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(spec.model)
     builders, scorer = Builders(tokenizer), data.dataset.scorer

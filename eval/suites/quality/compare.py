@@ -15,16 +15,6 @@ from ragorder.eval.report.statistics import need_scipy
 if TYPE_CHECKING:
     from ragorder.eval.running.load import Progress
 
-__all__ = [
-    "bootstrap_difference",
-    "compare_orders",
-    "gold_places",
-    "judge",
-    "judge_previous",
-    "mcnemar_exact",
-    "summarise",
-]
-
 CAPABLE_PARAMETERS = 3_000_000_000
 """A smaller model without a right answer in any order cannot tell the orders apart."""
 

@@ -16,8 +16,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.eval.suites.quality.specs import QualityBench
 
-__all__ = ["Quality", "QualityCell", "QualityRecord"]
-
 _NO_MODEL = "quality was not measured, there is no model that can answer: give --engine vllm --model, or --base-url"
 _NO_DATA = "quality was not measured, the questions are not here: give --questions, a folder with the folder {name}"
 

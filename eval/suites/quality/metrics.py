@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["SCORERS", "Scorer", "extract_answer"]
-
 _LABEL = re.compile(r"(?:(?:final )?answer\s*(?::|is\b)|a:|the answer is\b:?)\s*", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _GONE = str.maketrans("", "", string.punctuation)

@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from ragorder.eval.engines.torch import TorchEngine
     from ragorder.kernels.engine import Completion, Request
 
-__all__ = [
-    "DEFAULT_ORDERS",
-    "FUSED",
-    "FusedReuse",
-    "GradedQuestion",
-    "Order",
-    "QualityError",
-    "answer_fused",
-    "fused_orders",
-    "normalised_scores",
-    "place_orders",
-]
-
 DEFAULT_ORDERS = (
     "retrieval",
     "earned",

@@ -22,8 +22,6 @@ from ragorder.eval.suites.quality.metrics import SCORERS, Scorer
 from ragorder.eval.suites.quality.orders import GradedQuestion
 from ragorder.eval.suites.quality.specs import TOP_K, DatasetName, QuestionsSpec
 
-__all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
-
 SAMPLE = Path(__file__).with_name("sample")
 """A corpus of 120 questions whose documents were retrieved."""
 _RETRIEVED = 10

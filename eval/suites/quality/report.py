@@ -19,8 +19,6 @@ from ragorder.eval.suites.quality.compare import PLACE, SCORES, by_question, gol
 from ragorder.eval.suites.quality.experiment import QualityRecord
 from ragorder.eval.suites.quality.orders import normalised_scores
 
-__all__ = ["make_part", "print_quality"]
-
 _Check = Mapping[str, Any]
 
 _NOT_COMPARED = "The answers were not compared: run the same command again: it repeats no question, and compares."

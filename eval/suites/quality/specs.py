@@ -17,20 +17,6 @@ from ragorder.eval.data.trace import QuestionOrder
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.suites.quality.orders import DEFAULT_ORDERS, Order, QualityError
 
-__all__ = [
-    "ANSWERS",
-    "RANDOM_WEIGHTS",
-    "TOP_K",
-    "AnswererSpec",
-    "DatasetName",
-    "Done",
-    "Line",
-    "ModelFacts",
-    "QualityBench",
-    "QuestionsSpec",
-    "model_facts",
-]
-
 DatasetName = Literal["corpus", "hotpotqa", "musique", "2wikimultihopqa"]
 TOP_K = 5
 """Documents a question of a corpus."""

@@ -24,8 +24,6 @@ from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
 
-__all__ = ["Serving", "ServingCell"]
-
 
 def _capacity(value: Any) -> Any:
     if value is None or value == "unlimited":

@@ -12,8 +12,6 @@ from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, policy_words
 from ragorder.eval.running.record import RunRecord
 
-__all__ = ["moves_picture", "moves_table"]
-
 _PREFIX = "prefix"
 
 

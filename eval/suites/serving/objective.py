@@ -11,8 +11,6 @@ from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import change_words, format_number, policy_words, verdict_words
 from ragorder.eval.running.record import Cell, Key, RunRecord, key_of
 
-__all__ = ["OBJECTIVE", "objective_table", "opens_loop"]
-
 OBJECTIVE = 5.0
 
 _HEADINGS = ("", "policy", "objective, ms", "requests within it, %", "of them a second")

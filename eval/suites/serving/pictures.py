@@ -13,8 +13,6 @@ from ragorder.eval.running.suite import Suite
 from ragorder.eval.suites.serving.moves import moves_picture
 from ragorder.eval.suites.serving.sweeps import panels_of, position_pictures, sweep_pictures, value_on_axis
 
-__all__ = ["along", "depth_by_time", "distributions", "pictures_of", "timelines"]
-
 POINTS = 250
 
 

@@ -47,8 +47,6 @@ from ragorder.eval.suites.serving.moves import moves_table
 from ragorder.eval.suites.serving.objective import objective_table, opens_loop
 from ragorder.eval.suites.serving.pictures import pictures_of
 
-__all__ = ["make_part"]
-
 _FEW_CELLS = 3
 _FEW_SEEDS = 3
 _MOVED = (SHARE_MOVED, PLACES)

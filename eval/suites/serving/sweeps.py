@@ -13,8 +13,6 @@ from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, 
 from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_words
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["panels_of", "position_pictures", "strokes", "sweep_pictures", "value_on_axis"]
-
 # Parameters without an order, and so without a line between their values.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
 _APART = 0.09

@@ -19,8 +19,6 @@ from ragorder.common.request_lines import UnreadFields
 if TYPE_CHECKING:
     from ragorder.cli.planning.reading import Progress
 
-__all__ = ["plan"]
-
 
 @click.command(
     cls=Command,

@@ -16,8 +16,6 @@ from ragorder.cli.planning.spill import Spill
 from ragorder.common.jsonl import decode
 from ragorder.errors import RagorderError
 
-__all__ = ["PlanError", "PlanFolder", "write_json"]
-
 _FORMAT = 1
 
 

@@ -20,8 +20,6 @@ from ragorder.common.jsonl import name_of
 from ragorder.common.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest
 
-__all__ = ["Progress", "counted", "identify", "needed_bytes", "read_input", "require_space"]
-
 Progress = Callable[[str, int], Callable[[], None]]
 """A function from a label and a number of steps to a function that is called after each step."""
 

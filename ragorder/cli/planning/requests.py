@@ -14,16 +14,6 @@ from ragorder.common.jsonl import JSONLines
 from ragorder.common.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 from ragorder.errors import RagorderError
 
-__all__ = [
-    "LineError",
-    "RequestDocument",
-    "RequestToOrder",
-    "document_tokens_option",
-    "order_line",
-    "read_requests",
-    "warn_of",
-]
-
 
 class LineError(RagorderError, click.ClickException): ...
 

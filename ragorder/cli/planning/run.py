@@ -16,8 +16,6 @@ from ragorder.common.files import try_lock
 from ragorder.common.request_lines import UnreadFields
 from ragorder.trie.shards import ShardPaths, ShardRequest
 
-__all__ = ["PlanOptions", "plan_file"]
-
 _DOCUMENTS_PER_SHARD = 1_000_000
 # Of a document of a request, while its shard is planned: measured, docs/batches.md.
 _PLANNED_BYTES = 500

@@ -11,8 +11,6 @@ from typing import NamedTuple, Self
 
 from ragorder.trie.shards import ShardRequest
 
-__all__ = ["Row", "Spill", "SpillWriter"]
-
 # Number in the input, tenant or -1, bytes of text, documents.
 _HEADER = Struct("<QqQI")
 # No prompt is longer.

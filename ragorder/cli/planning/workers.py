@@ -22,8 +22,6 @@ from ragorder.cli.planning.folder import PlanError, PlanFolder, write_json
 from ragorder.cli.planning.requests import order_line
 from ragorder.trie.shards import PlannedRequest, plan_requests
 
-__all__ = ["OUT_OF_MEMORY", "plan_in_processes", "plan_shard", "serve"]
-
 OUT_OF_MEMORY = "memory ran out: give fewer --workers or more --shards"
 
 

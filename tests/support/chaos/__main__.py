@@ -27,8 +27,6 @@ from support.chaos.scenarios import SCENARIOS, ScenarioError, run_scenario
 from support.chaos.site import make_site
 from support.fork_server import ForkServer
 
-__all__ = ["main"]
-
 
 @click.command()
 @click.option("--cycles", default=200, show_default=True, type=click.IntRange(min=0), help="Kills and restarts.")

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DTYPE", "MAX_DIFFERENCE", "OUTPUT_TOKENS", "Answer", "ask", "body_of"]
-
 DTYPE = "float32"
 """Of a server whose answers are compared. In bfloat16 the last bit of a number, which depends on what else is computed
 at the same time, is worth as much as a wrong block of KV."""

@@ -16,8 +16,6 @@ from support.chaos.damage import chunk_files, damage
 from support.chaos.load import Load
 from support.chaos.site import Site
 
-__all__ = ["Cycle", "latest_stats", "run_cycles"]
-
 _FIRST_ANSWER_S = 60.0
 """A process has much to do at its first requests: how long depends on what else the machine does."""
 

@@ -6,8 +6,6 @@ import os
 import random
 from pathlib import Path
 
-__all__ = ["chunk_files", "damage", "flip_bit", "truncate"]
-
 _HEAD = 64
 """Bytes at the beginning of a file, which are hit as often as all others."""
 

@@ -13,8 +13,6 @@ from ragorder.eval.engines.server import VLLMServer
 from support.chaos.asking import Answer, ask
 from support.chaos.prompts import Prompts
 
-__all__ = ["Load"]
-
 _TIMEOUT_S = 60.0
 
 

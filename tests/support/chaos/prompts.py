@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Prompts", "make_prompts"]
-
 _SYSTEM, _DOCUMENT, _QUESTION = 70, (90, 150), 21
 _FIRST_ID, _IDS = 300, 200
 

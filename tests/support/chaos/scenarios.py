@@ -18,8 +18,6 @@ from support.chaos.damage import chunk_files
 from support.chaos.load import Load
 from support.chaos.site import Site, make_site
 
-__all__ = ["SCENARIOS", "ScenarioError", "run_scenario"]
-
 _LOAD_S = 8.0
 
 

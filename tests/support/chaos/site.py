@@ -13,8 +13,6 @@ from ragorder.kernels.random_model import make_model
 from support.chaos.asking import DTYPE, Answer, ask
 from support.chaos.prompts import Prompts, make_prompts
 
-__all__ = ["Site", "make_site"]
-
 _BLOCK_SIZE = 32
 _BLOCKS = 64
 _LONGEST = 1024
