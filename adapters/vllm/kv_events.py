@@ -17,6 +17,8 @@ from ragorder.common.extras import needs
 from ragorder.trie.residency import Place
 from ragorder.trie.residency.blocks import EngineBlocks
 
+__all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "KVEventSubscriber"]
+
 LARGEST_MESSAGE_BYTES = 1 << 26
 """Batches have some kilobytes. Without a limit a message is read into memory first."""
 # Events are maps; from SGLang and older vLLM, arrays in this order.

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click import ParamType
 from click.core import ParameterSource
 
 from ragorder.cli.options import Decorator, api_key, events_address, kv_events, option, options_from, section, together
-from ragorder.cli.values import Model, Rate
+from ragorder.cli.values import Model, ParamType, Rate
 from ragorder.common.counts import parse_count
 from ragorder.common.jsonl import name_of
 from ragorder.eval.engines.capacity import Capacity

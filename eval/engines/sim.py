@@ -221,9 +221,12 @@ class SimEngine:
         block, _ = self._free.popitem(last=False)
         evicted = self._hash_of.pop(block, None)
         if evicted is not None:
-            self.evicted_blocks += 1
-            self._unmap(block, evicted)
+            self._evict(block, evicted)
         return block
+
+    def _evict(self, block: int, block_hash: _BlockHash) -> None:
+        self.evicted_blocks += 1
+        self._unmap(block, block_hash)
 
     def _unmap(self, block: int, block_hash: _BlockHash) -> None:
         duplicates = self._duplicates.pop(block_hash, [])

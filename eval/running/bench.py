@@ -31,17 +31,14 @@ from ragorder.eval.running.load import (
 )
 from ragorder.eval.running.measures import RunResult
 from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
-from ragorder.eval.running.runner import Run
+from ragorder.eval.running.runner import MakeRun, Run
 from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
 
-__all__ = ["MakeRun", "bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
-
-MakeRun = Callable[[str, Cache, Prompts], Run]
-"""A fresh run of the policy of this name on an engine, with the prompts that the engine takes."""
+__all__ = ["bench_lines", "check_bench", "run_bench", "run_traces", "sources_of"]
 
 _CAPACITY = Capacity(tokens=100_000)
 _SIM_BLOCK_SIZE = 16

@@ -14,9 +14,8 @@ from ragorder.eval.engines.models import built_prompts, longest_prompt, random_m
 from ragorder.eval.engines.openai import OpenAIEngine, ServedModel, find_model
 from ragorder.eval.engines.prompts import BuiltPrompts
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.running.bench import MakeRun
 from ragorder.eval.running.load import Advance, Load, serve_live, serve_live_in_turn
-from ragorder.eval.running.runner import Run
+from ragorder.eval.running.runner import MakeRun, Run
 from ragorder.eval.running.specs import BenchError, EventsAddress
 from ragorder.trie.residency.blocks import EngineBlocks
 

@@ -347,3 +347,7 @@ def _milliseconds(seconds: Sequence[float], percents: Sequence[int] = (50, 95)) 
     milliseconds = [second * 1e3 for second in seconds]
     found = {f"p{percent}": round(percentile(milliseconds, percent), 3) for percent in percents}
     return {**found, "mean": round(fmean(milliseconds), 3)}
+
+
+MakeRun = Callable[[str, Cache, Prompts], Run]
+"""A fresh run of the policy of this name on an engine, with the prompts that the engine takes."""

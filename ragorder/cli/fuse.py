@@ -10,7 +10,6 @@ from sys import maxsize
 from typing import TYPE_CHECKING, Any
 
 import click
-from click import ParamType
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,7 +18,7 @@ from ragorder.cli.engine import take_model
 from ragorder.cli.options import Command, CommandGroup, Decorator, build, given, option, options_from, section, spelling
 from ragorder.cli.output import log_shown
 from ragorder.cli.stats import disk_gib
-from ragorder.cli.values import ProfileSource
+from ragorder.cli.values import ParamType, ProfileSource
 from ragorder.common.jsonl import JSONLines, JSONLinesError
 from ragorder.document import Document
 from ragorder.kernels.engine_settings import EngineSettings

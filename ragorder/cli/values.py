@@ -15,7 +15,7 @@ from ragorder.common.counts import parse_count, parse_size
 
 if TYPE_CHECKING:
     from click import Choice as ClickChoice
-    from click import ParamType
+    from click import ParamType as ParamType
 
     _Choice = ClickChoice[str]
 else:

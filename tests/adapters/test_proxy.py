@@ -31,7 +31,7 @@ from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
 from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
-from ragorder.document import Estimate
+from ragorder.common.counts import Estimate
 from ragorder.ordering import RequestOutcome
 
 pytest.importorskip("starlette")

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.document import Estimate
+from ragorder.common.counts import Estimate
 
 pytest.importorskip("starlette")
 

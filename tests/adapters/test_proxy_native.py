@@ -17,7 +17,7 @@ from support.requests import post_to, received
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import Fleet, ReplicaAddress, make_app
-from ragorder.adapters.proxy.bodies.parsed import Route
+from ragorder.adapters.proxy.bodies.body import Route
 
 TEXTS = {name: f"{name} is about {name}. " * 20 for name in "abcde"}
 ASK = {"role": "user", "content": "Which?"}

@@ -74,9 +74,15 @@ RUNNABLE = (
 def public_classes(package: str) -> Iterator[type[Any]]:
     """Classes that a caller makes: no protocols, errors, enumerations or records."""
     module: Any = import_module(package)
-    for name in module.__all__:
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == package]
+    for name in getattr(module, "__all__", own):
         value = getattr(module, name)
-        if not inspect.isclass(value) or issubclass(value, BaseException | tuple | Enum) or name in RESULTS:
+        if (
+            name.startswith("_")
+            or not inspect.isclass(value)
+            or issubclass(value, BaseException | tuple | Enum)
+            or name in RESULTS
+        ):
             continue
         if getattr(value, "_is_protocol", False) or not value.__module__.startswith("ragorder"):
             continue
