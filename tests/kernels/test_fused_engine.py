@@ -528,8 +528,9 @@ class TestSharing:
         assert used_blocks(engine) == 0
 
     def test_outlives_a_cache_that_is_emptied_and_resized(self, fusing: Make, plain: Any) -> None:
-        engine = fusing(device_tokens=40 * BLOCK)
-        warm(engine, [A], [B], [C])
+        engine = fusing(device_tokens=60 * BLOCK)
+        # The others lie in blocks that a smaller pool has not.
+        warm(engine, [tokens(400, 56)], [A], [B], [C])
         request = prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=NONE, max_tokens=12)
         [expected] = engine.generate([request])
         engine.add(request)
