@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import chain
+from math import ceil
 
 import torch
 
@@ -107,9 +108,9 @@ class KnowledgeCache:
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV
-    between `extend` and `give_back`. `identity` names the model for the disk. The `replicate_nodes` most used nodes are
-    copied to the host early.
+    its leases first. A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): read their KV
+    between `extend` and `give_back`, or the lease's end. `identity` names the model for the disk. The `replicate_nodes`
+    most used nodes are copied to the host early.
     """
 
     def __init__(
@@ -167,9 +168,12 @@ class KnowledgeCache:
         """Return whether any tier has a copy of each segment's document."""
         return self._index.known(path)
 
-    def acquire(self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0) -> KVLease:
+    def acquire(
+        self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, recompute: float = 0.0
+    ) -> KVLease:
         """Pin the longest cached prefix and begin to load it. `borrow` also pins copies of later documents that fit
-        beside the request's `tokens`. Raises OutOfBlocksError, changing nothing."""
+        beside the rest of the request's `tokens` and the share of theirs to `recompute`. Raises OutOfBlocksError,
+        changing nothing."""
         lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
@@ -179,7 +183,7 @@ class KnowledgeCache:
         self._leases[id(lease)] = lease
         if borrow:
             try:
-                self._borrow(lease, tokens)
+                self._borrow(lease, tokens, recompute)
             except OutOfBlocksError:
                 self._close(lease)
                 raise
@@ -190,17 +194,18 @@ class KnowledgeCache:
         self._check_fits(tokens)
         self.mark_computed(lease)
         lease.wait()
+        if not lease.started:
+            self._retain_borrowed(lease)
         grows = tokens > lease.tokens
         if grows and self._tables.needed(lease, tokens) > self.pool.free_blocks:
             make_room(self._tiers, self._tables, lease, tokens, alone=len(self._leases) == 1)
         if not lease.started:
             self._start(lease)
-            self._keep_borrowed(lease, [each for each in lease.borrowed if each.copy.ready])
         if grows:
             self._tables.grow(lease, tokens)
 
-    def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """End the borrowing, once the KV's copy is queued. Return the borrowed tokens without `computed` nodes."""
+    def count_borrowed(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
+        """Count the use of borrowed nodes. Return their tokens without `computed` nodes."""
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -210,8 +215,11 @@ class KnowledgeCache:
             self._uses.count_found(found)
             last = lease.borrowed[-1]
             self._uses.count_borrowed([borrowed.copy.node.key for borrowed in lease.borrowed], last.start + last.tokens)
-        self._keep_borrowed(lease, [])
         return found
+
+    def give_back(self, lease: KVLease) -> None:
+        """End the borrowing, once all reads of this KV are queued."""
+        self._keep_borrowed(lease, [])
 
     def commit(self, lease: KVLease, tokens: int) -> None:
         """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`."""
@@ -342,14 +350,15 @@ class KnowledgeCache:
             self._index.add(segment, parent, start)
             parent, start = segment.key, start + segment.tokens
 
-    def _borrow(self, lease: KVLease, tokens: int) -> None:
-        tokens = max(tokens, sum(segment.tokens for segment in lease.path))
-        room = self.pool.blocks - self.shape.blocks_for(tokens)
+    def _borrow(self, lease: KVLease, tokens: int, recompute: float) -> None:
+        own: float = max(tokens, sum(segment.tokens for segment in lease.path))
+        room = self.pool.blocks
         for start, node in self._index.nodes(lease.path, len(lease.pinned)):
             size = len(self.shape.covering(node.start, node.tokens))
-            if size > room:
+            rest = own - node.tokens * (1 - recompute)
+            if size + self.shape.blocks_for(ceil(rest)) > room:
                 continue
-            room -= size
+            own, room = rest, room - size
             try:
                 copies = self._tiers.load([node])
             except OutOfBlocksError:
@@ -359,10 +368,19 @@ class KnowledgeCache:
                 return
             lease.borrowed += [Borrowed(start, copy) for copy in copies]
 
+    def _retain_borrowed(self, lease: KVLease) -> None:
+        self._keep_borrowed(lease, [each for each in lease.borrowed if each.blocks or each.copy.ready])
+        for borrowed in lease.borrowed:
+            if not borrowed.blocks:
+                # The copy may go, or get other blocks, while these are read.
+                borrowed.blocks = list(borrowed.copy.blocks)
+                self.pool.retain(borrowed.blocks)
+
     def _keep_borrowed(self, lease: KVLease, kept: list[Borrowed]) -> None:
         for borrowed in lease.borrowed:
             if borrowed not in kept:
                 self._unpin(borrowed.copy)
+                self.pool.release(borrowed.blocks)
         lease.borrowed = kept
 
     def _completed(self, lease: KVLease, tokens: int) -> Iterator[Segment]:
@@ -392,8 +410,10 @@ class KnowledgeCache:
     def _withdraw(self, gone: DeviceCopy) -> None:
         # Shorten the leases that found a node whose load or step failed.
         for lease in self._leases.values():
-            lease.borrowed = [borrowed for borrowed in lease.borrowed if borrowed.copy is not gone]
-            if not lease.started and gone in lease.pinned:
+            if lease.started:
+                continue
+            self._keep_borrowed(lease, [borrowed for borrowed in lease.borrowed if borrowed.copy is not gone])
+            if gone in lease.pinned:
                 place = lease.pinned.index(gone)
                 for copy in lease.pinned[place:]:
                     self._unpin(copy)

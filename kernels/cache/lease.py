@@ -11,10 +11,13 @@ from ragorder.kernels.cache.stats import TierTokens
 from ragorder.kernels.paging import BlockPool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Borrowed:
+    """A document's KV that the request uses at position `start`. Once the lease is extended, `blocks` are retained."""
+
     start: int
     copy: DeviceCopy
+    blocks: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -28,7 +31,8 @@ class KVLease:
     - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls if a load fails.
     - `block_table`: blocks of the first `tokens` tokens, writable from index `writable_from`.
     - `pinned`: nodes of the path, root first, up to token `committed`; the running step writes the `pending` ones.
-    - `borrowed`: copies of documents after the cached prefix, to be copied into own blocks.
+    - `borrowed`: copies of documents after the cached prefix, which are read where they are. With them, `tokens` and
+      `block_table` are of the other tokens alone.
     """
 
     path: tuple[Segment, ...]

@@ -63,6 +63,8 @@ class PoolSizes:
                 node.device.blocks = [moves.get(block, block) for block in node.device.blocks]
         for lease in self._leases.values():
             lease.block_table = [moves.get(block, block) for block in lease.block_table]
+            for borrowed in lease.borrowed:
+                borrowed.blocks = [moves.get(block, block) for block in borrowed.blocks]
 
 
 def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:

@@ -115,13 +115,15 @@ class ModelRunner:
             torch.cuda.synchronize(self._pool.device)
 
     def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._pool.shape.block_size)
+        sequence, size = chunk.sequence, self._pool.shape.block_size
+        table = sequence.table(size)
         positions = sequence.positions(chunk.tokens)
         start, end = int(positions[0]), int(positions[-1]) + 1
+        places = sequence.places(int(positions.max()) + 1, size)
         if np.array_equal(positions, np.arange(start, end)):
-            return Piece(sequence.tokens[start:end], start, table, chunk.last)
+            return Piece(sequence.tokens[start:end], start, table, chunk.last, places=places)
         token_ids = [sequence.tokens[place] for place in positions]
-        return Piece(token_ids, start, table, chunk.last, positions)
+        return Piece(token_ids, start, table, chunk.last, positions, places)
 
 
 _logger = logging.getLogger("ragorder.kernels.engine")

@@ -215,11 +215,11 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         assert sequence.lease is not None
-        if len(sequence.tokens) <= len(sequence.lease.block_table) * self._block_size:
+        if sequence.room <= len(sequence.lease.block_table) * self._block_size:
             return True
         while True:
             try:
-                self._cache.extend(sequence.lease, len(sequence.tokens))
+                self._cache.extend(sequence.lease, sequence.room)
             except OutOfBlocksError:
                 if not self._preempt_for(sequence):
                     return False
@@ -277,8 +277,12 @@ class Scheduler:
         if sequence.helpers:
             return 0
         if sequence.lease is None:
+            fusion = sequence.fusion
             sequence.lease = self._cache.acquire(
-                sequence.path, borrow=sequence.fusion is not None, tokens=len(sequence.tokens)
+                sequence.path,
+                borrow=fusion is not None,
+                tokens=len(sequence.tokens),
+                recompute=0.0 if fusion is None else fusion.share,
             )
             if self._fuser is not None and sequence.standalone is None:
                 helpers = self._fuser.helpers(sequence)
@@ -288,7 +292,8 @@ class Scheduler:
         if not sequence.lease.ready:
             self._awaits_loads = True
             return 0
-        self._cache.extend(sequence.lease, len(sequence.tokens))
+        room = len(sequence.tokens) if self._fuser is None else self._fuser.room(sequence)
+        self._cache.extend(sequence.lease, room)
         return self._start(sequence, left, chunks)
 
     def _start_helpers(
@@ -322,12 +327,19 @@ class Scheduler:
             return 0
         if self._fuser is not None:
             self._fuser.begin(sequence, self._step_tokens)
+        if sequence.scattered is not None and sequence.lease is not None:
+            try:
+                self._cache.extend(sequence.lease, sequence.room)
+            except OutOfBlocksError:
+                # More tokens are its own than were expected: the next step makes room.
+                return 0
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
         # Waiting sequences hold blocks that others need, or pin nodes found too early: give the first sequence the
-        # whole pool, without room for copies of documents.
-        if self.running and not any(sequence.lease and sequence.lease.pinned for sequence in self.running):
+        # whole pool, without borrowed documents.
+        leases = [sequence.lease for sequence in self.running if sequence.lease is not None]
+        if leases and not any(lease.pinned or lease.borrowed for lease in leases):
             raise OutOfBlocksError("the pool has no room for the only running sequence")
         for sequence in list(self.running):
             self._preempt(sequence)

@@ -17,7 +17,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Measurements, Needs
 from ragorder.kernels.models.attention import AttentionCall
 from ragorder.kernels.models.batch import Forward, ForwardEnded, PackedStep, Piece, pack
-from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging import BlockPool, Gathered, Places
 
 
 def attended(forward: Forward, pool: BlockPool, piece: Piece) -> Tensor:
@@ -33,12 +33,12 @@ class _AllLayers:
     def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
         self._step = step
         self._pool = pool
-        self._table = _int64(piece.table, pool)
+        self._gathered = piece.gather(pool, piece.context)
         self.total = torch.zeros(piece.context, device=pool.device)
 
     def attend(self, call: AttentionCall) -> Tensor:
         out = self._step.attention.attend(call)
-        keys = Keys(self._pool.views.key_caches[call.layer], self._table, len(self.total))
+        keys = _gathered_keys(self._gathered, call.layer, len(self.total))
         queries = Queries(call.query, self._step.positions, call.scale, call.window, call.softcap)
         self.total += attention_received(queries, keys)
         if call.layer == self._pool.shape.layers - 1:
@@ -48,14 +48,14 @@ class _AllLayers:
 
 def kv_deviation(forward: Forward, pool: BlockPool, piece: Piece, most_tokens: int) -> Tensor:
     """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in layer 1. KV of
-    layer 0 is written: it depends on no other token, so reused KV is exact there."""
+    layer 0 is written, except where it is shared: it depends on no other token, so reused KV is exact there."""
     if pool.shape.layers < 2:
         return torch.zeros(len(piece.token_ids), device=pool.device)
     parts = []
     for begin in range(0, len(piece.token_ids), most_tokens):
         chunk = replace(piece, token_ids=piece.token_ids[begin : begin + most_tokens], start=piece.start + begin)
         step = pack([chunk], pool)
-        attention = _SecondLayer(step, pool, piece)
+        attention = _SecondLayer(step, chunk.gather(pool, chunk.start + len(chunk.token_ids)))
         forward.until_ended(step.token_ids, step.positions, attention)
         parts.append(attention.deviation)
     return torch.cat(parts)
@@ -66,24 +66,28 @@ class _SecondLayer:
 
     deviation: Tensor
 
-    def __init__(self, step: PackedStep, pool: BlockPool, piece: Piece) -> None:
+    def __init__(self, step: PackedStep, gathered: Gathered) -> None:
         self._step = step
-        self._pool = pool
-        size = pool.shape.block_size
-        self._places = _int64(piece.table, pool)[step.positions // size], step.positions % size
+        self._gathered = gathered
 
     def attend(self, call: AttentionCall) -> Tensor:
         if not call.layer:
             return self._step.attention.attend(call)
-        old_key, old_value = (
-            caches[call.layer][self._places] for caches in (self._pool.views.key_caches, self._pool.views.value_caches)
-        )
+        old_key, old_value = (cache.flatten(0, 1)[self._step.positions] for cache in self._gathered.layer(call.layer))
         self.deviation = _distance(call.key, old_key) + _distance(call.value, old_value)
         raise ForwardEnded
 
 
 def _int64(table: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]], pool: BlockPool) -> Tensor:
     return torch.as_tensor(table, dtype=torch.int64, device=pool.device)
+
+
+def _gathered_keys(
+    gathered: Gathered, layer: int, tokens: int, own: Tensor | None = None, held: Tensor | None = None
+) -> Keys:
+    cache = gathered.layer(layer)[0]
+    table = torch.as_tensor(gathered.tables[0], dtype=torch.int64, device=cache.device)
+    return Keys(cache, table, tokens, own, held)
 
 
 def _distance(new: Tensor, old: Tensor) -> Tensor:
@@ -104,18 +108,27 @@ class Question:
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
         return Question(queries, turn.apply(self.keys, last), start)
 
-    def attention(self, pool: BlockPool, table: Tensor, held: Tensor | None = None) -> Tensor:
-        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64). Softmax over
-        the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over heads."""
-        keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
+    def attention(
+        self, pool: BlockPool, table: Tensor, held: Tensor | None = None, places: Places | None = None
+    ) -> Tensor:
+        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64), or at
+        `places`. Softmax over the `held` tokens (bool (start,)) and the question, summed over its tokens, mean over
+        heads."""
+        if places is None:
+            keys = Keys(pool.views.key_caches[-1], table, self.start, self.keys, held)
+        else:
+            gathered = Gathered(pool, [places], [self.start])
+            keys = _gathered_keys(gathered, pool.shape.layers - 1, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
 
 
 def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
-    """Compute a question after the `start` tokens with KV in its blocks. Writes nothing."""
+    """Compute a question after the `start` tokens with KV. Writes nothing."""
     count, device = len(piece.token_ids), pool.device
-    batch = PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device)
-    attention = _LastLayer(pool, batch)
+    gathered = None if piece.places is None else piece.gather(pool, piece.start)
+    table = np.asarray(piece.table) if gathered is None else gathered.tables[0]
+    batch = PackedBatch.pack([count], [piece.start], [table.tolist()], device)
+    attention = _LastLayer(pool, batch, gathered)
     positions = torch.arange(piece.start, piece.start + count, device=device)
     forward.until_ended(torch.tensor(piece.token_ids, device=device), positions, attention)
     call = attention.call
@@ -125,9 +138,10 @@ def read_question(forward: Forward, pool: BlockPool, piece: Piece) -> Question:
 class _LastLayer:
     call: AttentionCall
 
-    def __init__(self, pool: BlockPool, batch: PackedBatch) -> None:
+    def __init__(self, pool: BlockPool, batch: PackedBatch, gathered: Gathered | None) -> None:
         self._views = pool.views
         self._batch = batch
+        self._gathered = gathered
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer, query, key, value, scale, window, softcap = call
@@ -135,7 +149,10 @@ class _LastLayer:
         if layer == len(views.key_caches) - 1:
             self.call = call
             raise ForwardEnded
-        caches = views.key_caches[layer], views.value_caches[layer]
+        if self._gathered is None:
+            caches = views.key_caches[layer], views.value_caches[layer]
+        else:
+            caches = self._gathered.layer(layer)
         return prefix_attention(query, key, value, *caches, self._batch, scale=scale, window=window, softcap=softcap)
 
 
@@ -145,7 +162,8 @@ Span = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
     """A prompt before its first step, and its blocks. `exact_tokens` are its exact prefix, `spans` its reused
-    documents; rows of others hold anything. `asked`: the question's vectors after the system prompt, from a warm-up."""
+    documents; rows of others hold anything. Documents that are not in the blocks are at `places`. `asked`: the
+    question's vectors after the system prompt, from a warm-up."""
 
     token_ids: Sequence[int]
     table: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -154,6 +172,7 @@ class ScoringInput:
     spans: tuple[Span, ...]
     question: Span
     asked: Question | None = None
+    places: Places | None = None
 
     @property
     def seed(self) -> int:
@@ -207,7 +226,7 @@ class Scorer:
             rows = chosen[begin : begin + most_tokens]
             yield len(rows)
             ids = [inputs.token_ids[row] for row in rows]
-            piece = Piece(ids, int(rows[0]), inputs.table, False, rows)
+            piece = Piece(ids, int(rows[0]), inputs.table, False, rows, inputs.places)
             received = attended(self._forward, self._pool, piece)
             found[: len(received)] += received
         return found
@@ -223,20 +242,21 @@ class Scorer:
         else:
             question = self.read(inputs, min(inputs.prefix_tokens, inputs.exact_tokens), most_tokens)
             question = question.moved(inputs.question[0], self._rotation)
-        return question.attention(self._pool, _int64(inputs.table, self._pool), held)
+        return question.attention(self._pool, _int64(inputs.table, self._pool), held, inputs.places)
 
     def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
         """Compute the question, or its last `most_tokens`, after the prompt's first `start` tokens, which have KV."""
         begin, end = inputs.question
         ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
-        return read_question(self._forward, self._pool, Piece(ids, start, inputs.table, False))
+        # The exact prefix is in the blocks.
+        places = inputs.places if start > inputs.exact_tokens else None
+        return read_question(self._forward, self._pool, Piece(ids, start, inputs.table, False, places=places))
 
     def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
         parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
         for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
-            piece = Piece(
-                inputs.token_ids[begin : min(begin + most_tokens, inputs.spans[-1][1])], begin, inputs.table, False
-            )
+            ids = inputs.token_ids[begin : min(begin + most_tokens, inputs.spans[-1][1])]
+            piece = Piece(ids, begin, inputs.table, False, places=inputs.places)
             yield len(piece.token_ids)
             parts.append(kv_deviation(self._forward, self._pool, piece, most_tokens))
         return torch.cat(parts)

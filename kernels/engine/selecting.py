@@ -1,4 +1,4 @@
-"""Start of fused requests: copies of documents, and selection of critical tokens in steps (FusionRAG 3.2)."""
+"""Start of fused requests: shared documents, and selection of critical tokens in steps (FusionRAG 3.2, 4.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragorder.kernels.engine.request import Request, fault_of
 from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput
 from ragorder.kernels.engine.sequence import Positions, Sequence, Spans
 from ragorder.kernels.engine.stats import EngineCounters
-from ragorder.kernels.fusion.assemble import Assembler, Rows
+from ragorder.kernels.fusion.assemble import Layout
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Fusion, make_selection, top
 from ragorder.kernels.models.support import UnsupportedModelError, text_config
@@ -153,6 +153,7 @@ class TokenSelecting:
             wanted = -(-budget * number // rounds)
             if not 0 < len(self.chosen) < wanted:
                 continue
+            self._sequence.take(self.chosen)
             attention = yield from self._scorer.attending(self._inputs(), self.chosen, self._most_tokens)
             scores = attention[measurements.reused]
             scores[torch.isin(measurements.reused, torch.from_numpy(self.chosen).to(scores.device))] = torch.inf
@@ -169,7 +170,8 @@ class TokenSelecting:
         question = sequence.path_tokens, sequence.prompt_tokens
         table = sequence.table(self._cache.shape.block_size)
         prefix, exact = sequence.request.prefix_tokens, self._exact_tokens
-        return ScoringInput(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)
+        places = sequence.places(sequence.prompt_tokens, self._cache.shape.block_size)
+        return ScoringInput(sequence.tokens, table, prefix, exact, self._spans, question, asked, places)
 
 
 def check_fusion(model: Any) -> None:
@@ -186,7 +188,7 @@ def check_fusion(model: Any) -> None:
 class Fuser:
     def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer, questions: KeptQuestions) -> None:
         self._cache = cache
-        self._assembler = Assembler(cache.pool, rotation)
+        self._rotation = rotation
         self._scorer = scorer
         self._questions = questions
 
@@ -201,7 +203,7 @@ class Fuser:
         front = path[:1] if not path[0].content else ()
         prefix = sequence.tokens[: sum(segment.tokens for segment in front)]
         helpers, start = [], 0
-        # A document with KV but no room for its copy is computed in place.
+        # A document with KV that the pool has no room for is computed in place.
         for segment, known in zip(path, self._cache.have_copies(path), strict=True):
             end = start + segment.tokens
             if start > first and not known:
@@ -211,18 +213,26 @@ class Fuser:
             start = end
         return helpers
 
+    def room(self, sequence: Sequence) -> int:
+        """Return the tokens that need blocks of their own before the sequence begins."""
+        borrowed = sequence.lease.borrowed if sequence.lease is not None else []
+        if sequence.fusion is None or not borrowed:
+            return len(sequence.tokens)
+        reused = sum(each.tokens for each in borrowed)
+        return len(sequence.tokens) - reused + round(sequence.fusion.share * reused)
+
     def begin(self, sequence: Sequence, most_tokens: int) -> None:
-        """Copy the borrowed documents and begin to select, in forwards of at most `most_tokens` tokens."""
+        """Share the borrowed documents and begin to select, in forwards of at most `most_tokens` tokens."""
         lease, fusion = sequence.lease, sequence.fusion
         assert lease is not None
         if fusion is None or not lease.borrowed:
             return
         own = sequence.standalone or frozenset()
         borrowed = lease.borrowed
-        self._assembler.copy(list(map(_rows, borrowed)), lease.block_table)
         found = [_span(each) for each in borrowed if each.copy.node.key not in own]
         spans = list(map(_span, borrowed))
-        sequence.reuse(spans, found, self._cache.give_back(lease, own))
+        layout = Layout(len(sequence.tokens), spans, self._rotation)
+        sequence.reuse(layout, spans, found, self._cache.count_borrowed(lease, own))
         sequence.selecting = TokenSelecting(
             sequence, fusion, spans, self._scorer, self._cache, self._questions, most_tokens
         )
@@ -232,12 +242,9 @@ class Fuser:
         if sequence.selecting is not None and not sequence.selecting.pending:
             sequence.choose(sequence.selecting.chosen, in_full=sequence.selecting.in_full)
             sequence.selecting = None
+            if sequence.layout is None and sequence.lease is not None:
+                self._cache.give_back(sequence.lease)
 
 
 def _span(borrowed: Borrowed) -> tuple[int, int]:
     return borrowed.start, borrowed.start + borrowed.tokens
-
-
-def _rows(borrowed: Borrowed) -> Rows:
-    node = borrowed.copy.node
-    return Rows(borrowed.copy.blocks, node.start, node.tokens, borrowed.start)

@@ -14,7 +14,9 @@ import torch
 from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Request, TokenLogprobs, Update
+from ragorder.kernels.fusion.assemble import Layout, Rows
 from ragorder.kernels.fusion.selection import Fusion
+from ragorder.kernels.paging import Places
 from ragorder.trie.policies import Key
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -23,7 +25,7 @@ Spans = abc.Sequence[tuple[int, int]]
 
 
 class ScatteredPrefill:
-    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV. First
+    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have shared KV. First
     the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then the
     chosen tokens and the rest."""
 
@@ -76,8 +78,8 @@ class Selecting(Protocol):
 
 
 class Sequence:
-    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. A fused sequence also has
-    copied KV of later documents until its other positions are computed. `helpers` compute documents alone before it."""
+    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. A fused sequence also uses
+    other KV of later documents, by `layout`. `helpers` compute documents alone before it."""
 
     def __init__(
         self,
@@ -118,6 +120,8 @@ class Sequence:
         # Reused tokens of its prompt, and the recomputed ones of them.
         self.fused: TierTokens | None = None
         self.recomputed = 0
+        # Set while it uses KV of borrowed documents.
+        self.layout: Layout | None = None
         # Set while it is computed around reused KV, and while tokens are selected.
         self.scattered: ScatteredPrefill | None = None
         self.selecting: Selecting | None = None
@@ -165,18 +169,19 @@ class Sequence:
     def begin(self) -> None:
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
-        self.scattered = self.selecting = None
+        self.scattered = self.selecting = self.layout = None
         self.forget_table()
         self.found = [copy.node.key for copy in (*self.lease.pinned, *(each.copy for each in self.lease.borrowed))]
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
 
-    def reuse(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
+    def reuse(self, layout: Layout, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
         """Positions within `spans` have KV now; those within `found` from other requests, `by_tier`."""
         assert self.fusion is not None
         # Further rounds of selection use the attention to all documents.
         first = self.fusion.rounds > 1
         size = len(self.tokens)
+        self.layout = layout
         self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=first)
         self._found, self._by_tier = found, by_tier
 
@@ -186,11 +191,31 @@ class Sequence:
             self.scattered.choose_all()
         else:
             self.scattered.choose(chosen)
+        if self.scattered.exact_tokens == len(self.tokens):
+            self.layout = None
+        self.take(chosen)
         if self.fused is None:
             self.fused = self._by_tier
             self.recomputed = sum(int(np.sum((chosen >= begin) & (chosen < end))) for begin, end in self._found)
         if in_full:
             self.recomputed = self.fused.total
+
+    def take(self, chosen: Positions) -> None:
+        """Have these reused tokens recomputed in blocks of its own."""
+        if self.layout is not None:
+            self.layout.take(chosen)
+
+    @property
+    def room(self) -> int:
+        """The tokens that need blocks of its own."""
+        return len(self.tokens) if self.layout is None else self.layout.room(len(self.tokens))
+
+    def places(self, tokens: int, block_size: int) -> Places | None:
+        """Return where the KV of the first tokens lies, or None if it is in the block table."""
+        if self.layout is None or self.lease is None:
+            return None
+        shared = [Rows(each.blocks, each.copy.node.start, each.tokens, each.start) for each in self.lease.borrowed]
+        return self.layout.places(tokens, self.lease.block_table, shared, block_size)
 
     def positions(self, tokens: int) -> Positions:
         if self.scattered is not None:

@@ -1,22 +1,20 @@
-"""Copies of KV to other positions, with rotated keys (FusionRAG appendix A.1).
+"""KV at other positions than it was computed at, with rotated keys (FusionRAG 4.3, appendix A.1).
 
-Rows are (tokens, layers, 2, KV heads, head_dim).
+Tensors of rows are (tokens, layers, 2, KV heads, head_dim).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.paging import BlockPool, KVShape
-
-# Rows per chunk: small compared to the pool.
-_CHUNK = 8192
+from ragorder.kernels.paging import BlockPool, KVShape, Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +27,41 @@ class Rows:
     target: int
 
 
-class Assembler:
-    def __init__(self, pool: BlockPool, rotation: Rotation) -> None:
-        self._pool = pool
+class Layout:
+    """Where a sequence of `tokens` tokens has its KV: documents at `shared` spans where they were computed, all else in
+    blocks of its own, one after another; there recomputed tokens of documents follow."""
+
+    def __init__(self, tokens: int, shared: Sequence[tuple[int, int]], rotation: Rotation) -> None:
+        own = np.ones(tokens, dtype=np.bool_)
+        for begin, end in shared:
+            own[begin:end] = False
+        # Before the first shared token, slots are positions.
+        self._slots = np.where(own, np.cumsum(own) - 1, -1)
+        self._used = int(own.sum())
         self._rotation = rotation
 
-    def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        size, device = self._pool.shape.block_size, self._pool.device
-        columns = np.concatenate([_columns(rows, table, size) for rows in documents], axis=1)
-        for begin in range(0, columns.shape[1], _CHUNK):
-            self._move(*torch.from_numpy(columns[:, begin : begin + _CHUNK]).to(device))
+    def room(self, tokens: int) -> int:
+        """Return the tokens in blocks of its own, if it has `tokens` in all."""
+        return self._used + tokens - len(self._slots)
 
-    def _move(
-        self, blocks: Tensor, offsets: Tensor, into: Tensor, into_offsets: Tensor, origin: Tensor, shift: Tensor
-    ) -> None:
-        turn = self._rotation.turn(shift, origin)
-        views = self._pool.views
-        with torch.inference_mode():
-            for layer, (keys, values) in enumerate(zip(views.key_caches, views.value_caches, strict=True)):
-                keys[into, into_offsets] = turn.apply(keys[blocks, offsets], layer)
-                values[into, into_offsets] = values[blocks, offsets]
+    def take(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Give tokens places of their own: their documents' KV is hidden."""
+        new = positions[self._slots[positions] < 0]
+        self._slots[new] = self._used + np.arange(len(new))
+        self._used += len(new)
 
-
-def _columns(rows: Rows, table: Sequence[int], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    # For each token: block and offset of both sides, its old position, and its shift (6, tokens).
-    own = np.arange(rows.tokens, dtype=np.int64)
-    origin, target = own + rows.source, own + rows.target
-    held = np.asarray(rows.blocks, dtype=np.int64)[origin // block_size - rows.source // block_size]
-    into = np.asarray(table, dtype=np.int64)[target // block_size]
-    shift = np.full_like(own, rows.target - rows.source)
-    return np.stack((held, origin % block_size, into, target % block_size, origin, shift))
+    def places(self, tokens: int, table: Sequence[int], shared: Sequence[Rows], block_size: int) -> Places:
+        if tokens > len(self._slots):
+            following = np.arange(self._used, self.room(tokens))
+            self._slots, self._used = np.concatenate((self._slots, following)), self.room(tokens)
+        slots = self._slots[:tokens].copy()
+        origins = np.full_like(slots, -1)
+        blocks = np.asarray(table, dtype=np.int64)[slots.clip(0) // block_size]
+        for rows in shared:
+            at = rows.target + np.flatnonzero(slots[rows.target : rows.target + rows.tokens] < 0)
+            source = origins[at] = at + (rows.source - rows.target)
+            blocks[at] = np.asarray(rows.blocks)[source // block_size - rows.source // block_size]
+        return Places(blocks, np.where(origins < 0, slots, origins) % block_size, origins, self._rotation)
 
 
 def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Tensor:

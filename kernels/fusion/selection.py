@@ -142,3 +142,8 @@ class Fusion:
             raise ValueError(f"recompute is {self.recompute}: give a share of the reused tokens, from 0 to 1")
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}: give 1 or more")
+
+    @property
+    def share(self) -> float:
+        """The share of the reused tokens that `select` will choose."""
+        return {"all": 1.0, "none": 0.0}.get(self.select, self.recompute)

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
 from ragorder.kernels.models.support import UnsupportedModelError
-from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging import BlockPool, Gathered
 
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
@@ -54,15 +54,17 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them."""
+    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. Its block
+    tables are of `gathered`."""
 
     batch: PackedBatch
     positions: torch.Tensor
+    gathered: Gathered
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `KVShape.block_rows` + offset of each new token. The last rows are `scattered`.
-    `written` int64 (T,): the token whose KV each slot gets, if not its own."""
+    """`slots` int64 (S,): block * `KVShape.block_rows` + offset of each written token. `written` int64 (S,): the token
+    whose KV each slot gets, by default the next one. The last rows are `scattered`."""
 
     def __init__(
         self,
@@ -93,8 +95,9 @@ class PagedStep:
             parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
         if scattered is not None:
             # Models with a window have no such rows.
+            gathered = scattered.gathered.layer(layer)
             found = sparse_attention(
-                query[rows:], *caches, scattered.batch, scattered.positions, scale=scale, softcap=softcap
+                query[rows:], *gathered, scattered.batch, scattered.positions, scale=scale, softcap=softcap
             )
             parts.append(found)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

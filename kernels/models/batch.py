@@ -15,7 +15,7 @@ import torch
 from ragorder.kernels.attention import PackedBatch
 from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
-from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging import BlockPool, Gathered, Places
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -23,17 +23,35 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
-    `positions` of scattered tokens begin with `start`; the positions between them have KV."""
+    `positions` of scattered tokens begin with `start`; the positions between them have KV. With `places` the KV lies
+    there instead."""
 
     token_ids: Sequence[int]
     start: int
     table: Sequence[int] | _Ints
     wants_logits: bool
     positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+    places: Places | None = None
+
+    @property
+    def scattered(self) -> bool:
+        return self.positions is not None or self.places is not None
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if self.positions is None:
+            return np.arange(self.start, self.start + len(self.token_ids))
+        return np.asarray(self.positions, dtype=np.int64)
 
     @property
     def context(self) -> int:
-        return self.start if self.positions is None else int(np.max(self.positions)) + 1
+        """Tokens that the new ones may attend to without their own, or with them if they are scattered."""
+        return int(self.rows.max()) + 1 if self.scattered else self.start
+
+    def gather(self, pool: BlockPool, tokens: int) -> Gathered:
+        """Return the first `tokens` positions' KV."""
+        places = self.places or Places.of(self.table, tokens, pool.shape.block_size)
+        return Gathered(pool, [places], [tokens])
 
 
 class PackedStep(NamedTuple):
@@ -48,7 +66,7 @@ class PackedStep(NamedTuple):
 def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     shape, device = pool.shape, pool.device
     # Scattered rows come last, so that the attention of the other pieces ignores them.
-    order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
+    order = sorted(range(len(pieces)), key=lambda place: pieces[place].scattered)
     packed = [pieces[place] for place in order]
     counts = [len(piece.token_ids) for piece in packed]
     starts = [0, *accumulate(counts)]
@@ -56,26 +74,37 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     tables = [np.asarray(piece.table, dtype=np.int32) for piece in packed]
     last = dict(zip(order, starts[1:], strict=True))
     ends = [last[place] - 1 for place, piece in enumerate(pieces) if piece.wants_logits]
-    # Tokens, positions, slots, and tokens with logits.
+    # Tokens, positions, slots (-1: not written), and tokens with logits.
     long = np.empty(3 * total + len(ends), dtype=np.int64)
     for piece, table, start, count in zip(packed, tables, starts, counts, strict=False):
-        positions = np.arange(piece.start, piece.start + count) if piece.positions is None else piece.positions
+        positions = piece.rows
         long[start : start + count] = piece.token_ids
         long[total + start : total + start + count] = positions
-        blocks, offsets = np.divmod(positions, shape.block_size)
-        long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(shape.block_rows) + offsets
+        if piece.places is None:
+            blocks, offsets = np.divmod(positions, shape.block_size)
+            slots = table[blocks] * np.int64(shape.block_rows) + offsets
+        else:
+            slots = piece.places.blocks[positions] * shape.block_rows + piece.places.offsets[positions]
+            slots[piece.places.origins[positions] >= 0] = -1
+        long[2 * total + start : 2 * total + start + count] = slots
     long[3 * total :] = ends
 
-    adjacent = sum(piece.positions is None for piece in packed)
+    adjacent = sum(not piece.scattered for piece in packed)
     contexts = [piece.context for piece in packed]
     batch = _batch(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
     longs = to_device(long, device)
-    token_ids, positions_, slots, kept = longs.split([total, total, total, len(ends)])
-    scattered = None
-    if adjacent < len(packed):
-        rows = _batch(counts[adjacent:], contexts[adjacent:], tables[adjacent:], device)
-        scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int())
-    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, slots, scattered))
+    token_ids, positions_, to, kept = longs.split([total, total, total, len(ends)])
+    if adjacent == len(packed):
+        return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to))
+    places = [piece.places or Places.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]]
+    gathered = Gathered(pool, places, contexts[adjacent:])
+    rows = _batch(counts[adjacent:], contexts[adjacent:], gathered.tables, device)
+    scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int(), gathered)
+    written = None
+    if (long[2 * total : 3 * total] < 0).any():
+        written = to_device(np.flatnonzero(long[2 * total : 3 * total] >= 0), device)
+        to = to[written]
+    return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, scattered, written))
 
 
 def _batch(

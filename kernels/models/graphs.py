@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
     def of(cls, pieces: Sequence[Piece]) -> Self | None:
         """Return the smallest bucket for the pieces, or None if they are not computed in one."""
         counts = [len(piece.token_ids) for piece in pieces]
-        if sum(counts) > MOST_TOKENS or any(piece.positions is not None for piece in pieces):
+        if sum(counts) > MOST_TOKENS or any(piece.scattered for piece in pieces):
             return None
         tokens, query = _power(sum(counts)), _power(max(counts))
         padding = -(-(tokens - sum(counts)) // query)

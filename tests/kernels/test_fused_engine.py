@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.families import ROTATED, WINDOWED, family
@@ -31,12 +31,14 @@ from ragorder.kernels.engine import (
     UnsupportedModelError,
 )
 from ragorder.kernels.engine import sequence as requests_under_way
+from ragorder.kernels.fusion.selection import Measurements, make_selection
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
 QUESTION = tokens(9, 5)
 NONE, ALL = Fusion(select="none"), Fusion(select="all")
 NAN = float("nan")
+LARGEST = 10
 
 
 def warm(engine: TieredEngine, *paths: Sequence[Sequence[int]]) -> None:
@@ -432,7 +434,7 @@ class TestTiers:
         completion = reused(engine, plain, [B, A], None, [])
         assert completion.fused.total == len(A)
 
-    def test_a_pool_without_room_for_copies_computes_them(self, fusing: Make, plain: Any) -> None:
+    def test_a_pool_without_room_for_documents_computes_them(self, fusing: Make, plain: Any) -> None:
         engine = fusing(device_tokens=8 * BLOCK)
         warm(engine, [A], [B])
         request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=Fusion(0.3, "query"))
@@ -443,8 +445,8 @@ class TestTiers:
             assert difference(completion, plain, request) <= 1e-4
         assert used_blocks(engine) == 0
 
-    @pytest.mark.parametrize(("blocks", "taken"), [(14, [A, B]), (13, [A])], ids=["14", "13"])
-    def test_a_pool_with_room_for_some_copies_computes_the_others_only(
+    @pytest.mark.parametrize(("blocks", "taken"), [(11, [A, B, D]), (10, [A, D])], ids=["11", "10"])
+    def test_a_pool_with_room_for_some_documents_computes_the_others_only(
         self, fusing: Make, plain: Any, blocks: int, taken: list[list[int]]
     ) -> None:
         engine = fusing(device_tokens=blocks * BLOCK)
@@ -453,9 +455,103 @@ class TestTiers:
         behind = [None, *([] if each in taken else None for each in (A, B, D))]
         completion = reused(engine, plain, [C, A, B, D], *behind)
         assert completion.fused.total == sum(map(len, taken))
-        others = len(A) + len(B) + len(D) - completion.fused.total
+        others = len(SYSTEM) + sum(map(len, (A, B, C, D))) - completion.cached.total - completion.fused.total
         assert engine.stats().computed_tokens == computed + others + len(QUESTION)
         assert used_blocks(engine) == 0
+
+
+class TestSharing:
+    """Documents are read where they were computed, by all requests at once."""
+
+    SHORT = tokens(16, 40)
+
+    def crowd(
+        self, make: Make, pool: int, fusion: Fusion | Literal["exact"], shuffled: bool = True, requests: int = 24
+    ) -> tuple[TieredEngine, int, list[Completion]]:
+        """The most requests that run at once, of those that wait for ten documents of 96 tokens."""
+        engine = make(reuse="fused", device_tokens=pool)
+        documents = [tokens(96, 200 + number) for number in range(10)]
+        shown = [documents] if fusion == "exact" else [[document] for document in documents]
+        for each in shown:
+            engine.generate([prompt_of(self.SHORT, each, tokens(3, 77), fusion="exact")])
+        random = Random(2)
+        for number in range(requests):
+            order = random.sample(documents, 10) if shuffled else documents
+            engine.add(prompt_of(self.SHORT, order, tokens(16, number), fusion=fusion, max_tokens=16))
+        most, completions = 0, []
+        while engine.has_unfinished:
+            completions += [update.completion for update in engine.step() if update.completion is not None]
+            most = max(most, engine.stats().running)
+        assert {completion.finish_reason for completion in completions} == {"length"}
+        assert len(completions) == requests
+        return engine, most, completions
+
+    def test_lets_as_many_requests_run_at_once_as_a_common_prefix(self, make: Make) -> None:
+        _, exact, _ = self.crowd(make, 4096, "exact", shuffled=False)
+        engine, fused, completions = self.crowd(make, 4096, Fusion(0.05, "head"))
+        assert fused == exact == 24
+        assert all(completion.fused.total == 9 * 96 for completion in completions)
+        assert engine.stats().preemptions == 0
+
+    @pytest.mark.parametrize("recompute", [0.0, 0.15, 0.5])
+    def test_takes_blocks_for_recomputed_tokens_question_and_answer_alone(self, make: Make, recompute: float) -> None:
+        shared = 16 + 10 * 96
+        own = round(recompute * 9 * 96) + 16 + 16
+        pool = shared + 5 * -(-own // BLOCK) * BLOCK
+        _, most, _ = self.crowd(make, pool, Fusion(recompute, "head"), requests=8)
+        assert most >= 5
+
+    @pytest.mark.parametrize("block_size", [1, 16, 48])
+    def test_of_random_requests_changes_no_answer(self, fusing: Make, plain: Any, block_size: int) -> None:
+        engine = fusing(block_size=block_size, max_batch_tokens=60)
+        random = Random(block_size)
+        documents = [tokens(random.randint(1, 60), 300 + number) for number in range(6)]
+        warm(engine, *([document] for document in documents))
+        for _ in range(length(12, 3)):
+            requests, expected = [], []
+            for _ in range(random.randint(2, 6)):
+                order = random.choices(range(6), k=random.randint(2, 5))
+                chosen = [documents[place] for place in order]
+                question = tokens(random.randint(1, 20), random.randint(0, 999))
+                fusion = Fusion(random.choice([0.0, 0.1, 0.5]), "head")
+                request = prompt_of(SYSTEM, chosen, question, fusion=fusion, max_tokens=random.randint(1, 4))
+                taken = taken_of(chosen, None, *([] for _ in chosen[1:]))
+                heads = make_selection("head").choose(measured(taken), round(fusion.recompute * reused_tokens(taken)))
+                requests.append(request)
+                expected.append((taken, heads.tolist()))
+            for completion, request, (taken, heads) in zip(engine.generate(requests), requests, expected, strict=True):
+                prompt = list(request.token_ids)
+                assert off(completion, fused_logits(plain, prompt, taken, heads)) <= 1e-5 * LARGEST
+                for token in completion.token_ids:
+                    assert token == int(fused_logits(plain, prompt, taken, heads).argmax())
+                    prompt.append(token)
+        assert used_blocks(engine) == 0
+
+    def test_outlives_a_cache_that_is_emptied_and_resized(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(device_tokens=60 * BLOCK)
+        # The others lie in blocks that a smaller pool has not.
+        warm(engine, [tokens(400, 56)], [A], [B], [C])
+        request = prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=NONE, max_tokens=12)
+        [expected] = engine.generate([request])
+        engine.add(request)
+        for _ in range(4):
+            engine.step()
+        engine.clear_cache()
+        engine.resize(device_tokens=24 * BLOCK)
+        exact = prompt_of(SYSTEM, [tokens(150, 55)], QUESTION, fusion="exact", max_tokens=3)
+        engine.add(exact)
+        first, second = run(engine).values()
+        assert {first.token_ids, second.token_ids} == {expected.token_ids, tuple(greedy(plain, exact))}
+        assert used_blocks(engine) == 0
+
+
+def reused_tokens(taken: Sequence[Taken]) -> int:
+    return sum(len(each.tokens) for each in taken)
+
+
+def measured(taken: Sequence[Taken]) -> Measurements:
+    spans = [each.span for each in taken]
+    return Measurements(torch.cat([torch.arange(*span) for span in spans]), spans)
 
 
 class TestWithOthers:
