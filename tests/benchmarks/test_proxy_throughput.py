@@ -45,11 +45,11 @@ def rows_of(*records: Record) -> list[list[str]]:
 class TestTheReport:
     def test_is_the_median_of_the_seeds(self) -> None:
         others = record(seed=1, came=[100.0, 130.0, 140.0]), record(seed=2, holds=[True, False, False])
-        ((_, _, held, added, used, core),) = rows_of(record(), *others)
-        assert (held, added, used, core) == ("124", "1.5 / 9.5", "1.25", "800")
+        ((_, _, held, added, first, used, core),) = rows_of(record(), *others)
+        assert (held, added, first, used, core) == ("124", "1.5 / 9.5", "1.0 / 3.0", "1.25", "800")
 
     def test_says_so_if_none_holds(self) -> None:
-        assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
+        assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "1.0 / 3.0", "–", "–"]]
 
 
 def test_has_a_last_rate_behind_the_first() -> None:
