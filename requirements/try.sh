@@ -32,7 +32,7 @@ tests() {
 }
 
 try_core() {
-    # The lowest openai has no responses; of the other clients' SDKs any version will do.
+    # The lowest openai has no responses, so only the newest SDKs talk to the proxy.
     if [ "$end" = newest ]; then more=(anthropic cohere) clients=(proxy_clients); else more=(-c requirements/lowest.txt) clients=(); fi
     make core -e '.[live,eval,proxy]' "${more[@]}"
     "$bin/ragorder" --help >/dev/null
