@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -16,12 +16,15 @@ _PIECE_CHARACTERS = 1 << 15
 # A piece may end up to this far back, before white space, because tokens do not extend across the start of a word.
 _BACK_CHARACTERS = 256
 
-# Special tokens of common chat templates, for use without the served model's tokenizer.
-_COMMON_SPECIAL_TOKENS = re.compile(
-    r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
-    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
-    r"|<(?:start|end)_of_(?:turn|image)>|</?(?:tool_call|tool_response|think)>",
-    re.IGNORECASE,
+# Special tokens of common chat templates, for use without the served model's tokenizer. A search for a pattern with one
+# first character is ten times as fast.
+_COMMON_SPECIAL_TOKENS = (
+    re.compile(
+        r"<(?:\|[^|<>\s]{1,64}\|>|｜[^｜<>\s]{1,64}｜>|/?s>|(?:bos|eos|pad|unk|mask|cls|sep)>|</?SYS>>"
+        r"|(?:start|end)_of_(?:turn|image)>|/?(?:tool_call|tool_response|think)>)",
+        re.IGNORECASE,
+    ),
+    re.compile(r"\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]", re.IGNORECASE),
 )
 
 _PASSES = 8
@@ -119,26 +122,27 @@ def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callab
 
     `special_tokens` are the served model's (None: those of common chat templates).
     """
-    pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
+    patterns: Sequence[re.Pattern[str]] = _COMMON_SPECIAL_TOKENS
+    longest = _LONGEST
     if special_tokens is not None:
         longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
         if not longest_first:
             return repair_unicode
-        pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+        patterns = (re.compile("|".join(re.escape(token) for token in longest_first)),)
         longest = len(longest_first[0])
     # A module's function, so that prompts can be pickled.
-    return partial(_escape, pattern, longest)
+    return partial(_escape, patterns, longest)
 
 
-def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
+def _escape(patterns: Sequence[re.Pattern[str]], longest: int, text: str) -> str:
     text = repair_unicode(text)
     # An escaped token can leave an overlapping one, or form another with the space.
     for _ in range(_PASSES):
-        broken = _replace(pattern, longest, text, _break)
+        broken = _replace_all(patterns, longest, text, _break)
         if broken is None:
             return text
         text = broken
-    while (without := _replace(pattern, longest, text, lambda match: "")) is not None:
+    while (without := _replace_all(patterns, longest, text, lambda match: "")) is not None:
         text = without
     return text
 
@@ -146,6 +150,17 @@ def _escape(pattern: re.Pattern[str], longest: int, text: str) -> str:
 def _break(match: re.Match[str]) -> str:
     token = match[0]
     return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"
+
+
+def _replace_all(
+    patterns: Sequence[re.Pattern[str]], longest: int, text: str, by: Callable[[re.Match[str]], str]
+) -> str | None:
+    """Replace the matches of each pattern. Return None without a match."""
+    replaced: str | None = None
+    for pattern in patterns:
+        found = _replace(pattern, longest, text if replaced is None else replaced, by)
+        replaced = replaced if found is None else found
+    return replaced
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:

@@ -13,6 +13,8 @@ import msgspec
 
 from ragorder.adapters.proxy.bodies.presets import find_templates
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate
+from ragorder.document import Document
+from ragorder.prompt import PromptBuilder
 
 Body = dict[str, Any]
 
@@ -32,7 +34,8 @@ Write = Callable[[Sequence[Passage], str], Body]
 class Shape:
     """`write` returns a body for documents in this order and a question; `template` is what `--template` takes, or the
     fields of its file. No text may have `plain`; `open_ended`: nothing marks the end of the list; `kept`: why the
-    documents keep their order."""
+    documents keep their order. `tag` returns what a client of the proxy sends instead; every request has the same
+    `listed` passages, in any order; `stable_tools`: they are tools, sorted by their names."""
 
     write: Write
     template: str | Mapping[str, Any] = "auto"
@@ -41,19 +44,28 @@ class Shape:
     plain: str = ""
     open_ended: bool = False
     kept: str = ""
+    tag: Write | None = None
+    listed: int = 0
+    stable_tools: bool = False
 
     def encode(self, passages: Sequence[Passage], question: str) -> bytes:
         return msgspec.json.encode(self.write(passages, question))
 
+    def ask(self, passages: Sequence[Passage], question: str) -> bytes:
+        """Return the body that the proxy gets."""
+        return msgspec.json.encode((self.tag or self.write)(passages, question))
+
     def orders(self, passages: Sequence[Passage], question: str, sent: bytes, permutation: str | None = None) -> bool:
         """Return whether the application would have sent this for its documents in some order, the header's first."""
+        if self.stable_tools:
+            return self.encode(sorted(passages, key=lambda each: each.id), question) == sent
         count = len(passages)
         ranks = [int(each) for each in permutation.split(",")] if permutation else []
         for first in range(count - len(ranks) + 1 if ranks else 0):
             order = [*range(first), *(first + rank for rank in ranks), *range(first + len(ranks), count)]
             if self.encode([passages[rank] for rank in order], question) == sent:
                 return True
-        return any(self.encode(order, question) == sent for order in permutations(passages))
+        return not self.listed and any(self.encode(order, question) == sent for order in permutations(passages))
 
     def templates(self) -> list[DocumentTemplate]:
         if isinstance(self.template, Mapping):
@@ -192,6 +204,24 @@ def _responses_search(passages: Sequence[Passage], question: str) -> Body:
     return {"model": "m", "prompt_cache_key": "k", "input": [*_user(question), call, output]}
 
 
+def _tagged(passages: Sequence[Passage], question: str) -> Body:
+    documents = [{"id": each.id, "text": each.text} for each in passages]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": question}}
+
+
+def _built(passages: Sequence[Passage], question: str) -> Body:
+    """The message that a builder makes of tagged documents."""
+    documents = [Document(each.id, each.text) for each in passages]
+    return {"model": "m", "messages": _user(PromptBuilder("").user_message(question, documents, range(len(documents))))}
+
+
+def _with_tools(passages: Sequence[Passage], question: str) -> Body:
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}}
+    functions = [{"name": each.id, "description": each.text, "parameters": schema} for each in passages]
+    tools = [{"type": "function", "function": each} for each in functions]
+    return {"model": "m", "tools": tools, "messages": _system("Be brief.", question)}
+
+
 def _completion(passages: Sequence[Passage], question: str) -> Body:
     return {"model": "m", "prompt": _listed("<doc>{text}</doc>", "\n", passages) + f"\nQ: {question}\nA:"}
 
@@ -209,7 +239,10 @@ _GIVEN = (
     "\n---------------------\nGiven the context information and not prior knowledge, answer the query.\n"
     "Query: {question}\nAnswer: "
 )
-_STUFF = "Use the following pieces of context to answer the question at the end.\n\n"
+_STUFF = (
+    "Use the following pieces of context to answer the question at the end. If you don't know the answer, just say "
+    "that you don't know, don't try to make up an answer.\n\n"
+)
 
 APPLICATIONS: dict[str, Shape] = {
     "anythingllm": Shape(
@@ -282,7 +315,7 @@ APPLICATIONS: dict[str, Shape] = {
     ),
     "langchain": Shape(
         _in_user(_STUFF, "{text}", "\n\n", "\n\nQuestion: {question}\nHelpful Answer:"),
-        f"{_STUFF}{{text}}\n\n{{text}}\n\nQuestion: ",
+        "make up an answer.\n\n{text}\n\n{text}\n\nQuestion:",
         "LangChain's default join",
         plain="\n\n",
     ),
@@ -300,7 +333,7 @@ APPLICATIONS: dict[str, Shape] = {
     ),
     "haystack": Shape(
         _in_user("Context:\n", "\n    {text}\n", "", "\nQuestion: {question}\nAnswer:"),
-        "Context:\n\n    {text}\n\n    {text}\n\nQuestion: ",
+        "Context:\n\n    {text}\n\n    {text}\n\nQuestion:",
         "Haystack's prompt in its tutorials",
         plain="\n\n",
     ),
@@ -315,6 +348,19 @@ APPLICATIONS: dict[str, Shape] = {
     "parts": Shape(_tagged_parts, _DOCUMENT, "a content part for each document", plain="</document>"),
 }
 """Applications and APIs of docs/proxy.md."""
+
+MEASURED: dict[str, Shape] = APPLICATIONS | {
+    "tagged": Shape(_built, "none", "documents that a client tags", tag=_tagged),
+    "memories": Shape(
+        _in_system("[User Memory]\n- ", "{text}", "\n- ", "\n\nBe brief."),
+        "[User Memory]\n- {text}\n- {text}\n\n",
+        "twelve memories, in any order",
+        plain="\n",
+        listed=12,
+    ),
+    "tools": Shape(_with_tools, "none", "twelve tools, in any order", listed=12, stable_tools=True),
+}
+"""The applications, tagged documents, and lists before everything whose order changes."""
 
 _SCORED = '<hit id="{id}" score="0.5">\n{text}\n</hit>'
 _SHAPES: dict[str, Shape] = {

@@ -139,6 +139,11 @@ async def _send(
     return came, direct, proxied
 
 
+def _at_first(name: str) -> Callable[[Record], float | None]:
+    """What finds a figure at the first rate."""
+    return lambda run: run.rows[name][0]
+
+
 def _at_best(name: str) -> Callable[[Record], float | None]:
     """What finds a figure at the highest rate that holds."""
 
@@ -154,9 +159,12 @@ def _held(row: Row) -> str | Entry:
     return Entry(format_number(median(came), 0), range_words(came) if len(came) > 1 else "") if came else "none"
 
 
-def _added(row: Row) -> str:
-    p50, p99 = (row.values(_at_best(name)) for name in ("added_p50_ms", "added_p99_ms"))
-    return f"{format_number(median(p50))} / {format_number(median(p99))}" if p50 else "–"
+def _added(at: Callable[[str], Callable[[Record], float | None]]) -> Callable[[Row], str]:
+    def entry(row: Row) -> str:
+        p50, p99 = (row.values(at(name)) for name in ("added_p50_ms", "added_p99_ms"))
+        return f"{format_number(median(p50))} / {format_number(median(p99))}" if p50 else "–"
+
+    return entry
 
 
 class ProxyThroughput(Experiment):
@@ -176,14 +184,15 @@ class ProxyThroughput(Experiment):
                 Column("workers", lambda row: str(row.cell.workers)),
                 policy_column("mode"),
                 Column("held, requests/s", _held),
-                Column("added there, p50 / p99, ms", _added),
+                Column("added there, p50 / p99, ms", _added(_at_best)),
+                Column("at the first rate", _added(_at_first)),
                 figure("CPU of a request, ms", _at_best("cpu_ms"), 2, over=median),
                 figure("requests/s a core", _at_best("cpu_ms"), 0, over=lambda used: 1e3 / median(used)),
             ],
             "Held: the highest rate at which the proxy adds at most {cell.added_ms:g} ms to 99 of 100 requests; if it "
-            "is the last one, the machine may have been at its end before the proxy was. Requests a second of one "
-            "core: of the proxy's own processor time at the rate held. Median of {seeds} seeds, in brackets their "
-            "range.",
+            "is the last one, the machine may have been at its end before the proxy was. The first rate is "
+            "{cell.first:g} requests/s. Requests a second of one core: of the proxy's own processor time at the rate "
+            "held. Median of {seeds} seeds, in brackets their range.",
             labels=2,
             by=(),
         )

@@ -18,8 +18,10 @@ playwright = pytest.importorskip("playwright.sync_api")
 
 import httpx2
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from support.requests import CERTIFICATES, get, post, tagged
 from support.serving_app import serving
@@ -347,3 +349,32 @@ class TestPage:
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
+
+
+FETCH = """async ([url, body, key]) => {
+  const headers = {"content-type": "application/json", authorization: `Bearer ${key}`};
+  const response = await fetch(url, {method: "POST", headers, body: JSON.stringify(body)});
+  return [response.status, await response.json()];
+}"""
+
+
+class TestThePageOfAnApplication:
+    def test_asks_from_its_own_origin_and_reads_answers_and_errors(self, browser: Any, engine: Upstream) -> None:
+        path = "/v1/chat/completions"
+        allowed = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        server = Starlette(routes=[Route(path, engine.complete, methods=["POST"])], middleware=[allowed])
+        application = Starlette(routes=[Route("/", lambda _: HTMLResponse("<title>An application</title>"))])
+        texts = {name: f"page {name} " * 40 for name in "abc"}
+        with serving() as serve, Proxy(serve(server), api_key="key") as proxy:
+            tab = browser.new_page()
+            tab.goto(serve(application))
+
+            def fetch(names: str, key: str = "key") -> tuple[int, Any]:
+                return tuple(tab.evaluate(FETCH, [proxy.url + path, tagged(names, "?", texts=texts), key]))
+
+            answers = [fetch(names) for names in ("abc", "cba")]
+            assert [status for status, _ in answers] == [200, 200]
+            assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for _, answer in answers] == [0, 1]
+            status, refusal = fetch("abc", "another")
+            assert (status, refusal["error"]["code"]) == (401, "invalid_api_key")
+            tab.close()

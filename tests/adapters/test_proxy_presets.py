@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,14 @@ class TestPresets:
     def test_each_is_the_shape_of_an_application(self) -> None:
         assert set(NAMES) < set(APPLICATIONS)
         assert all(SHAPES[name].template == name for name in NAMES)
+
+    def test_the_documented_options_are_those_that_are_measured(self) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "proxy.md").read_text("utf-8")
+        table = page.partition("| application | option |")[2].partition("\n\n")[0]
+        options = re.findall(r"\| `--template '?(.+?)'?` \|", table)
+        measured = [shape.template for shape in APPLICATIONS.values()]
+        assert len(options) > len(NAMES)
+        assert [each for each in options if each.replace("\\n", "\n") not in measured] == []
 
     @pytest.mark.parametrize("name", NAMES)
     def test_its_sample_is_recognised_by_it_alone(self, name: str) -> None:

@@ -45,11 +45,11 @@ def rows_of(*records: Record) -> list[list[str]]:
 class TestTheReport:
     def test_is_the_median_of_the_seeds(self) -> None:
         others = record(seed=1, came=[100.0, 130.0, 140.0]), record(seed=2, holds=[True, False, False])
-        ((_, _, held, added, used, core),) = rows_of(record(), *others)
-        assert (held, added, used, core) == ("124", "1.5 / 9.5", "1.25", "800")
+        ((_, _, held, added, first, used, core),) = rows_of(record(), *others)
+        assert (held, added, first, used, core) == ("124", "1.5 / 9.5", "1.0 / 3.0", "1.25", "800")
 
     def test_says_so_if_none_holds(self) -> None:
-        assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "–", "–"]]
+        assert rows_of(record(holds=[False] * 3)) == [["2", "order", "none", "–", "1.0 / 3.0", "–", "–"]]
 
 
 def test_has_a_last_rate_behind_the_first() -> None:
@@ -109,3 +109,22 @@ def test_the_suite_of_applications_shows_what_is_cached_and_that_nothing_else_ch
         assert shares[application, "proxied"] > shares[application, "direct"] + 0.05
     page = page_of(tmp_path)
     assert "| AnythingLLM | `--template anythingllm` |" in page
+
+
+@pytest.mark.parametrize(("name", "recognised"), [("tools", "`--stable-tools`"), ("memories", "a form")])
+def test_a_list_that_is_sent_in_one_order_is_cached(name: str, recognised: str, tmp_path: Path) -> None:
+    run_suites(tmp_path, "applications", "--seeds", 0, requests=25, application=name)
+    shares = {}
+    for line in result_lines(tmp_path, "applications"):
+        rows = line["rows"]
+        shares[line["policy"]] = sum(rows["cached_tokens"]) / sum(rows["prompt_tokens"])
+        assert line["facts"]["changed"] in (None, 0)
+    assert shares["direct"] < 0.2 and shares["proxied"] > 0.9
+    assert f"in any order | {recognised} |" in page_of(tmp_path)
+
+
+def test_tagged_documents_are_sent_as_a_builder_writes_them(tmp_path: Path) -> None:
+    run_suites(tmp_path, "applications", "--seeds", 0, requests=5, application="tagged")
+    (proxied,) = (line for line in result_lines(tmp_path, "applications") if line["policy"] == "proxied")
+    assert (proxied["facts"]["ordered"], proxied["facts"]["changed"]) == (5, 0)
+    assert proxied["facts"]["ordering_ms"] >= proxied["facts"]["ordering_least_ms"] > 0

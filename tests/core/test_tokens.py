@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -32,12 +33,14 @@ PIECES = [
 OWN = ["ab", "aba", "b", "<s>"]
 
 
-def at_once(pattern: re.Pattern[str], text: str) -> str:
+def at_once(patterns: Sequence[re.Pattern[str]], text: str) -> str:
     """Escaping of special tokens, by `sub` alone."""
     for _ in range(module._PASSES):
-        text = pattern.sub(module._break, text)
-    while pattern.search(text):
-        text = pattern.sub("", text)
+        for pattern in patterns:
+            text = pattern.sub(module._break, text)
+    while any(pattern.search(text) for pattern in patterns):
+        for pattern in patterns:
+            text = pattern.sub("", text)
     return text
 
 
@@ -45,11 +48,11 @@ def at_once(pattern: re.Pattern[str], text: str) -> str:
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=40), window=st.integers(1, 30))
 def test_windows_change_nothing(own: list[str] | None, texts: list[str], window: int) -> None:
     longest_first = sorted(OWN, key=lambda token: (-len(token), token))
-    pattern = module._COMMON_SPECIAL_TOKENS if own is None else re.compile("|".join(map(re.escape, longest_first)))
+    patterns = module._COMMON_SPECIAL_TOKENS if own is None else [re.compile("|".join(map(re.escape, longest_first)))]
     text = "".join(texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_WINDOW", window)
-        assert special_token_escaper(own)(text) == at_once(pattern, text)
+        assert special_token_escaper(own)(text) == at_once(patterns, text)
 
 
 def test_a_search_goes_no_further_than_a_window() -> None:

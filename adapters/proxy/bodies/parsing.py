@@ -386,7 +386,7 @@ class BodyParser:
         self, texts: Sequence[str], prefix_tokens: int, question: str, suffix_tokens: int
     ) -> Callable[[int | None], None] | None:
         """Return what learns the lengths of scripts from a reported prompt, or None for Latin documents."""
-        more = sum(map(self._tokens.more, texts))
+        more = self._tokens.more("".join(texts))
         if not more:
             return None
         asked = self._tokens.more(question)
