@@ -16,7 +16,7 @@ from ragorder.pipelining.staged._faiss import load_faiss
 # FAISS asks for this number of vectors to train a cluster.
 _VECTORS_A_CLUSTER = 39
 _CLUSTERS_A_ROOT = 4
-_AT_ONCE = 256
+_AT_ONCE = 64
 _STEPS = 10
 
 

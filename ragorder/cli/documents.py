@@ -83,7 +83,7 @@ class Documents:
         """Return the builder of whole prompts, for questions alone."""
         return self._builder(tokenizer)
 
-    def _builder(self, tokenizer: Any, **system: str) -> PromptBuilder:
+    def _builder(self, tokenizer: Any, **system: Any) -> PromptBuilder:
         try:
             return PromptBuilder(tokenizer=tokenizer, **system, **given(self.forms))
         except ValueError as error:
