@@ -54,7 +54,7 @@ class Library:
         self._encoder = TextEncoder(embedder)
         self._index = corpus_index([each.text for each in self._documents], self._encoder, index, say=say)
         self._sizes = index_sizes(self._index, _PARTITIONS)
-        say(f"Index: {len(self._sizes.partitions)} partitions, {self._sizes.total:,} bytes, in {self._index}")
+        say(f"Index: {self._index}, {self._sizes.total:,} bytes, partitions: {len(self._sizes.partitions)}")
 
     def place(
         self, model: str, settings: EngineSettings, builder: PromptBuilder

@@ -476,6 +476,21 @@ class TestQuestionsToOneCommand:
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == param
 
+    @pytest.mark.slow
+    def test_the_start_says_what_it_reads_builds_and_places(
+        self, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
+        options = ["--model", str(model), "--corpus", str(corpus), "--dtype", "float32", *BUDGET, "--port", "0"]
+        start = ["engine", *options, "--profile", "none", "--device", "cpu"]
+        said = [CliRunner().invoke(main, start, env={"XDG_CACHE_HOME": str(tmp_path)}).output for _ in range(2)]
+        for output in said:
+            assert f"Corpus: 8 documents in {corpus}" in output
+            assert re.search(r"Index: \S+\.faiss, [0-9,]+ bytes, partitions: 1\n", output)
+            assert re.search(r"Placement: of 6 layers \d on the device, \d in host memory", output)
+        # It is built once.
+        assert ["Embedding 8 documents" in output for output in said] == [True, False]
+
     @pytest.mark.parametrize("option", [("--index", __file__), ("--embedder", "x"), ("--top-k", "3")])
     def test_its_options_are_of_a_corpus(self, option: Sequence[str]) -> None:
         done = CliRunner().invoke(main, ["engine", "--model", "nowhere", *option])
