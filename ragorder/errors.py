@@ -48,6 +48,7 @@ RagorderError
     UnknownNameError              ragorder.pipelining.workflow.nodes
     UnknownValueError             ragorder.pipelining.workflow.nodes
     UnusableValueError            ragorder.pipelining.workflow.nodes
+  CorpusError                     ragorder.common.corpus
   JSONLinesError                  ragorder.common.jsonl
   LineError                       ragorder.cli.planning.requests
   PlanError                       ragorder.cli.planning.folder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from ragorder.adapters.http_server.content_encoding import check_encoding, encod
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.http_server.request_body import RequestBody
-from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, Update
+from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, TieredEngine, Update
 
 BODY_LIMIT = 32 << 20
 
@@ -59,7 +59,7 @@ def make_engine_app(
     handlers = _Handlers(worker, metrics)
     name = worker.engine.model_name
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
-    model |= {"root": name, "parent": None, "max_model_len": handlers.longest}
+    model |= {"root": name, "parent": None, "max_model_len": longest_of(worker.engine)}
 
     async def models(_: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
@@ -71,9 +71,9 @@ def make_engine_app(
         raise HTTPError(404, "The embedded engine has no such route.", code="not_found")
 
     routes = [
-        Route("/v1/completions", _Endpoint(handlers.complete, body_limit), methods=["POST"]),
-        Route("/v1/chat/completions", _Endpoint(handlers.chat, body_limit), methods=["POST"]),
-        Route("/tokenize", _Endpoint(handlers.tokenize, body_limit), methods=["POST"]),
+        Route("/v1/completions", BodyEndpoint(handlers.complete, body_limit), methods=["POST"]),
+        Route("/v1/chat/completions", BodyEndpoint(handlers.chat, body_limit), methods=["POST"]),
+        Route("/tokenize", BodyEndpoint(handlers.tokenize, body_limit), methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", _health_of(worker)),
         Route("/metrics", show_metrics),
@@ -82,12 +82,14 @@ def make_engine_app(
     return CORSMiddleware(app, ["*"], ["*"], ["*"]) if web_pages else app
 
 
-def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
-    """Return the proxy's application with the engine's health. Closes the worker at shutdown."""
+def hosted(app: ASGIApp, worker: EngineWorker, close: Callable[[], Awaitable[None]] | None = None) -> ASGIApp:
+    """Return the proxy's application with the engine's health. At shutdown calls `close` and closes the worker."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
+        if close is not None:
+            await close()
         await anyio.to_thread.run_sync(worker.close)
 
     routes = [Route(path, _health_of(worker)) for path in ("/health", "/ragorder/health")]
@@ -103,34 +105,47 @@ def _health_of(worker: EngineWorker) -> Callable[[Request], Awaitable[Response]]
     return health
 
 
-class _Endpoint:
-    def __init__(self, answer: Callable[[bytes, Send], Awaitable[None]], body_limit: int) -> None:
+class BodyEndpoint:
+    """Endpoint that reads a body, in at most `client_s` seconds (see `RequestBody`), and ends with its client."""
+
+    def __init__(
+        self, answer: Callable[[bytes, Send], Awaitable[None]], body_limit: int, client_s: float | None = None
+    ) -> None:
         self._answer = answer
         self._body_limit = body_limit
+        self._client_s = client_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         encoding = encoding_of(headers)
         if encoding is not None:
             check_encoding(encoding)
-        body = RequestBody(headers, receive, self._body_limit, encoding=encoding)
+        body = RequestBody(headers, receive, self._body_limit, client_s=self._client_s, encoding=encoding)
         async with body.connected():
             await self._answer(await body.read(), send)
+
+
+def longest_of(engine: TieredEngine) -> int:
+    """Return the tokens of the longest prompt with its answer."""
+    return min(engine.max_model_len, engine.device_tokens)
+
+
+def translator_of(engine: TieredEngine) -> RequestTranslator:
+    """Return a translator for one thread, with a tokenizer of its own: tokenizers are not thread-safe."""
+    return RequestTranslator(
+        deepcopy(engine.tokenizer),
+        model_name=engine.model_name,
+        longest=longest_of(engine),
+        fusion=engine.settings.fusion,
+    )
 
 
 class _Handlers:
     def __init__(self, worker: EngineWorker, metrics: EngineMetrics) -> None:
         engine = worker.engine
-        self.longest = min(engine.max_model_len, engine.device_tokens)
         self._worker = worker
         self._metrics = metrics
-        self._translator = RequestTranslator(
-            # Tokenizers are not thread-safe, and the engine's thread has its own.
-            deepcopy(engine.tokenizer),
-            model_name=engine.model_name,
-            longest=self.longest,
-            fusion=engine.settings.fusion,
-        )
+        self._translator = translator_of(engine)
         self._single_thread = anyio.CapacityLimiter(1)
 
     async def complete(self, content: bytes, send: Send) -> None:
@@ -144,7 +159,7 @@ class _Handlers:
         await self._generate(translated, ChatResponseBuilder, send)
 
     async def tokenize(self, content: bytes, send: Send) -> None:
-        await _send_json(await self._run(partial(self._translator.tokenize, content)), send)
+        await send_json(await self._run(partial(self._translator.tokenize, content)), send)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._single_thread)
@@ -154,24 +169,13 @@ class _Handlers:
     ) -> None:
         builder = make_builder(self._worker.engine.model_name, self._translator.token_text)
         self._metrics.count(translated)
-        try:
+        with engine_errors():
             async with self._worker.submit(translated.requests) as updates:
                 if translated.body.stream:
                     await self._stream(translated, builder, updates, send)
                 else:
                     completions = await _completions(updates, len(translated.requests))
-                    await _send_json(builder.complete(completions), send)
-        except ShortOfMemoryError as error:
-            raise HTTPError(503, f"{error}.", code="short_of_memory", headers=_RETRY) from None
-        except RequestRefusedError as error:
-            raise HTTPError(400, f"The engine refuses this request: {error}", code="request_refused") from None
-        except TooManyAtOnceError as error:
-            raise HTTPError(400, f"prompt: {error}.", code="invalid_prompt", param="prompt") from None
-        except TooManyWaitingError as error:
-            message = f"{error}: try again later."
-            raise HTTPError(503, message, code="too_many_waiting", headers=_RETRY) from None
-        except EngineStoppedError as error:
-            raise _stopped(str(error)) from None
+                    await send_json(builder.complete(completions), send)
 
     async def _stream(
         self,
@@ -189,7 +193,7 @@ class _Handlers:
                 if update.completion is not None:
                     completions.append(update.completion)
                 if chunks and not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                    await start_events(send)
                     begun = True
                 if chunks:
                     await send({"type": "http.response.body", "body": chunks, "more_body": True})
@@ -204,12 +208,33 @@ class _Handlers:
         await send({"type": "http.response.body", "body": usage + DONE})
 
 
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Answer the engine's errors by status."""
+    try:
+        yield
+    except ShortOfMemoryError as error:
+        raise HTTPError(503, f"{error}.", code="short_of_memory", headers=_RETRY) from None
+    except RequestRefusedError as error:
+        raise HTTPError(400, f"The engine refuses this request: {error}", code="request_refused") from None
+    except TooManyAtOnceError as error:
+        raise HTTPError(400, f"prompt: {error}.", code="invalid_prompt", param="prompt") from None
+    except TooManyWaitingError as error:
+        raise HTTPError(503, f"{error}: try again later.", code="too_many_waiting", headers=_RETRY) from None
+    except EngineStoppedError as error:
+        raise _stopped(str(error)) from None
+
+
 async def _completions(updates: AsyncIterator[tuple[int, Update]], count: int) -> Sequence[Completion]:
     completions = {place: update.completion async for place, update in updates if update.completion is not None}
     return [completions[place] for place in range(count)]
 
 
-async def _send_json(content: Any, send: Send) -> None:
+async def start_events(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+
+
+async def send_json(content: Any, send: Send) -> None:
     body = msgspec.json.encode(content)
     headers = [*_JSON, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -22,6 +22,15 @@ _ENOUGH = 20
 LEARNED = "learned"
 """The name of a form that is no preset."""
 
+# Gauges of the embedded engine's streamed layers, and of a server that retrieves documents itself.
+_SERVING = {
+    "ragorder_batching_waiting": "waiting",
+    "ragorder_batching_running": "running",
+    "ragorder_batching_batch_size": "at once",
+    "ragorder_batching_partitions": "partitions in memory",
+    "ragorder_engine_layers": "layers",
+}
+
 _DERIVED = (
     "saved_tokens",
     "saved_share",
@@ -105,6 +114,7 @@ class Stats:
     `reordered_cold` although nothing should be cached, and `best_moved` begin with another document than the best.
     `passed`: unchanged requests by reason, in no other figure. `recognised`: the share of the prefill that a preset of
     --template would save, by preset, from 20 requests on; that of a form learned in shadow mode is `LEARNED`.
+    `serving`: places of streamed layers, and the queues, batches and partitions of a server that retrieves documents.
     """
 
     shadow: bool
@@ -132,6 +142,7 @@ class Stats:
     passed: dict[str, int] = field(default_factory=dict)
     cost: CostStats | None = None
     recognised: dict[str, float] = field(default_factory=dict)
+    serving: dict[str, int] = field(default_factory=dict)
 
     @property
     def saved_tokens(self) -> int | None:
@@ -188,6 +199,7 @@ class Stats:
         families = list(families)
         passed: defaultdict[str, int] = defaultdict(int)
         recognised: defaultdict[tuple[str, str], float] = defaultdict(float)
+        serving: dict[str, int] = {}
         for family in families:
             for sample in family.samples:
                 labels = sample.labels
@@ -199,6 +211,9 @@ class Stats:
                     recognised[labels["preset"], "requests"] += sample.value
                 elif sample.name == "ragorder_recognised_tokens_total":
                     recognised[labels["preset"], labels["of"]] += sample.value
+                elif sample.name in _SERVING:
+                    place = [value for _, value in sorted(labels.items())]
+                    serving[" ".join([*place, _SERVING[sample.name]])] = round(sample.value)
                 else:
                     label = labels.get("order") or labels.get("outcome") or labels.get("cached") or ""
                     values[sample.name, label] += sample.value
@@ -252,6 +267,7 @@ class Stats:
             passed=dict(passed),
             cost=CostStats.of(families, served, other),
             recognised=_recognised_savings(recognised),
+            serving=serving,
         )
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal, Protocol, TypeVar
 
+from ragorder.common.corpus import CorpusError
 from ragorder.document import Document
-from ragorder.eval.data.corpora.base import Corpus, CorpusError
+from ragorder.eval.data.corpora.base import Corpus
 from ragorder.eval.data.workloads import Workload
 
 QuestionOrder = Literal["data", "random", "recurring", "topics"]

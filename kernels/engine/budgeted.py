@@ -305,7 +305,7 @@ def load_streamed(
     config = load_config(name)
     _check_quantised(name, config)
     try:
-        checkpoint = Checkpoint(_folder_of(name))
+        checkpoint = Checkpoint(model_folder(name))
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
     try:
@@ -363,7 +363,7 @@ def _load(
         raise
 
 
-def _folder_of(name: str | Path) -> Path:
+def model_folder(name: str | Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:

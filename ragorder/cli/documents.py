@@ -76,8 +76,16 @@ class Documents:
     forms: Mapping[str, str | None] = field(default_factory=dict)
 
     def builder(self, tokenizer: Any) -> PromptBuilder:
+        """Return the builder of prompts whose system message comes with the request."""
+        return self._builder(tokenizer, system="")
+
+    def own_builder(self, tokenizer: Any) -> PromptBuilder:
+        """Return the builder of whole prompts, for questions alone."""
+        return self._builder(tokenizer)
+
+    def _builder(self, tokenizer: Any, **system: Any) -> PromptBuilder:
         try:
-            return PromptBuilder("", tokenizer=tokenizer, **given(self.forms))
+            return PromptBuilder(tokenizer=tokenizer, **system, **given(self.forms))
         except ValueError as error:
             raise click.UsageError(re.sub(r"^(\w+)_template", r"--\1-template", str(error))) from None
 

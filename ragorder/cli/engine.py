@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.documents import documents_of, prompt_options, template_option
+from ragorder.cli.documents import Documents, documents_of, prompt_options, template_option
 from ragorder.cli.options import (
     Command,
     build,
@@ -33,7 +34,7 @@ from ragorder.cli.proxy import (
     server_options,
     with_loads,
 )
-from ragorder.cli.values import Model, ProfileSource
+from ragorder.cli.values import Count, Model, ProfileSource
 from ragorder.common.extras import install_hint
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.smollm2 import SMOLLM2
@@ -42,10 +43,16 @@ from ragorder.settings import Settings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from starlette.routing import Route
     from starlette.types import ASGIApp
 
+    from ragorder.adapters.embedded import EngineWorker
+    from ragorder.adapters.embedded.library import Library
+    from ragorder.adapters.embedded.questions import QuestionServer
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.kernels.engine import TieredEngine
+    from ragorder.orderer import OrdererLike
+    from ragorder.pipelining.placement.plan import PlannedPlacement
 
 _MAX_WAITING = 1000
 _RANDOM = "random"
@@ -73,6 +80,8 @@ _FUSED = ("recompute", "select", "select_rounds")
         "ragorder engine --model Qwen/Qwen2.5-0.5B-Instruct \\\n"
         "  --host-bytes 8GiB --disk-path /var/kv --disk-bytes 100GiB",
         "ragorder engine --model Qwen/Qwen2.5-0.5B-Instruct \\\n  --reuse fused --recompute 0.3 --select-rounds 2",
+        "ragorder engine --model Qwen/Qwen2.5-7B-Instruct --corpus my-corpus \\\n"
+        "  --device-bytes 6GiB --host-bytes 24GiB",
     ],
 )
 @section(
@@ -95,6 +104,31 @@ _FUSED = ("recompute", "select", "select_rounds")
 )
 @section("Tiers", options_from(Settings, "block_size"), options_from(EngineSettings, *_TIERS))
 @section("Reuse", options_from(EngineSettings, "reuse", *_FUSED), options_from(Settings, "copies"))
+@section(
+    "Questions",
+    option(
+        "--corpus",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        metavar="FOLDER",
+        help="Answer questions from the documents of this folder (documents.jsonl and, for parts of them, "
+        "chunks.jsonl): the message of a chat is the question, and the server retrieves its documents.",
+    ),
+    option(
+        "--index",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        help="FAISS index of the corpus (IVF), a vector for each document in their order. It stays on the disk, and "
+        "partitions of it in host memory.",
+        unset="built once, into the cache folder",
+    ),
+    option(
+        "--embedder",
+        metavar="FOLDER|NAME",
+        help="The embedding model of the index (sentence-transformers).",
+        unset="all-MiniLM-L6-v2",
+    ),
+    option("--top-k", type=Count(1), metavar="N", help="Documents for each question.", unset="5"),
+)
 @section("Documents and prompts", template_option(), prompt_options())
 @section(
     "Order",
@@ -130,6 +164,9 @@ def engine(
     environment. Settings of the order that are no options come from the environment alone (RAGORDER_MIN_GAIN=8).
     """
     server = ProxyServer(context, options)
+    asked = given({name: options.pop(name) for name in ("corpus", "index", "embedder", "top_k")})
+    if asked and "corpus" not in asked:
+        raise click.UsageError(f"{spelling(next(iter(asked)))} requires --corpus")
     chosen = {name: options.pop(name) for name in ("model", *_COMPUTATION, *_TIERS, "reuse", *_FUSED)}
     if chosen["disk_bytes"] is not None and chosen["disk_path"] is None:
         raise click.UsageError("--disk-bytes requires --disk-path")
@@ -147,13 +184,15 @@ def engine(
     assert metrics is not None
 
     # An address that is not available is an error before a model is loaded.
-    with server.listening() as sockets, _running(chosen, settings, metrics.registry, server) as backend:
+    with server.listening() as sockets, _running(chosen, settings, asked, documents, server) as (backend, questions):
 
         def make(metrics: Metrics) -> ASGIApp:
             from ragorder.adapters.observing.observed import ObservedOrderer
 
             orderer = ObservedOrderer(Orderer(backend.settings), [metrics], shadow=shadow)
-            return server.app(metrics, orderer, backend, documents, marks=False, learns=shadow and template is None)
+            routes = () if questions is None else questions.routes(orderer, metrics.registry)
+            learns = shadow and template is None
+            return server.app(metrics, orderer, backend, documents, marks=False, learns=learns, routes=routes)
 
         announce_cache(backend, settings)
         mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
@@ -162,8 +201,9 @@ def engine(
 
 @contextmanager
 def _running(
-    options: Mapping[str, Any], settings: Settings, registry: CollectorRegistry, server: ProxyServer
-) -> Iterator[Backend]:
+    options: Mapping[str, Any], settings: Settings, asked: Mapping[str, Any], documents: Documents, server: ProxyServer
+) -> Iterator[tuple[Backend, _Questions | None]]:
+    """`asked`: options of a corpus, whose questions are answered too."""
     try:
         from ragorder.adapters.embedded import (
             AppTransport,
@@ -175,7 +215,10 @@ def _running(
         )
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
-    engine = _load(options, settings)
+    assert server.metrics is not None
+    registry = server.metrics.registry
+    library = _open_library(asked) if asked else None
+    engine, placement = _load(options, settings, library, documents)
     waiting = _MAX_WAITING if server.settings.max_waiting is None else server.settings.max_waiting
     worker = EngineWorker(engine, max_unfinished=engine.settings.max_requests + waiting)
     try:
@@ -188,21 +231,93 @@ def _running(
             body_limit=2 * server.settings.body_limit,
             web_pages=server.api_key is not None or server.hosts is not None,
         )
-        yield Backend(
-            with_sizes(settings, worker),
-            deepcopy(engine.tokenizer),
-            {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
-            "all tiers",
-            lambda proxy: hosted(proxy, worker),
+        questions = None if library is None else _Questions(worker, library, placement, documents, server)
+        sizes = with_sizes(settings, worker)
+        yield (
+            Backend(
+                sizes if questions is None else questions.sized(sizes),
+                deepcopy(engine.tokenizer),
+                {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
+                "all tiers",
+                lambda proxy: hosted(proxy, worker, None if questions is None else questions.close),
+            ),
+            questions,
         )
     finally:
         worker.close()
 
 
-def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
+def _open_library(asked: Mapping[str, Any]) -> Library:
+    from ragorder.adapters.embedded.library import Library
+
+    try:
+        return Library(**asked, say=partial(click.echo, err=True))
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        # Each names its file.
+        raise click.ClickException(str(error)) from None
+
+
+class _Questions:
+    """The server of questions beside the engine's application."""
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        library: Library,
+        placement: PlannedPlacement | None,
+        documents: Documents,
+        server: ProxyServer,
+    ) -> None:
+        self._worker = worker
+        self._placement = placement
+        self._web_pages = server.api_key is not None or server.hosts is not None
+        self._client_s = server.settings.client_timeout_s
+        self._builder = documents.own_builder(deepcopy(worker.engine.tokenizer))
+        counting = documents.own_builder(deepcopy(worker.engine.tokenizer))
+        resident = None if placement is None else placement.partitions
+        self._retrieval = library.retrieval(counting, resident)
+        self._answering: QuestionServer | None = None
+        click.echo(library.placed(worker.engine.placement, resident), err=True)
+
+    def sized(self, settings: Settings) -> Settings:
+        return settings.model_copy(update={"prefix_tokens": self._builder.prefix_tokens})
+
+    def routes(self, orderer: OrdererLike, registry: CollectorRegistry) -> Sequence[Route]:
+        from ragorder.adapters.batching import BatchingMetrics
+        from ragorder.adapters.embedded.app import translator_of
+        from ragorder.adapters.embedded.questions import question_routes, question_server
+
+        engine = self._worker.engine
+        self._answering = question_server(
+            self._worker,
+            self._retrieval,
+            orderer,
+            self._builder,
+            metrics=BatchingMetrics(registry),
+            placement=self._placement,
+        )
+        return question_routes(
+            self._answering,
+            translator_of(engine),
+            model=engine.model_name,
+            client_s=self._client_s,
+            web_pages=self._web_pages,
+        )
+
+    async def close(self) -> None:
+        if self._answering is not None:
+            await self._answering.close()
+        self._retrieval.index.close()
+
+
+def _load(
+    options: Mapping[str, Any], settings: Settings, library: Library | None, documents: Documents
+) -> tuple[TieredEngine, PlannedPlacement | None]:
     from ragorder.cli.stats import check_fits
     from ragorder.kernels.engine import TieredEngine
+    from ragorder.kernels.models.loading import load_tokenizer
     from ragorder.kernels.offload import BudgetError
+    from ragorder.pipelining.placement.plan import PlacementError
 
     options = {"profile": "auto"} | given(options)
     model = options["model"]
@@ -213,11 +328,17 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
         chosen = build(EngineSettings, options)
         if chosen.disk_path is not None:
             check_fits(chosen.disk_path, chosen.disk_bytes)
+        placement = None
+        if library is not None:
+            tokenizer = load_tokenizer(model)
+            if tokenizer is None:
+                raise click.UsageError(f"--model {model}: questions need its tokenizer, which the folder lacks")
+            chosen, placement = library.place(model, chosen, documents.own_builder(tokenizer))
         with log_shown("ragorder.profile", "Profile"):
-            return TieredEngine.load(model, chosen)
+            return TieredEngine.load(model, chosen), placement
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
-    except BudgetError as error:
+    except (BudgetError, PlacementError) as error:
         raise click.ClickException(in_options(str(error), EngineSettings)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(f"--model {model}: {error}") from None

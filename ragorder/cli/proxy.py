@@ -23,6 +23,7 @@ from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE, Topics, checked_header
 
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp
 
     from ragorder.adapters.http_server.server import Certificate
@@ -290,9 +291,10 @@ class ProxyServer:
         *,
         admission: AdmissionQueue | None = None,
         learns: bool = False,
+        routes: Sequence[BaseRoute] = (),
         **options: Any,
     ) -> ASGIApp:
-        """`learns` a template from prompts in which no documents are found."""
+        """`learns` a template from prompts in which no documents are found; `routes` replace the proxy's own."""
         from ragorder.adapters.http_client import AddressError
         from ragorder.adapters.http_server.server import AccessLog
         from ragorder.adapters.learning.shadow import ShadowLearner
@@ -324,7 +326,7 @@ class ProxyServer:
                     read_s=settings.read_timeout_s, client_s=settings.client_timeout_s, tries_s=settings.tries_timeout_s
                 ),
                 admission=admission,
-                routes=pages.routes,
+                routes=[*routes, *pages.routes],
                 background=[pages.history.keep],
                 **backend.options,
                 **options,

@@ -202,6 +202,8 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
             )
             would += " this share of their prefill"
         table.add_row("recognised", f"{100 * saved:.1f} %", would)
+    for name, count in read.serving.items():
+        table.add_row(name, f"{count:,}", "")
     if not read.served:
         known = "no request yet"
     elif read.reports == read.served:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from ragorder.eval.data.corpora.base import Corpus, CorpusError
+from ragorder.common.corpus import CorpusError
+from ragorder.eval.data.corpora.base import Corpus
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.corpora.pydocs import load_asked, load_pydocs
 

@@ -1,6 +1,7 @@
 """Corpora: documents, questions and rankings."""
 
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
+from ragorder.common.corpus import CorpusError
+from ragorder.eval.data.corpora.base import Corpus, CorpusQuestion
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.corpora.pydocs import PYDOCS, load_asked, load_pydocs
 

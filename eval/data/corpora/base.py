@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from ragorder.document import Document
 
 
-class CorpusError(ValueError):
-    """A corpus cannot be read. The message names the file, the line and what to change."""
-
-
 @dataclass(frozen=True, slots=True)
 class CorpusQuestion:
     """`answers` are all accepted ones, `supporting` the ids of the documents that answer it; empty: not known."""

@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+from ragorder.common.corpus import CorpusError
 from ragorder.common.jsonl import decode
 from ragorder.document import Document
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
+from ragorder.eval.data.corpora.base import Corpus, CorpusQuestion
 from ragorder.eval.data.retrieval import BM25Retriever, Retriever
 from ragorder.kernels.random_model import documentation
 from ragorder.kernels.random_model.documentation import Entry

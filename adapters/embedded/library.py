@@ -1,0 +1,111 @@
+"""A corpus and its index beside the embedded engine, placed together within its budgets (RAGDoll)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from pathlib import Path
+from typing import Any
+
+from ragorder import Document, PromptBuilder
+from ragorder.adapters.doctor.memory import estimated_costs
+from ragorder.adapters.embedded.questions import ANSWER_TOKENS
+from ragorder.adapters.openai.prompts import Question
+from ragorder.common.corpus import read_passages
+from ragorder.kernels.engine import EngineSettings
+from ragorder.kernels.engine.budgeted import model_folder
+from ragorder.kernels.preprocessing.encoder import TextEncoder
+from ragorder.pipelining import PartitionedSearch
+from ragorder.pipelining.batching import PartitionedRetrieval
+from ragorder.pipelining.batching.corpus_index import corpus_index
+from ragorder.pipelining.placement.base import Placement, Workload
+from ragorder.pipelining.placement.budgets import Budgets, device_memory
+from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.profile import index_sizes
+
+_PARTITIONS = 32
+# Tokens of a usual question.
+_QUESTION_TOKENS = 64
+
+
+class Library:
+    """Documents of a corpus folder and their FAISS index; see `corpus_index` for `index`, `embedder` and errors.
+
+    Also raises CorpusError. `say` gets lines about what was read and built.
+    """
+
+    def __init__(
+        self,
+        corpus: Path,
+        index: Path | None = None,
+        embedder: str | None = None,
+        top_k: int = 5,
+        *,
+        say: Callable[[str], object],
+    ) -> None:
+        self._documents = [
+            # A part has a number after its document's id.
+            Document(each.source if each.key == each.source else each.id, each.text, metadata={"title": each.title})
+            for each in read_passages(corpus)
+        ]
+        self.top_k = min(top_k, len(self._documents))
+        say(f"Corpus: {len(self._documents):,} documents in {corpus}")
+        self._encoder = TextEncoder(embedder)
+        self._index = corpus_index([each.text for each in self._documents], self._encoder, index, say=say)
+        self._sizes = index_sizes(self._index, _PARTITIONS)
+        say(f"Index: {self._index}, {self._sizes.total:,} bytes, partitions: {len(self._sizes.partitions)}")
+
+    def place(
+        self, model: str, settings: EngineSettings, builder: PromptBuilder
+    ) -> tuple[EngineSettings, PlannedPlacement | None]:
+        """Divide the budgets of `settings` between model and index; None without `device_bytes`.
+
+        Given settings other than the budgets are kept. Raises PlacementError, OSError, ValueError.
+        """
+        if settings.device_bytes is None:
+            return settings, None
+        longest = nlargest(self.top_k, self._documents, key=lambda each: len(each.text))
+        prompt = builder.prefix_tokens + sum(map(builder.document_tokens, longest)) + _QUESTION_TOKENS
+        costs = estimated_costs(
+            model_folder(model),
+            self._index,
+            workload=Workload(prompt_tokens=prompt, answer_tokens=ANSWER_TOKENS),
+            on_a_cpu=settings.device == "cpu" or device_memory() is None,
+            partitions=_PARTITIONS,
+            dtype=settings.dtype,
+        )
+        disk_bytes = settings.disk_bytes if settings.disk_path is not None else 0
+        budgets = Budgets(settings.device_bytes, settings.host_bytes, disk_bytes)
+        placement = plan_placement(budgets, costs, backlog=settings.max_requests)
+        planned = dict(placement.engine_settings)
+        kept = settings.model_fields_set - {"device_bytes", "host_bytes"}
+        changed = {name: value for name, value in planned.items() if name not in kept}
+        return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement
+
+    def retrieval(self, builder: PromptBuilder, resident: int | None) -> PartitionedRetrieval[Question, Document]:
+        """Return the search with `resident` partitions in memory (None: all). `builder` counts, in other threads."""
+        partitions = len(self._sizes.partitions)
+        search = PartitionedSearch(self._index, partitions, resident=partitions if resident is None else resident)
+        documents = self._documents
+
+        def document(number: int) -> Document:
+            found = documents[number]
+            if found.tokens is None:
+                documents[number] = found = replace(found, tokens=builder.document_tokens(found))
+            return found
+
+        def embed(questions: Sequence[Question]) -> Any:
+            return self._encoder.encode([each.query for each in questions])
+
+        return PartitionedRetrieval(search, embed, document, top_k=self.top_k)
+
+    def placed(self, placement: Placement, resident: int | None) -> str:
+        """Return where layers, KV and partitions are, in words."""
+        weights, partitions = placement.weights, len(self._sizes.partitions)
+        held = partitions if resident is None else resident
+        return (
+            f"Placement: of {weights.total} layers {weights.device} on the device, {weights.host} in host memory, "
+            f"{weights.disk} on the disk; {held} of {partitions} partitions in host memory; at most {placement.batch} "
+            f"questions at once, in steps of up to {placement.step_tokens:,} tokens"
+        )

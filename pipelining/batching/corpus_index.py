@@ -1,0 +1,108 @@
+"""The FAISS file of a corpus: a given one, checked, or one that is built once into the cache folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from math import isqrt
+from pathlib import Path
+from typing import Any, Protocol
+
+from ragorder.common.files import cache_folder, wait_for_lock
+from ragorder.pipelining.batching.partition_file import PartitionFile
+from ragorder.pipelining.staged._faiss import load_faiss
+
+# FAISS asks for this number of vectors to train a cluster.
+_VECTORS_A_CLUSTER = 39
+_CLUSTERS_A_ROOT = 4
+_AT_ONCE = 64
+_STEPS = 10
+
+
+class Embedder(Protocol):
+    @property
+    def model(self) -> str: ...
+
+    def encode(self, texts: Sequence[str], /) -> Any:
+        """Return unit vectors, an array of shape (texts, dimensions)."""
+
+
+def corpus_index(
+    texts: Sequence[str], embedder: Embedder, given: Path | None = None, *, say: Callable[[str], object]
+) -> Path:
+    """Return the `given` index of these texts, or one in the user's cache, which is built if it is missing.
+
+    A built index finds the nearest vectors of all. `say` reports its progress. Raises ValueError or TypeError for an
+    index of other texts, of another model's vectors or that cannot be cut into partitions; OSError, ImportError.
+    """
+    path = _built(texts, embedder, say) if given is None else given
+    count, dimensions = _shape(path)
+    if count != len(texts):
+        raise ValueError(
+            f"{path} has {count:,} vectors, and the corpus {len(texts):,} documents: give the index of this corpus, "
+            "with one vector for each document, in their order"
+        )
+    embedded = embedder.encode(texts[:1]).shape[1]
+    if embedded != dimensions:
+        raise ValueError(
+            f"{path} has vectors of {dimensions} dimensions, and {embedder.model} makes {embedded}: give the embedding "
+            "model that the index was made with"
+        )
+    return path
+
+
+def _shape(path: Path) -> tuple[int, int]:
+    file = PartitionFile(path, 1, searcher="PartitionedSearch")
+    try:
+        return int(file.sizes.sum()), int(file.index.core.outer.d)
+    finally:
+        file.close()
+
+
+def _built(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object]) -> Path:
+    folder = cache_folder() / "indexes"
+    path = folder / f"{_digest(texts, embedder.model)}.faiss"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        wait_for_lock(lock)
+        # Another process may have been faster.
+        if not path.exists():
+            say(f"Embedding {len(texts):,} documents with {embedder.model} into {path}, once.")
+            unfinished = path.with_suffix(".unfinished")
+            _write(texts, embedder, say, unfinished)
+            os.replace(unfinished, path)
+    return path
+
+
+def _write(texts: Sequence[str], embedder: Embedder, say: Callable[[str], object], path: Path) -> None:
+    import numpy as np
+
+    faiss = load_faiss()
+    vectors = np.concatenate([embedder.encode(part) for part in _parts(texts, say)])
+    clusters = max(1, min(len(texts) // _VECTORS_A_CLUSTER, _CLUSTERS_A_ROOT * isqrt(len(texts))))
+    index = faiss.index_factory(vectors.shape[1], f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    index.nprobe = clusters
+    faiss.write_index(index, str(path))
+
+
+def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[Sequence[str]]:
+    told = 0
+    for start in range(0, len(texts), _AT_ONCE):
+        yield texts[start : start + _AT_ONCE]
+        done = min(start + _AT_ONCE, len(texts))
+        if _STEPS * done // len(texts) > told:
+            told = _STEPS * done // len(texts)
+            say(f"Embedded {done:,} of {len(texts):,} documents.")
+
+
+def _digest(texts: Sequence[str], model: str) -> str:
+    digest = sha256(model.encode("utf-8", "surrogatepass"))
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()[:32]
