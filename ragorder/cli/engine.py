@@ -132,7 +132,7 @@ _FUSED = ("recompute", "select", "select_rounds")
 @section("Documents and prompts", template_option(), prompt_options())
 @section(
     "Order",
-    options_from(Settings, "keep_first", "keep_last", "max_displacement", "moves", "best"),
+    options_from(Settings, "keep_first", "moves"),
     option(
         "--shadow",
         is_flag=True,
@@ -161,7 +161,7 @@ def engine(
 
     Every option may also come from the environment, as RAGORDER_ENGINE_ and its name (RAGORDER_ENGINE_HOST_BYTES=8GiB)
     unless it names another variable below, or from a file (--config). The command line comes first, then the
-    environment. Settings of the order that are no options come from the environment alone (RAGORDER_MIN_GAIN=8).
+    environment. Settings of the order that are no options come from the environment alone (RAGORDER_KEEP_LAST=1).
     """
     server = ProxyServer(context, options)
     asked = given({name: options.pop(name) for name in ("corpus", "index", "embedder", "top_k")})

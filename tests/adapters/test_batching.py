@@ -374,8 +374,13 @@ class TestQuestionsToOneCommand:
     def served(self, model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         cache = str(tmp_path_factory.mktemp("cache"))
         options = ("--model", str(model), "--corpus", str(corpus), "--top-k", "2", "--dtype", "float32", *BUDGET)
-        variables = {"XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        options += ("--profile", "none", "--max-displacement", "0", "--device", "cpu", "--port", "0")
+        variables = {
+            "XDG_CACHE_HOME": cache,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "RAGORDER_MAX_DISPLACEMENT": "0",
+        }
+        options += ("--profile", "none", "--device", "cpu", "--port", "0")
         with launching(ServeProcess, *SERVE[:-1], "engine", *options, **variables) as launch:
             yield launch()
 
