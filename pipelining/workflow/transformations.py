@@ -360,7 +360,7 @@ class SpeculateRetrieval:
     def _search_known(self, wavefront: Wavefront, measured: Measurements) -> None:
         started = {item.request: item for item in wavefront.new if _leads_to_search(item)}
         for request, item in started.items():
-            for run in request.known_runs():
+            for run in request.known_runs(item):
                 trace = WorkItemTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
                 known = WorkItem(request, run, trace, item, known=True)
                 right = measured.odds_of(request.graph, run.id, KNOWN).right(ANY_PART)
