@@ -21,6 +21,13 @@ class Allowance:
     def has_room(self, units: float) -> bool:
         return self._share is None or self.wasted + self.held + units <= self._share * self.due
 
+    @property
+    def used(self) -> float:
+        """Return the used share of what may be wasted: 0 without a limit."""
+        if not self._share:
+            return 0.0
+        return (self.wasted + self.held) / max(1.0, self._share * self.due)
+
 
 class Spending:
     """Engine tokens, engine requests and searches of all requests; of each, speculations may waste a `share`."""
@@ -43,6 +50,11 @@ class Spending:
         self.requests.held += 1
         self.tokens.held += tokens
         return True
+
+    @property
+    def least_right(self) -> float:
+        """Return how often a generation must be right: more, the more has been wasted."""
+        return max(self.requests.used, self.tokens.used)
 
     def free_generation(self, held: int) -> None:
         self.requests.held -= 1

@@ -1127,12 +1127,16 @@ class TestGains:
             make()
 
     @pytest.mark.parametrize(
-        ("right", "others", "pays"), [(0.9, 0, True), (0.9, 8, True), (0.3, 0, True), (0.3, 8, False)]
+        ("right", "others", "wasted", "pays"),
+        [
+            *((0.9, 0, 0, True), (0.9, 8, 0, True), (0.3, 0, 0, True), (0.3, 8, 0, False)),
+            *((0.9, 0, 8, True), (0.3, 0, 2, True), (0.3, 0, 4, False)),
+        ],
     )
-    async def test_a_wrong_generation_counts_for_all_that_are_on_the_engine(
-        self, right: float, others: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+    async def test_a_wrong_generation_counts_for_all_that_are_on_the_engine_and_in_the_budget(
+        self, right: float, others: int, wasted: int, pays: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A tenth of a second is left of the search, and a prefill takes half of that."""
+        """A tenth of a second is left of the search, and a prefill takes half of that; ten may be wasted."""
         seen: list[WorkItem] = []
 
         class Watching(Split):
@@ -1141,9 +1145,13 @@ class TestGains:
 
         now_s, search = [0.0], PlayedSearch([1], [1])
         load = EngineLoad(16, clock=lambda: now_s[0])
-        async with played_server(SlowEngine(), search, Watching(), load=load) as server:
+        async with played_server(SlowEngine(), search, Watching(), load=load, extra_tokens=0.25) as server:
             run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
             await until(lambda: seen)
+            for _ in range(40):
+                server.spending.generated(100)
+            for _ in range(wasted):
+                server.spending.waste_generation(100)
             (item,), measured = seen, server.measurements
             item.stage = Stage(1, 2, np.array([[1]]), np.ones((1, 1), np.float32))
             ahead = WorkItem(item.request, item.run, WorkItemTrace("answer", "speculative", "engine"), after=item)
