@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Query = tuple[NodeId, str]
 """A retrieval's id, and what it searches for."""
+RunKey = tuple[NodeId, int]
 
 _MAX_STEPS = 8
 _MAX_AHEAD = 16
@@ -38,16 +39,23 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
     return runs
 
 
-def known_runs(tokens: Tokens) -> dict[Query, NodeRun]:
-    """Return the next searches whose queries are the same for two texts in place of what still runs."""
-    first, second = (_searches_after(tokens, text) for text in _UNKNOWN)
-    return {query: run for query, run in first.items() if query in second}
+def known_runs(tokens: Tokens) -> tuple[dict[Query, NodeRun], set[RunKey]]:
+    """Return the next searches whose queries are the same for two texts in place of what still runs.
+
+    Also those runs whose start makes no other search known: all that follow, if all searches are known.
+    """
+    (first, runs), (second, others) = (_searches_after(tokens, text) for text in _UNKNOWN)
+    known = {query: run for query, run in first.items() if query in second}
+    return known, runs & others if known.keys() == first.keys() == second.keys() else set()
 
 
-def _searches_after(tokens: Tokens, text: str) -> dict[Query, NodeRun]:
+def _searches_after(tokens: Tokens, text: str) -> tuple[dict[Query, NodeRun], set[RunKey]]:
+    """Also return the runs that follow, or none if there are too many or some depend on what is not called."""
     expected = tokens.copy()
     searches: dict[Query, NodeRun] = {}
     running = deque(expected.running)
+    followed: set[RunKey] = set()
+    whole = True
     for number in range(_MAX_RUNS):
         if not running or len(searches) >= _MAX_AHEAD:
             break
@@ -57,18 +65,23 @@ def _searches_after(tokens: Tokens, text: str) -> dict[Query, NodeRun]:
         with suppress(Exception):
             values = _unknown_values(run, f"{text} {number}")
         if values is None:
+            whole = False
             continue
         try:
             expected.finish(run, values)
             started = expected.take()
         except Exception:
+            whole = False
             break
         for each in started:
+            followed.add(each.key)
             if isinstance(each.node, Retrieval):
-                with suppress(Exception):
+                try:
                     searches.setdefault((each.id, query_of(each.node, each.state)), each)
+                except Exception:
+                    whole = False
         running.extend(started)
-    return searches
+    return searches, followed if whole and not running else set()
 
 
 def _unknown_values(run: NodeRun, text: str) -> Mapping[str, Any] | None:
@@ -207,7 +220,9 @@ class SpeculativeSearch:
             )
         except Exception:
             return
-        self._watching = self._spawn(self._watch(self._handle))
+        # No generation can begin on a known search, and one that is not shared starts over itself.
+        if self._measured.cuts or not self.item.known:
+            self._watching = self._spawn(self._watch(self._handle))
 
     async def _watch(self, handle: Handle) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -11,19 +12,21 @@ EXTRA_TOKENS = 0.25
 
 
 class Allowance:
-    """Units that speculations may waste: `share` of those due, and `first` more; `held` ones may still be used."""
+    """Units that speculations may waste: `share` of those that were due so far; `held` ones may still be used."""
 
-    def __init__(self, share: float | None, first: float) -> None:
+    def __init__(self, share: float | None) -> None:
         self._share = share
-        self._first = first if share else 0.0
         self.due = self.wasted = self.held = 0
 
-    def has_room(self, units: int) -> bool:
-        return self._share is None or self.wasted + self.held + units <= self._first + self._share * self.due
+    def has_room(self, units: float) -> bool:
+        return self._share is None or self.wasted + self.held + units <= self._share * self.due
 
-
-# Enough to learn on the first requests whether speculation pays.
-_FIRST_TOKENS, _FIRST = 4096, 4
+    @property
+    def used(self) -> float:
+        """Return the used share of what may be wasted: 0 without a limit."""
+        if not self._share:
+            return 0.0
+        return (self.wasted + self.held) / max(1.0, self._share * self.due)
 
 
 class Spending:
@@ -32,20 +35,26 @@ class Spending:
     def __init__(self, share: float | None) -> None:
         if share is not None and not share >= 0:
             raise ValueError(f"extra_tokens must be at least 0, a share, or None for any number, got {share}")
-        self.tokens = Allowance(share, _FIRST_TOKENS)
-        self.requests = Allowance(share, _FIRST)
-        self.searches = Allowance(share, _FIRST)
+        self.tokens = Allowance(share)
+        self.requests = Allowance(share)
+        self.searches = Allowance(share)
 
     def generated(self, tokens: int) -> None:
         self.requests.due += 1
         self.tokens.due += tokens
 
     def hold_generation(self, tokens: int) -> bool:
-        if not (self.requests.has_room(1) and self.tokens.has_room(tokens)):
+        """`tokens`: 0 if the node has not been answered, so that any number may be wasted."""
+        if not (self.requests.has_room(1) and self.tokens.has_room(tokens or math.inf)):
             return False
         self.requests.held += 1
         self.tokens.held += tokens
         return True
+
+    @property
+    def least_right(self) -> float:
+        """Return how often a generation must be right: more, the more has been wasted."""
+        return max(self.requests.used, self.tokens.used)
 
     def free_generation(self, held: int) -> None:
         self.requests.held -= 1

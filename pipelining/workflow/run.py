@@ -177,8 +177,8 @@ class WorkflowRun(Generic[D, R]):
         runs = self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
         return [run for run in runs if self._is_needed(run)]
 
-    def known_runs(self) -> list[NodeRun]:
-        return self._context.copy().run(self._speculations.known_runs, self._tokens)
+    def known_runs(self, item: WorkItem, /) -> list[NodeRun]:
+        return self._context.copy().run(self._speculations.known_runs, self._tokens, item.run)
 
     def is_speculated(self, item: WorkItem, /) -> bool:
         context = self._context.copy()

@@ -22,7 +22,7 @@ from ragorder.pipelining.workflow.speculations import Workers
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
 from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
-_MEASURE_EVERY = 32
+_MEASURE_EVERY = 128
 """One of this number of answers whose tokens nobody reads is streamed, to measure the prefill."""
 
 

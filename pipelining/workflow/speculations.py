@@ -14,8 +14,8 @@ from ragorder.pipelining.protocols import D, PipelineTrace, R, RequestBuilder, S
 from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
-from ragorder.pipelining.workflow.prediction import Query, SpeculativeSearch, known_runs, predict_runs
+from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.prediction import Query, RunKey, SpeculativeSearch, known_runs, predict_runs
 from ragorder.pipelining.workflow.result import Outcome
 from ragorder.pipelining.workflow.searching import Handle, Searcher
 from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements, Wavefront, WorkItem
@@ -108,9 +108,6 @@ class SpeculativeGeneration(Generic[D, R]):
         self._current = item
 
 
-RunKey = tuple[NodeId, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[D, R]):
     """Parts of the server that all requests share."""
@@ -158,6 +155,7 @@ class Speculations(Generic[D, R]):
         self._searches: dict[RunKey, SpeculativeSearch] = {}
         self._known: dict[Query, SpeculativeSearch] = {}
         self._known_since: dict[Query, float | None] = {}
+        self._foreseen: set[RunKey] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._sources: dict[RunKey, WorkItem] = {}
         self._predicted_queries: dict[RunKey, dict[int, tuple[str, float]]] = {}
@@ -171,10 +169,12 @@ class Speculations(Generic[D, R]):
         except Exception:
             return []
 
-    def known_runs(self, tokens: Tokens) -> list[NodeRun]:
+    def known_runs(self, tokens: Tokens, started: NodeRun) -> list[NodeRun]:
         """Return searches to begin now, since their queries do not depend on what still runs."""
+        if started.key in self._foreseen:
+            return []
         try:
-            known = known_runs(tokens)
+            known, self._foreseen = known_runs(tokens)
         except Exception:
             return []
         now_s = self._elapsed_s()

@@ -188,13 +188,17 @@ class SpeculateGeneration(_WithoutTokens):
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         """Return the rest of the search, at most the generation, if right, less the cost of a wrong one.
 
-        That is its prefill, and what its decoding adds to each token of the others on the engine.
+        That is its prefill, and what its decoding adds to each token of the others on the engine. 0 if it is right more
+        seldom than what is left of the budget permits.
         """
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
-        answer_tokens = measured.expected_tokens(item)[1]
-        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, measured, answer_tokens)
+        part = ANY_PART if odds.right(part) is None else part
+        right = odds.right(part)
+        if right is not None and right < measured.spending.least_right:
+            return 0.0
+        gain_s = _gain_s(odds, part, measured, measured.expected_tokens(item)[1])
         return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
@@ -360,7 +364,7 @@ class SpeculateRetrieval:
     def _search_known(self, wavefront: Wavefront, measured: Measurements) -> None:
         started = {item.request: item for item in wavefront.new if _leads_to_search(item)}
         for request, item in started.items():
-            for run in request.known_runs():
+            for run in request.known_runs(item):
                 trace = WorkItemTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
                 known = WorkItem(request, run, trace, item, known=True)
                 right = measured.odds_of(request.graph, run.id, KNOWN).right(ANY_PART)

@@ -222,8 +222,24 @@ class TestSuites:
 
 class TestElsewhere:
     @pytest.mark.parametrize("search", ["remote", "index"])
-    def test_known_searches_take_no_time_and_what_is_wasted_is_bounded(self, corpus: Corpus, search: str) -> None:
-        cell = ElsewhereCell.read({"workflow": "multistep", "search": search, "search_ms": 400.0}, "here")
+    def test_known_searches_take_no_time(self, corpus: Corpus, search: str) -> None:
+        facts, latency_s = self.played(corpus, "multistep", search)
+        assert latency_s["stages"] > latency_s["asyncio"] and latency_s["stages"] > 1.2 * latency_s["hedra"]
+        assert facts["asyncio"] == facts["stages"]
+
+    @pytest.mark.parametrize("search", ["remote", "index"])
+    @pytest.mark.parametrize("workflow", ["one_shot", "multistep", "irg", "hyde"])
+    def test_at_most_a_quarter_is_wasted_from_the_first_request_on(
+        self, corpus: Corpus, workflow: str, search: str
+    ) -> None:
+        facts, _ = self.played(corpus, workflow, search)
+        for name in ("engine_tokens", "engine_requests", "embeddings"):
+            assert facts["hedra"][name] <= 1.25 * facts["stages"][name], name
+
+    @staticmethod
+    def played(corpus: Corpus, workflow: str, search: str) -> tuple[dict[str, Any], dict[str, float]]:
+        """Twelve requests with searches of 400 ms: what each policy spends, and the sum of its latencies."""
+        cell = ElsewhereCell.read({"workflow": workflow, "search": search, "search_ms": 400.0}, "here")
         embed = WordVectors([document.text for document in corpus.documents])
         vectors = np.concatenate([embed(document.text) for document in corpus.documents])
         index, at_s = build_index(vectors, 0.5), [3.0 * number for number in range(12)]
@@ -232,10 +248,7 @@ class TestElsewhere:
             serving = elsewhere(policy, cell, corpus.documents, index, embed, Script(corpus), at_s)
             found = run_virtual(serving)
             facts[policy], latency_s[policy] = found["facts"], sum(found["rows"]["latency_s"])
-        assert latency_s["stages"] > latency_s["asyncio"] and latency_s["stages"] > 1.2 * latency_s["hedra"]
-        for name in ("engine_tokens", "engine_requests", "embeddings"):
-            assert facts["asyncio"][name] <= facts["stages"][name]
-            assert facts["hedra"][name] <= 1.25 * facts["stages"][name] + (4096 if "tokens" in name else 4)
+        return facts, latency_s
 
     def test_words_in_common_make_texts_near(self) -> None:
         embed = WordVectors(["red fish", "blue fish", "one fish", "two birds"])

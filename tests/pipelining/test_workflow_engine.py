@@ -98,6 +98,7 @@ async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
             DOCUMENTS.__getitem__,
             prompts,
             transformations=eager(),
+            extra_tokens=None,
             load=EngineLoad(8),
             max_generations=max_generations,
         ) as server:

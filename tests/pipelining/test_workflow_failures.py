@@ -149,6 +149,7 @@ async def test_ten_thousand_requests() -> None:
             fetched,
             prompts,
             transformations=eager(),
+            extra_tokens=None,
             load=EngineLoad(16),
             observer=traces.append,
         ) as server:
@@ -211,7 +212,7 @@ async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any, max_generat
         engine, prompts, search = SlowEngine(), PlainPrompts(), LoopSearch(index)
         options: dict[str, Any] = {"load": EngineLoad(8), "max_generations": max_generations}
         async with WorkflowServer(
-            engine, search, embed, document, prompts, transformations=eager(), **options
+            engine, search, embed, document, prompts, transformations=eager(), extra_tokens=None, **options
         ) as server:
             run, other = (asyncio.create_task(server.run(graph, "why?")) for _ in range(2))
             await turns(count)
@@ -244,7 +245,7 @@ async def test_an_embedding_ahead_of_need_has_ended_with_its_request() -> None:
 
     engine = SlowEngine(pause_s=0.001)
     async with WorkflowServer(
-        engine, PlayedSearch(), embed, document, PlainPrompts(), transformations=eager()
+        engine, PlayedSearch(), embed, document, PlainPrompts(), transformations=eager(), extra_tokens=None
     ) as server:
         run = asyncio.create_task(server.run(hyde().compile(), "why?"))
         await until(lambda: embedding)

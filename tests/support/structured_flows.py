@@ -56,6 +56,7 @@ class RandomFlow:
     """`RandomFlow(seed)`: a workflow by its structure."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._random = Random(seed)
         self._ids = 0
         self.leaves: list[Leaf] = []

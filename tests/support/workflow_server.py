@@ -183,7 +183,7 @@ class PlayedSearch:
 def server_of(
     search: Any, engine: Any = None, prompts: Any = None, transformations: Any = None, **options: Any
 ) -> WorkflowServer[Any, Any]:
-    """A server that finds `document`s by `vector`s."""
+    """A server that finds `document`s by `vector`s, and may speculate from its first request on."""
     return WorkflowServer(
         engine or SlowEngine(),
         search,
@@ -191,7 +191,7 @@ def server_of(
         document,
         prompts or PlainPrompts(),
         transformations=transformations,
-        **options,
+        **{"extra_tokens": None} | options,
     )
 
 
@@ -209,7 +209,7 @@ def played_server(
         PlainPrompts(),
         transformations=transformations or (SpeculateGeneration(odds=False), Split()),
         load=load or EngineLoad(16),
-        **options,
+        **{"extra_tokens": None} | options,
     )
 
 
