@@ -62,12 +62,15 @@ class Load:
         self.shares = [requests[way::ways] for way in range(ways)]
 
     def step(self, number: int, given: list[Document], mine: list[Any]) -> None:
-        ordering = self.orderer.order(given, scope=None if number % 3 else "tenant")
+        ordering = self.ask(number, given, None if number % 3 else "tenant")
         if number % 11 == 0:
             ordering.discard()
         elif number % 7:
             ordering.confirm(ordering.cached_tokens if number % 5 else 0, 1_200)
         mine.append((given, ordering))
+
+    def ask(self, number: int, given: list[Document], scope: str | None) -> Ordering[Document]:
+        return self.orderer.order(given, scope=scope)
 
     def work(self, share: Sequence[list[Document]]) -> None:
         mine: list[Any] = []
@@ -132,6 +135,15 @@ class Load:
         assert self.orderer.fallbacks == 0
 
 
+class MixedLoad(Load):
+    """Batches too, and orders that know of a waiting request."""
+
+    def ask(self, number: int, given: list[Document], scope: str | None) -> Ordering[Document]:
+        if number % 13 == 0:
+            return next(iter(self.orderer.order_batch([given], scope=scope)))
+        return self.orderer.order(given, scope=scope, waiting=[] if number % 5 else [given[::-1]])
+
+
 @pytest.fixture
 def documents() -> list[Document]:
     rng = random.Random(1)
@@ -144,7 +156,7 @@ def test_every_result_is_a_permutation_of_its_own_input_and_the_trees_are_sound(
     residency: str, documents: list[Document]
 ) -> None:
     orderer, blocks = make_orderer(residency, documents)
-    load = Load(orderer, documents, orders=length(10_000, 2_500) if blocks is not None else ORDERS)
+    load = MixedLoad(orderer, documents, orders=length(10_000, 2_500) if blocks is not None else ORDERS)
     stop = threading.Event()
     engine = threading.Thread(target=talk, args=(blocks, documents, stop))
     if blocks is not None:
