@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragorder.adapters.embedded.metrics import EngineMetrics
 from ragorder.adapters.embedded.responses import (
@@ -83,17 +83,24 @@ def make_engine_app(
 
 
 def hosted(app: ASGIApp, worker: EngineWorker, close: Callable[[], Awaitable[None]] | None = None) -> ASGIApp:
-    """Return the proxy's application with the engine's health. At shutdown calls `close` and closes the worker."""
-
-    @asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
-        yield
-        if close is not None:
-            await close()
-        await anyio.to_thread.run_sync(worker.close)
-
+    """Return the proxy's application with the engine's health. After its shutdown calls `close`, closes the worker."""
     routes = [Route(path, _health_of(worker)) for path in ("/health", "/ragorder/health")]
-    return Router(routes, redirect_slashes=False, default=app, lifespan=lifespan)
+    router = Router(routes, redirect_slashes=False, default=app)
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def end_first(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                if close is not None:
+                    await close()
+                await anyio.to_thread.run_sync(worker.close)
+            await send(message)
+
+        if scope["type"] == "lifespan":
+            await app(scope, receive, end_first)
+        else:
+            await router(scope, receive, send)
+
+    return run
 
 
 def _health_of(worker: EngineWorker) -> Callable[[Request], Awaitable[Response]]:

@@ -1326,20 +1326,35 @@ class TestBehindTheProxy:
             assert (await refusal(client, CHAT, body, status=504))["code"] == "deadline_exceeded"
         assert not worker.engine.has_unfinished
 
-    async def test_an_end_closes_the_engine(self, load: Load) -> None:
+    async def test_it_runs_while_the_proxy_does_and_ends_after_it(self, load: Load) -> None:
         worker = load()
-        told: list[str] = []
+        seen: list[str] = []
         messages = iter(["lifespan.startup", "lifespan.shutdown"])
 
+        async def background() -> None:
+            seen.append("background")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                assert worker.failure is None
+                seen.append("background ended")
+
+        async def close() -> None:
+            assert worker.failure is None
+            seen.append("close")
+
         async def receive() -> Any:
+            await asyncio.sleep(0.01)
             return {"type": next(messages)}
 
         async def send(message: Any) -> None:
-            told.append(message["type"])
+            seen.append(message["type"])
             assert (worker.failure is None) == (message["type"] == "lifespan.startup.complete")
 
-        await hosted(self.proxy(worker), worker)({"type": "lifespan"}, receive, send)
-        assert told == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        proxy = self.proxy(worker, background=[background])
+        await hosted(proxy, worker, close)({"type": "lifespan"}, receive, send)
+        started, *ended = ["lifespan.startup.complete", "background ended", "close", "lifespan.shutdown.complete"]
+        assert set(seen[:2]) == {started, "background"} and seen[2:] == ended
 
 
 class TestFuzz:
