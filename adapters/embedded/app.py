@@ -33,7 +33,7 @@ from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, 
 from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.headers import Headers
-from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.request_body import MemoryBudget, RequestBody
 from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, TieredEngine, Update
 
 BODY_LIMIT = 32 << 20
@@ -113,23 +113,30 @@ def _health_of(worker: EngineWorker) -> Callable[[Request], Awaitable[Response]]
 
 
 class BodyEndpoint:
-    """Endpoint that reads a body, in at most `client_s` seconds (see `RequestBody`), and ends with its client."""
+    """Endpoint that reads a body, in at most `client_s` seconds (see `RequestBody`), and ends with its client. Until
+    then its bytes are part of `bodies`."""
 
     def __init__(
-        self, answer: Callable[[bytes, Send], Awaitable[None]], body_limit: int, client_s: float | None = None
+        self,
+        answer: Callable[[bytes, Send], Awaitable[None]],
+        body_limit: int,
+        client_s: float | None = None,
+        bodies: MemoryBudget | None = None,
     ) -> None:
         self._answer = answer
         self._body_limit = body_limit
         self._client_s = client_s
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         encoding = encoding_of(headers)
         if encoding is not None:
             check_encoding(encoding)
-        body = RequestBody(headers, receive, self._body_limit, client_s=self._client_s, encoding=encoding)
-        async with body.connected():
-            await self._answer(await body.read(), send)
+        with (self._bodies or MemoryBudget(self._body_limit)).share() as share:
+            body = RequestBody(headers, receive, self._body_limit, share, self._client_s, encoding)
+            async with body.connected():
+                await self._answer(await body.read(), send)
 
 
 def longest_of(engine: TieredEngine) -> int:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from secrets import randbits
 from typing import Any
 
 import anyio
@@ -18,12 +19,13 @@ from starlette.types import ASGIApp, Send
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
 from ragorder.adapters.embedded.app import BodyEndpoint, engine_errors, send_json, start_events
-from ragorder.adapters.embedded.protocol import FUSION_FIELDS, ChatCompletionRequest
+from ragorder.adapters.embedded.protocol import ChatCompletionRequest
 from ragorder.adapters.embedded.responses import DONE, event
-from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams
-from ragorder.adapters.embedded.translation import RequestTranslator, TranslatedRequest
+from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams, EmbeddedTimeoutError
+from ragorder.adapters.embedded.translation import RequestTranslator, TranslatedQuestion
 from ragorder.adapters.embedded.worker import EngineWorker
-from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
+from ragorder.adapters.http_server.request_body import MemoryBudget
 from ragorder.adapters.openai.prompts import PromptRequest, Question
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Usage
@@ -42,8 +44,7 @@ ANSWER_TOKENS = 256
 _PATHS = ("/v1/chat/completions", "/chat/completions")
 # A question is a text, not a prompt.
 _BODY_LIMIT = 1 << 20
-# What an answer from batches does not have.
-_UNSUPPORTED = ("deadline_s", "logprobs", "reuse", *FUSION_FIELDS)
+_BODIES_LIMIT = 64 << 20
 _RETRY = [(b"retry-after", b"1")]
 
 QuestionServer = DecoupledServer[Question, Document, PromptRequest]
@@ -77,8 +78,9 @@ def question_routes(
     server: QuestionServer, translator: RequestTranslator, *, model: str, client_s: float, web_pages: bool = False
 ) -> list[Route]:
     """Return the routes that answer questions, for an application with access control. See `make_engine_app`."""
-    endpoint = BodyEndpoint(_Questions(server, translator, model).answer, _BODY_LIMIT, client_s)
-    app: ASGIApp = Router([Route(path, endpoint, methods=["POST"]) for path in _PATHS])
+    answer = _Questions(server, translator, model).answer
+    endpoint = BodyEndpoint(answer, _BODY_LIMIT, client_s, MemoryBudget(_BODIES_LIMIT))
+    app: ASGIApp = ErrorMiddleware(Router([Route(path, endpoint, methods=["POST"]) for path in _PATHS]))
     app = CORSMiddleware(app, ["*"], ["*"], ["*"]) if web_pages else app
     return [Route(path, app) for path in _PATHS]
 
@@ -91,13 +93,13 @@ class _Questions:
         self._single_thread = anyio.CapacityLimiter(1)
 
     async def answer(self, content: bytes, send: Send) -> None:
-        translate = partial(self._translator.chat, content)
-        translated = await anyio.to_thread.run_sync(translate, limiter=self._single_thread)
+        translate = partial(self._translator.question, content, ANSWER_TOKENS)
+        asked = await anyio.to_thread.run_sync(translate, limiter=self._single_thread)
         del content, translate
-        question, response = _question_of(translated), _Response(self._model)
+        question, response = _question_of(asked), _Response(self._model)
         with _errors():
-            if translated.body.stream:
-                await self._stream(question, translated.body, response, send)
+            if asked.body.stream:
+                await self._stream(question, asked.body, response, send)
             else:
                 await send_json(response.whole(await self._server.run(question)), send)
 
@@ -162,22 +164,13 @@ class _Response:
         return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
 
 
-def _question_of(translated: TranslatedRequest[ChatCompletionRequest]) -> Question:
-    body, sampling = translated.body, translated.requests[0].sampling
-    for name in _UNSUPPORTED:
-        if getattr(body, name):
-            message = f"{name}: questions are answered in batches, without this field: leave it out."
-            raise HTTPError(400, message, code="unsupported_field", param=name)
-    if len(body.messages) != 1 or body.messages[0].role != "user":
-        message = "messages: give one message of the user, the question: this server adds documents and instructions."
-        raise HTTPError(400, message, code="invalid_messages", param="messages")
-    content = body.messages[0].content
-    query = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    if not query.strip():
-        raise HTTPError(400, "messages: the question is empty.", code="invalid_messages", param="messages")
+def _question_of(asked: TranslatedQuestion) -> Question:
+    sampling = asked.sampling
     options = {name: getattr(sampling, name) for name in ("top_p", "seed", "stop", "ignore_eos")}
-    max_tokens = body.max_completion_tokens or body.max_tokens or ANSWER_TOKENS
-    return Question(query, translated.requests[0].salt, max_tokens, sampling.temperature, options)
+    if options["seed"] is None:
+        # An answer that is begun again after a shortage has the text that its client has.
+        options["seed"] = randbits(63)
+    return Question(asked.text, asked.salt, sampling.max_tokens, sampling.temperature, options)
 
 
 @contextmanager
@@ -187,6 +180,10 @@ def _errors() -> Iterator[None]:
             yield
         except QueueFullError as error:
             raise HTTPError(503, f"{error}.", code="too_many_waiting", headers=_RETRY) from None
+        except EmbeddedTimeoutError as error:
+            raise HTTPError(504, f"{error}.", code="deadline_exceeded") from None
+        except MemoryError:
+            raise HTTPError(503, "Memory is short: try again later.", code="short_of_memory", headers=_RETRY) from None
         except EmbeddedRequestError as error:
             if isinstance(error.__cause__, MemoryError):
                 raise HTTPError(503, f"{error}.", code="short_of_memory", headers=_RETRY) from None

@@ -66,6 +66,8 @@ class EmbeddedStreams:
                     continue
                 if done.finish_reason not in ("stop", "length"):
                     why = f"the engine ended the request ({done.finish_reason}): {done.error}"
+                    if done.finish_reason == "timeout":
+                        raise EmbeddedTimeoutError(why)
                     cause = _CAUSES.get(done.fault or "")
                     raise EmbeddedRequestError(why) from (None if cause is None else cause(why))
                 if update.text:
@@ -76,3 +78,7 @@ class EmbeddedStreams:
 
 class EmbeddedRequestError(RagorderError, RuntimeError):
     """A request failed, timed out or was aborted; caused by a MemoryError or OSError if memory or disk was at fault."""
+
+
+class EmbeddedTimeoutError(EmbeddedRequestError):
+    """The engine's deadline for a request has passed."""

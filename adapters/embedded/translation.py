@@ -28,6 +28,8 @@ from ragorder.tokens import PLACEHOLDER
 B = TypeVar("B", bound=CommonRequest)
 
 _MAX_COMPLAINT = 200
+# What an answer from batches, with the server's own prompt, does not have.
+_NOT_OF_QUESTIONS = ("deadline_s", "logprobs", "add_special_tokens", "chat_template_kwargs", "reuse", *FUSION_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,14 @@ class TranslatedRequest(Generic[B]):
     requests: tuple[Request, ...]
     facts: RequestFacts | None
     readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedQuestion:
+    body: ChatCompletionRequest
+    text: str
+    sampling: Sampling
+    salt: str | None
 
 
 class RequestTranslator:
@@ -74,6 +84,31 @@ class RequestTranslator:
         limit = body.max_completion_tokens or body.max_tokens or max(1, self._max_model_len - len(token_ids))
         return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
+    def question(self, content: bytes, usual_tokens: int) -> TranslatedQuestion:
+        """Read a chat that is one question, for a prompt of the server's own. `usual_tokens` of an answer are the
+        limit if the body has none."""
+        body = read_request(content, ChatCompletionRequest, self._max_model_len)
+        self._check_model(body.model)
+        for name in _NOT_OF_QUESTIONS:
+            if getattr(body, name):
+                message = f"{name}: questions are answered in batches, without this field: leave it out."
+                raise HTTPError(400, message, code="unsupported_field", param=name)
+        if len(body.messages) != 1 or body.messages[0].role != "user":
+            message = "messages: give one message of the user, the question: this server adds the rest of the prompt."
+            raise HTTPError(400, message, code="invalid_messages", param="messages")
+        text = _text_of(body.messages[0])
+        if not text.strip():
+            raise HTTPError(400, "messages: the question is empty.", code="invalid_messages", param="messages")
+        left = self._max_model_len - len(self._encode(text, False, "messages"))
+        if left <= 0:
+            raise self._too_long("messages")
+        limit = body.max_completion_tokens or body.max_tokens
+        if limit is not None and limit > left:
+            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            message = f"{name}: question and answer may have {self._max_model_len:,} tokens together: give less."
+            raise HTTPError(400, message, code="context_length_exceeded", param=name)
+        return TranslatedQuestion(body, text, _sampling(body, None, limit or usual_tokens), _salt(body))
+
     def tokenize(self, content: bytes) -> dict[str, Any]:
         body = read_request(content, TokenizeRequest, self._max_model_len)
         self._check_model(body.model)
@@ -96,15 +131,7 @@ class RequestTranslator:
             raise self._too_long("prompt")
         facts, readable = _facts_of(body)
         salt = _salt(body)
-        sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
-            ignore_eos=body.ignore_eos,
-            logprobs=logprobs,
-        )
+        sampling = _sampling(body, logprobs, max_tokens)
         marked: dict[str, Any] = {}
         # The facts describe one prompt.
         if facts is not None and facts.documents and len(prompts) == 1:
@@ -208,6 +235,18 @@ def _whole(given: object) -> int:
     return given if type(given) is int and given > 0 else 0
 
 
+def _sampling(body: CommonRequest, logprobs: int | None, max_tokens: int) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+    )
+
+
 def _salt(body: CommonRequest) -> str | None:
     if body.cache_salt is None:
         return None
@@ -217,9 +256,12 @@ def _salt(body: CommonRequest) -> str | None:
         raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
 
 
-def _as_dict(message: ChatMessage) -> dict[str, Any]:
+def _text_of(message: ChatMessage) -> str:
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     others = {
         "name": message.name,
@@ -229,4 +271,4 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
         "reasoning_content": reasoning,
     }
     given = {name: value for name, value in others.items() if value is not None}
-    return {"role": message.role, "content": text, **given}
+    return {"role": message.role, "content": _text_of(message), **given}
