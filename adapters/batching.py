@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.metrics import PrometheusMetrics
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
+from ragorder.common.lru_cache import LRUCache
+from ragorder.document import content_key
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, Retrieval, StreamingEngine
 from ragorder.pipelining.batching import BatchEvent, BatchRetrieval, DecoupledServer, RequestTrace, TrieKV
@@ -22,6 +24,7 @@ __all__ = ["BatchingMetrics", "ordered_batches"]
 _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 # Number of next requests that a request's order considers.
 _UPCOMING = 8
+_COUNTED = 1024
 
 
 def ordered_batches(
@@ -47,12 +50,21 @@ def ordered_batches(
     """
     made = OrderedPrompts(orderer, builder, prompts, waiting=lambda question: _upcoming(server, question))
 
+    counted: LRUCache[int] = LRUCache(_COUNTED)
+
+    def question_tokens(question: Question) -> int:
+        # Each choice of the next request compares those that wait.
+        key = question.scope, content_key("", question.query)
+        tokens = counted.get(key)
+        if tokens is None:
+            tokens = builder.suffix_tokens(question.query)
+            counted.put(key, tokens)
+        return tokens
+
     def suffix_tokens(question: Question) -> int:
         limit = question.max_tokens
         default = orderer.settings.suffix_tokens
-        return made.answer_length.suffix_tokens(
-            builder.suffix_tokens(question.query), default if limit is None else limit, default
-        )
+        return made.answer_length.suffix_tokens(question_tokens(question), default if limit is None else limit, default)
 
     def lengths(question: Question, documents: Sequence[Document]) -> CachedLengths:
         cached, end = orderer.predict_cached_tokens(documents, scope=question.scope)

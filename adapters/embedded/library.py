@@ -84,15 +84,18 @@ class Library:
         return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement
 
     def retrieval(self, builder: PromptBuilder, resident: int | None) -> PartitionedRetrieval[Question, Document]:
-        """Return the search with `resident` partitions in memory (None: all). `builder` counts, in other threads."""
+        """Return the search with `resident` partitions in memory (None: all). `builder` is that of the prompts: a
+        search tokenises what it finds, in its thread."""
         partitions = len(self._sizes.partitions)
         search = PartitionedSearch(self._index, partitions, resident=partitions if resident is None else resident)
         documents = self._documents
 
         def document(number: int) -> Document:
             found = documents[number]
+            # The builder keeps the latest documents' tokens for the event loop.
+            tokens = builder.document_tokens(found)
             if found.tokens is None:
-                documents[number] = found = replace(found, tokens=builder.document_tokens(found))
+                documents[number] = found = replace(found, tokens=tokens)
             return found
 
         def embed(questions: Sequence[Question]) -> Any:

@@ -273,9 +273,8 @@ class _Questions:
         self._web_pages = server.api_key is not None or server.hosts is not None
         self._client_s = server.settings.client_timeout_s
         self._builder = documents.own_builder(deepcopy(worker.engine.tokenizer))
-        counting = documents.own_builder(deepcopy(worker.engine.tokenizer))
         resident = None if placement is None else placement.partitions
-        self._retrieval = library.retrieval(counting, resident)
+        self._retrieval = library.retrieval(self._builder, resident)
         self._answering: QuestionServer | None = None
         click.echo(library.placed(worker.engine.placement, resident), err=True)
 

