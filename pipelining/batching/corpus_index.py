@@ -101,8 +101,18 @@ def _parts(texts: Sequence[str], say: Callable[[str], object]) -> Iterator[Seque
 
 
 def _digest(texts: Sequence[str], model: str) -> str:
-    digest = sha256(model.encode("utf-8", "surrogatepass"))
+    digest = sha256(_identity(model).encode("utf-8", "surrogatepass"))
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
         digest.update(len(content).to_bytes(8, "big") + content)
     return digest.hexdigest()[:32]
+
+
+def _identity(model: str) -> str:
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    # A model that was trained further has the same name.
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    states = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
+    return repr([str(folder.resolve()), *((name, state.st_size, state.st_mtime_ns) for name, state in states)])
