@@ -215,7 +215,10 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         assert sequence.lease is not None
-        if sequence.room <= len(sequence.lease.block_table) * self._block_size:
+        # Nodes are committed within the lease's tokens; an answer has the whole last block.
+        fused = sequence.scattered is not None
+        held = sequence.lease.tokens if fused else len(sequence.lease.block_table) * self._block_size
+        if sequence.room <= held:
             return True
         while True:
             try:

@@ -203,6 +203,17 @@ class TestRecomputation:
         assert "selection query failed (ValueError)" in caplog.text
         assert "Zanzibar" not in caplog.text
 
+    def test_is_of_everything_within_the_block_that_the_fused_prompt_ends_in(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fails = Chooses(ValueError(), "question")
+        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: fails)
+        engine, short = fusing(block_size=16), tokens(5, 6)
+        warm(engine, [A], [short])
+        request = prompt_of(SYSTEM, [A, short], QUESTION)
+        assert len(request.token_ids) % 16 > len(short)
+        exactly(engine, plain, request)
+
     def test_does_not_reach_what_a_selection_may_not(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
