@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from time import sleep
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
+from ragorder.kernels.engine.fair_lock import FairLock
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -37,6 +39,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
+from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.stream import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
@@ -73,7 +76,9 @@ class TieredEngine:
             )
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
-        self._lock = RLock()
+        self._lock = FairLock()
+        # One move of layers at a time. It is taken before the other lock.
+        self._moving = Lock()
         self._counters = EngineCounters()
         self._ids = count()
         self._sequences: dict[int, Sequence] = {}
@@ -117,7 +122,7 @@ class TieredEngine:
             self._cache, settings.max_batch_tokens, settings.max_requests, window, self.profile, fuser
         )
         self._runner = ModelRunner(model.forward, self._cache.pool)
-        self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
+        self._memory = MemoryPressure(self._scheduler, self._cache, memory)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -244,7 +249,7 @@ class TieredEngine:
                 weights,
                 Spread(cache.device.capacity_bytes, cache.host.capacity_bytes, cache.disk.capacity_bytes),
                 partitions=0,
-                batch=min(self.settings.max_requests, step_tokens),
+                batch=min(self._scheduler.max_requests, step_tokens),
                 step_tokens=step_tokens,
                 slots=self._streamer.wanted_slots if self._streamer and weights.device < weights.total else 0,
             )
@@ -262,25 +267,64 @@ class TieredEngine:
         """Resize the KV pools from the next step on; smaller pools evict by the policy. Raises OutOfBlocksError if
         requests need more, and MemoryError; both keep the sizes."""
         with self._lock:
-            self._failures.check_device()
-            self._forget_work()
+            self._ready_for_pools()
             self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on, reductions first. Raises ValueError for a model that does not
-        stream or has another number of layers, and, after partial changes, the errors of `resize` and `move_layers`."""
-        with self._lock:
-            self._failures.check_device()
-            self._forget_work()
-            self._memory.place(placement, self._sequences.values())
-            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+        """Place layers and KV while requests run, reductions first. Layers move one after the other between steps, and
+        none waits for a read (RAGDoll 5). Returns once all have moved. Raises ValueError for a model that does not
+        stream or has another number of layers, OutOfBlocksError if requests need the KV now, RuntimeError after
+        `close`; after LayerReadError what can go back has gone back. A MemoryError leaves what was reached."""
+        with self._moving:
+            with self._lock:
+                before, was = self._memory.residency, self.placement
+            weights = placement.weights
+            if weights.total != len(before):
+                raise ValueError(f"the placement has {weights.total} layers, but the model has {len(before)}")
+            try:
+                self._place(placement, Residency.spread(len(before), weights.device, weights.host))
+            except LayerReadError:
+                with suppress(LayerReadError, MemoryError, OutOfBlocksError):
+                    self._place(was, before)
+                raise
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Place the decoder layers from the next step on. Return the reached residency. Raises LayerReadError."""
+        """Move the decoder layers while requests run, as `place` does. Return the reached residency. Raises
+        LayerReadError."""
+        with self._moving:
+            with self._lock:
+                self._memory.begin_move(residency)
+            self._carry(residency)
+            with self._lock:
+                return self._memory.residency
+
+    def _place(self, placement: Placement, residency: Residency) -> None:
         with self._lock:
-            return self._memory.move(residency)
+            self._ready_for_pools()
+            self._memory.begin_place(placement, residency, self._sequences.values())
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+        self._carry(residency)
+        with self._lock:
+            self._ready_for_pools()
+            self._memory.finish_place(placement, self._sequences.values())
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+
+    def _carry(self, residency: Residency) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._closed:
+                        raise RuntimeError("the engine is closed")
+                    move = self._memory.next_move(residency)
+                if move is None:
+                    return
+                move.read()
+        except BaseException:
+            with self._lock:
+                self._memory.end_move()
+            raise
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
@@ -323,6 +367,10 @@ class TieredEngine:
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         self._updates.put(self._advance())
+
+    def _ready_for_pools(self) -> None:
+        self._failures.check_device()
+        self._forget_work()
 
     def _forget_work(self) -> None:
         if self._questions is not None:

@@ -16,8 +16,8 @@ from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_
 LEAST_STEP = 64
 """Tokens of the smallest planned step."""
 
-STAGES = 2
-"""Pinned host buffers that layers pass from the disk to a GPU: one is read while the other is copied."""
+STAGES = 3
+"""Pinned host buffers that layers pass from the disk to a GPU: one is read while another is copied, and one moves."""
 
 # Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
 _WORKSPACE_SHARE = 0.125
