@@ -33,8 +33,9 @@ from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, Lay
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
 from ragorder.kernels.offload.moves import LayerMove
+from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
-from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency
+from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 from ragorder.pipelining.placement.plan import STAGES

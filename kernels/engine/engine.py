@@ -40,7 +40,7 @@ from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
 from ragorder.kernels.offload.checkpoint import LayerReadError
-from ragorder.kernels.offload.stream import Residency
+from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -284,7 +284,7 @@ class TieredEngine:
             if weights.total != len(before):
                 raise ValueError(f"the placement has {weights.total} layers, but the model has {len(before)}")
             try:
-                self._place(placement, Residency.spread(len(before), weights.device, weights.host))
+                self._place(placement, before.with_counts(weights.device, weights.host))
             except LayerReadError:
                 with suppress(LayerReadError, MemoryError, OutOfBlocksError):
                     self._place(was, before)

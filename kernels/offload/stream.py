@@ -1,4 +1,4 @@
-"""Decoder layers with weights on the device only during computation, and their residency (RAGDoll 4.2, 4.3)."""
+"""Decoder layers with weights on the device only during computation (RAGDoll 4.2, 4.3, 5)."""
 
 from __future__ import annotations
 
@@ -6,56 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
 from ragorder.kernels.offload.moves import LayerMove
+from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
-
-
-class Place(Enum):
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """The tier of each layer's weights between steps. Layers off the device are streamed."""
-
-    places: tuple[Place, ...]
-
-    @classmethod
-    def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
-        if device < 0 or host < 0 or device + host > layers:
-            raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
-        places = [Place.DISK] * layers
-        for layer in _evenly(range(layers), device):
-            places[layer] = Place.DEVICE
-        for layer in _evenly([layer for layer in range(layers) if places[layer] is Place.DISK], host):
-            places[layer] = Place.HOST
-        return cls(tuple(places))
-
-    def __getitem__(self, layer: int) -> Place:
-        return self.places[layer]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def count(self, place: Place) -> int:
-        return self.places.count(place)
-
-
-def _evenly(layers: range | list[int], count: int) -> list[int]:
-    return [layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count)]
-
 
 # Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4

@@ -544,10 +544,17 @@ class Mover:
         self._pool.shutdown()
 
 
+MOVING = {"max_batch_tokens": 32, "max_requests": 3}
+
+
 class TestMovesWhileRequestsRun:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        return saved(family("llama", num_hidden_layers=6), tmp_path / "model")
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return saved(family("llama", num_hidden_layers=6), tmp_path_factory.mktemp("moves") / "model")
+
+    @pytest.fixture(scope="class")
+    def expected(self, folder: Path) -> list[list[Completion]]:
+        return answers(folder, (0, 100, 200), **MOVING)
 
     @pytest.fixture
     def mover(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mover]:
@@ -563,18 +570,16 @@ class TestMovesWhileRequestsRun:
     @pytest.mark.parametrize(("device", "host"), [(3, 1), (0, 6), (6, 0)])
     @pytest.mark.parametrize("in_place", [True, False], ids=["on a CPU", "as on a GPU"])
     def test_no_step_waits_for_a_layer_that_moves(
-        self, folder: Path, mover: Mover, device: int, host: int, in_place: bool
+        self, folder: Path, expected: Any, mover: Mover, device: int, host: int, in_place: bool
     ) -> None:
-        step = {"max_batch_tokens": 32, "max_requests": 3}
-        expected = answers(folder, range(0, 600, 100), **step)
-        settings = streaming(folder, 3, device_bytes=room_for(folder, 8), **step)
+        settings = streaming(folder, 3, device_bytes=room_for(folder, 8), verify=False, **MOVING)
         with TieredEngine.load(folder, settings) as engine:
             engine.move_layers(Residency.spread(6, 0))
             streamer_of(engine).in_place = in_place
             wanted = self.placement(engine, device, host)
             moving = mover.begin(lambda: engine.place(wanted))
             steps, done = [engine.stats().steps], dict[int, Completion]()
-            for seed, completions in zip(range(0, 600, 100), expected, strict=True):
+            for seed, completions in zip((0, 100, 200), expected, strict=True):
                 # A layer arrives in the middle of some of them, and is taken between two steps.
                 ids = [engine.add(request) for request in requests(seed)]
                 while engine.has_unfinished:
@@ -594,10 +599,10 @@ class TestMovesWhileRequestsRun:
 
     @pytest.mark.parametrize("device", [4, 6])
     def test_a_layer_that_cannot_be_read_leaves_the_old_placement(
-        self, folder: Path, mover: Mover, device: int
+        self, folder: Path, expected: Any, mover: Mover, device: int
     ) -> None:
-        expected = answers(folder, (0, 0))
-        with TieredEngine.load(folder, streaming(folder, 4, device_bytes=room_for(folder, 9))) as engine:
+        settings = streaming(folder, 4, device_bytes=room_for(folder, 9), verify=False, **MOVING)
+        with TieredEngine.load(folder, settings) as engine:
             mover.go_on()
             engine.place(self.placement(engine, 2))
             before = engine.placement
@@ -617,9 +622,9 @@ class TestMovesWhileRequestsRun:
             engine.place(self.placement(engine, device))
             assert engine.placement == self.placement(engine, device)
 
-    def test_a_shortage_ends_a_move(self, folder: Path, mover: Mover) -> None:
-        expected = answers(folder, (0,))
-        with TieredEngine.load(folder, streaming(folder, 4, device_bytes=room_for(folder, 9))) as engine:
+    def test_a_shortage_ends_a_move(self, folder: Path, expected: Any, mover: Mover) -> None:
+        settings = streaming(folder, 4, device_bytes=room_for(folder, 9), verify=False, **MOVING)
+        with TieredEngine.load(folder, settings) as engine:
             engine.move_layers(Residency.spread(6, 0))
             moving = mover.begin(lambda: engine.place(self.placement(engine, 4)))
             threading.Timer(0.05, mover.go_on).start()
@@ -628,7 +633,7 @@ class TestMovesWhileRequestsRun:
             with pytest.raises(MemoryError, match="memory ran short while layers moved"):
                 moving.result(60)
             assert engine.stats().stream.device_layers == 0  # type: ignore[union-attr]
-            check_tokens(engine.generate(requests()), expected[0])
+            check_tokens(engine.generate(requests()[2:3]), expected[0][2:3])
 
     def test_the_end_of_the_engine_ends_a_move(self, folder: Path, mover: Mover) -> None:
         engine = TieredEngine.load(folder, streaming(folder, 4))
