@@ -197,7 +197,7 @@ class DecoupledServer(Generic[Q, D, R]):
             before = [request for request in before if request in self.generating.running]
             if not before:
                 raise TimeoutError("the engine has no room for this placement while requests run")
-            ends = (request.ended for request in before)
+            ends = [request.ended for request in before]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             # Its worker, and the engine, drop it now.
             await asyncio.sleep(0)
