@@ -194,7 +194,11 @@ class MemoryPressure:
         blocks = self._cache.pool.blocks
         # Not needed now; a failed device also fails in the next step.
         with suppress(MemoryError, RuntimeError, LayerReadError):
-            if blocks >= self._blocks:
+            if blocks > self._blocks:
+                # Layers had made way for a request.
+                self._forget_tables()
+                self._cache.resize(device_blocks=self._blocks)
+            elif blocks == self._blocks:
                 self._streamer.regain(self._residency)
             else:
                 self._cache.resize(device_blocks=min(max(1, 2 * blocks), self._blocks))

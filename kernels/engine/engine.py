@@ -304,12 +304,13 @@ class TieredEngine:
         with self._lock:
             self._ready_for_pools()
             self._memory.begin_place(placement, residency, self._sequences.values())
-            self._validator = replace(self._validator, device_tokens=self.device_tokens)
         self._carry(residency)
         with self._lock:
             self._ready_for_pools()
             self._memory.finish_place(placement, self._sequences.values())
-            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+            # A request that needs more than a smaller pool is still served: layers make way for it.
+            most = max(self._validator.device_tokens, self.device_tokens)
+            self._validator = replace(self._validator, device_tokens=most)
 
     def _carry(self, residency: Residency) -> None:
         try:

@@ -635,6 +635,20 @@ class TestMovesWhileRequestsRun:
             assert engine.stats().stream.device_layers == 0  # type: ignore[union-attr]
             check_tokens(engine.generate(requests()[2:3]), expected[0][2:3])
 
+    def test_layers_make_way_for_a_request_that_a_smaller_pool_has_no_room_for(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        with TieredEngine.load(folder, streaming(folder, 6, verify=False)) as engine:
+            placed = self.placement(engine, 4, tokens_=128)
+            engine.place(placed)
+            [found] = engine.generate([ask([], tokens(300, 1))])
+            assert found.finish_reason == "length", found.error
+            assert engine.device_tokens > 300 and engine.placement.weights.device < 4
+            # Both return.
+            engine.generate([ask([], tokens(9, 1), max_tokens=30)])
+            assert engine.placement == placed
+
     def test_the_end_of_the_engine_ends_a_move(self, folder: Path, mover: Mover) -> None:
         engine = TieredEngine.load(folder, streaming(folder, 4))
         engine.move_layers(Residency.spread(6, 0))
