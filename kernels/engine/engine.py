@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Lock
 from time import sleep
 from typing import Any, Self
 
@@ -17,6 +15,7 @@ import torch
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
 from ragorder.kernels.engine.fair_lock import FairLock
+from ragorder.kernels.engine.moving import Moves
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -39,7 +38,6 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
-from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
@@ -77,8 +75,6 @@ class TieredEngine:
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = FairLock()
-        # One move of layers at a time. It is taken before the other lock.
-        self._moving = Lock()
         self._counters = EngineCounters()
         self._ids = count()
         self._sequences: dict[int, Sequence] = {}
@@ -123,6 +119,7 @@ class TieredEngine:
         )
         self._runner = ModelRunner(model.forward, self._cache.pool)
         self._memory = MemoryPressure(self._scheduler, self._cache, memory)
+        self._moves = Moves(self._lock, self._memory, self._ready_for_pools, self._sequences.values)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -166,9 +163,7 @@ class TieredEngine:
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine is closed: make another one")
-            self._failures.check_device()
+            self._check_open()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
@@ -274,58 +269,19 @@ class TieredEngine:
 
     def place(self, placement: Placement) -> None:
         """Place layers and KV while requests run, reductions first. Layers move one after the other between steps, and
-        none waits for a read (RAGDoll 5). Returns once all have moved. Raises ValueError for a model that does not
+        no step waits for a read (RAGDoll 5). Returns once all have moved. Raises ValueError for a model that does not
         stream or has another number of layers, OutOfBlocksError if requests need the KV now, RuntimeError after
         `close`; after LayerReadError what can go back has gone back. A MemoryError leaves what was reached."""
-        with self._moving:
-            with self._lock:
-                before, was = self._memory.residency, self.placement
-            weights = placement.weights
-            if weights.total != len(before):
-                raise ValueError(f"the placement has {weights.total} layers, but the model has {len(before)}")
-            try:
-                self._place(placement, before.with_counts(weights.device, weights.host))
-            except LayerReadError:
-                with suppress(LayerReadError, MemoryError, OutOfBlocksError):
-                    self._place(was, before)
-                raise
-
-    def move_layers(self, residency: Residency) -> Residency:
-        """Move the decoder layers while requests run, as `place` does. Return the reached residency. Raises
-        LayerReadError."""
-        with self._moving:
-            with self._lock:
-                self._memory.begin_move(residency)
-            self._carry(residency)
-            with self._lock:
-                return self._memory.residency
-
-    def _place(self, placement: Placement, residency: Residency) -> None:
+        self._moves.place(placement, lambda: self.placement)
         with self._lock:
-            self._ready_for_pools()
-            self._memory.begin_place(placement, residency, self._sequences.values())
-        self._carry(residency)
-        with self._lock:
-            self._ready_for_pools()
-            self._memory.finish_place(placement, self._sequences.values())
             # A request that needs more than a smaller pool is still served: layers make way for it.
             most = max(self._validator.device_tokens, self.device_tokens)
             self._validator = replace(self._validator, device_tokens=most)
 
-    def _carry(self, residency: Residency) -> None:
-        try:
-            while True:
-                with self._lock:
-                    if self._closed:
-                        raise RuntimeError("the engine is closed")
-                    move = self._memory.next_move(residency)
-                if move is None:
-                    return
-                move.read()
-        except BaseException:
-            with self._lock:
-                self._memory.end_move()
-            raise
+    def move_layers(self, residency: Residency) -> Residency:
+        """Move the decoder layers while requests run, as `place` does. Return the reached residency. Raises
+        LayerReadError."""
+        return self._moves.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
@@ -369,8 +325,13 @@ class TieredEngine:
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         self._updates.put(self._advance())
 
-    def _ready_for_pools(self) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: make another one")
         self._failures.check_device()
+
+    def _ready_for_pools(self) -> None:
+        self._check_open()
         self._forget_work()
 
     def _forget_work(self) -> None:
