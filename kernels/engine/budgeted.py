@@ -262,10 +262,10 @@ class MemoryPressure:
     def finish_place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
         """Increase what becomes larger, once layers have moved."""
         assert self._streamer is not None and self._memory is not None
-        self._resize_to(placement.kv.device, placement.kv.host, unfinished)
         self._scheduler.limit(placement.step_tokens, placement.batch)
         room = self._memory.room(placement.slots, placement.step_tokens, placement.batch)
         self._streamer.room = room if placement.slots else None
+        self._resize_to(placement.kv.device, placement.kv.host, unfinished)
 
     def _resize_to(self, device_bytes: int, host_bytes: int, unfinished: Collection[Sequence]) -> None:
         cache, shape = self._cache.stats(), self._cache.shape

@@ -56,6 +56,11 @@ class Moves:
                 with suppress(LayerReadError, MemoryError, OutOfBlocksError):
                     self._place(was, before)
                 raise
+            except MemoryError:
+                # Layers that went stay away; batches and steps are those of before.
+                with self._lock, suppress(MemoryError, OutOfBlocksError):
+                    self._memory.finish_place(was, self._unfinished())
+                raise
 
     def _place(self, placement: Placement, residency: Residency) -> None:
         with self._lock:

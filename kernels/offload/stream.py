@@ -145,6 +145,9 @@ class LayerStreamer:
         self.end_move()
         self._end()
         self._target = residency
+        if self._ends_whole:
+            # Memory of a small step's workspace is no layer's.
+            self._set_slots(min(self._least, len(self._ring)))
         moves = [layer for layer, place in enumerate(self.residency.places) if residency[layer] is not place]
         for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
             if residency[layer] is Place.DISK:
@@ -286,13 +289,11 @@ class LayerStreamer:
         if not len(self._ring):
             # There was no memory for a single slot.
             self._set_slots(1)
-        if self.room is None or self._short:
+        if self.room is None or self._short or self._ends_whole:
+            # The last layers of such a move are in the memory of the ring.
             return
         streamed = len(self.streamed)
-        least = min(self._least, streamed)
-        # Memory of a move's last layers is the ring's, and the ring does not grow into that of the next.
-        most = least if self._target is not None else self.room(tokens) // self.store.slot_bytes
-        wanted = max(least, min(streamed, most))
+        wanted = max(min(self._least, streamed), min(streamed, self.room(tokens) // self.store.slot_bytes))
         self._calm = self._calm + 1 if wanted > len(self._ring) else 0
         if wanted < len(self._ring) or self._calm >= _CALM_STEPS:
             self._calm = 0

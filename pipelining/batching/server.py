@@ -179,13 +179,13 @@ class DecoupledServer(Generic[Q, D, R]):
             except BaseException:
                 self.generating.most, self.generating.kv_limit = most, limit
                 if self._resident != resident:
-                    self._resize_now(resident)
-                raise
-            finally:
+                    await asyncio.to_thread(self._resize_now, resident)
                 self.generating.wake()
+                raise
             self.generating.most = placement.batch
             if limit is not None and tokens is not None:
                 self.generating.kv_limit = tokens
+            self.generating.wake()
 
     async def _place_engine(self, placement: ServingPlacement) -> int | None:
         """Return the KV tokens that the engine has then, or None if it places nothing."""
