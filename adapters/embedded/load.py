@@ -36,7 +36,7 @@ class LoadFollower:
         self._describe = describe
         self._clock = clock
         self._server: DecoupledServer[Any, Any, Any] | None = None
-        self._answered: list[tuple[int, int]] = []
+        self._answered: list[RequestTrace] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -46,8 +46,8 @@ class LoadFollower:
         self._server = server
 
     def __call__(self, observed: BatchEvent | RequestTrace) -> None:
-        if isinstance(observed, RequestTrace) and observed.prompt_tokens and observed.answer_tokens:
-            self._answered.append((observed.prompt_tokens, observed.answer_tokens))
+        if isinstance(observed, RequestTrace) and observed.outcome == "answered":
+            self._answered.append(observed)
         self._changed.set()
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run())
@@ -72,8 +72,12 @@ class LoadFollower:
 
     async def _follow(self) -> None:
         answered, self._answered = self._answered, []
-        for prompt_tokens, answer_tokens in answered:
-            self.replanner.answered(prompt_tokens, answer_tokens)
+        for trace in answered:
+            began_s, ended_s = trace.generation_began_s, trace.ended_s
+            if trace.prompt_tokens and trace.answer_tokens and began_s is not None and ended_s is not None:
+                self.replanner.answered(
+                    trace.prompt_tokens, trace.answer_tokens, trace.generation_batch, ended_s - began_s
+                )
         if self._server is None:
             return
         # A plan takes milliseconds.

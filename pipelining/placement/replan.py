@@ -19,7 +19,7 @@ class Replanner:
 
     A move pays as soon as its seconds, for each request that waits, are less than what these requests would save and
     what the requests since the last move would have saved: a burst moves at once, a low load after some requests.
-    `moved` and `failed` correct the expected time of a move. `most` bounds the batch.
+    Measured times of generations and moves correct what the costs expect. `most` bounds the batch.
     """
 
     def __init__(self, placed: PlannedPlacement, costs: EstimatedCosts, *, most: int) -> None:
@@ -32,13 +32,18 @@ class Replanner:
         self._since = 0
         # Of the requests since the last move, what they would have saved by the better placement.
         self._missed_s = 0.0
-        # Seconds of a move by expected ones.
-        self._pace = 1.0
+        # Measured seconds by expected ones: of generations, and of the last move.
+        self._generating = RunningMean(arithmetic_start=True)
+        self._moving = 1.0
         self._plans: dict[tuple[int, Workload], PlannedPlacement] = {}
 
-    def answered(self, prompt_tokens: int, answer_tokens: int) -> None:
+    def answered(self, prompt_tokens: int, answer_tokens: int, batch: int, generation_s: float) -> None:
+        """Learn from a request that was generated with up to `batch` requests."""
+        placed = self.placed
         self._prompt.add(prompt_tokens)
         self._answer.add(answer_tokens)
+        costs = replace(self._costs, workload=self._workload())
+        self._generating.add(generation_s / costs.generation_s(max(1, batch), placed.weights, placed.step_tokens))
         self._since += 1
 
     def plan(self, backlog: int) -> PlannedPlacement:
@@ -61,19 +66,20 @@ class Replanner:
         if saved_s <= WORTHWHILE * now.latency_s:
             self._missed_s = 0.0
             return None
+        saved_s *= self._generating.value or 1.0
         self._missed_s += since * saved_s
-        cost_s = self._pace * self._costs.moving_s(self.placed, wanted)
+        cost_s = self._moving * self._costs.moving_s(self.placed, wanted)
         return wanted if self._missed_s + backlog * saved_s >= backlog * cost_s else None
 
     def moved(self, placement: PlannedPlacement, seconds: float) -> None:
         expected_s = self._costs.moving_s(self.placed, placement)
         if expected_s > 0:
-            self._pace = seconds / expected_s
+            self._moving = seconds / expected_s
         self.placed, self._missed_s = placement, 0.0
 
     def failed(self) -> None:
         """Ask for twice as much gain before the next move."""
-        self._pace, self._missed_s = 2 * max(self._pace, 1.0), 0.0
+        self._moving, self._missed_s = 2 * max(self._moving, 1.0), 0.0
 
     def _workload(self) -> Workload:
         longest = self._longest.prompt_tokens + self._longest.answer_tokens

@@ -291,12 +291,18 @@ class TestReplan:
         assert (replanner.placed.batch, replanner.placed.weights.device) == (4, 0)
         return replanner, costs
 
-    def until_moved(self, replanner: Replanner, backlog: int, most: int = 1000) -> tuple[int, PlannedPlacement]:
+    def answer(self, replanner: Replanner, prompt_tokens: int = 60, answer_tokens: int = 4, pace: float = 1.0) -> None:
+        """Answer a request, alone, in `pace` times what is expected of a request of 60 tokens."""
+        placed, costs = replanner.placed, estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        seconds = costs.generation_s(1, placed.weights, placed.step_tokens)
+        replanner.answered(prompt_tokens, answer_tokens, 1, pace * seconds)
+
+    def until_moved(self, replanner: Replanner, backlog: int, pace: float = 1.0) -> tuple[int, PlannedPlacement]:
         """The requests of this backlog that are answered before a move pays, and its placement."""
-        for count in range(most):
+        for count in range(1000):
             if (wanted := replanner.propose(backlog)) is not None:
                 return count, wanted
-            replanner.answered(60, 4)
+            self.answer(replanner, pace=pace)
         raise AssertionError("no move pays")
 
     def test_a_low_load_moves_once_its_requests_would_have_saved_the_move_and_a_burst_moves_sooner(self) -> None:
@@ -317,7 +323,7 @@ class TestReplan:
         count, _ = self.until_moved(self.replanner()[0], 1)
         replanner, _ = self.replanner()
         for request in range(2 * count):
-            replanner.answered(60, 4)
+            self.answer(replanner)
             assert replanner.propose(1 if request % 2 else 16) is None
 
     def test_a_move_that_failed_or_took_longer_must_save_more(self) -> None:
@@ -326,12 +332,14 @@ class TestReplan:
         failed.failed()
         assert 2 * count <= self.until_moved(failed, 1)[0] <= 2 * count + 1
         assert self.until_moved(self.replanner(pace=150.0)[0], 1)[0] >= 3 * count
+        # What takes longer than expected is worth moving for sooner.
+        assert self.until_moved(self.replanner()[0], 1, pace=3.0)[0] <= count // 3 + 1
 
     def test_shorter_prompts_and_answers_leave_memory_for_larger_batches_and_for_the_longest_request(self) -> None:
         replanner, costs = self.replanner()
         before = replanner.plan(4)
         for _ in range(50):
-            replanner.answered(15, 1)
+            self.answer(replanner, 15, 1)
         assert replanner.plan(4).batch > before.batch
         for backlog in (1, 4, 16):
             planned = replanner.plan(backlog)
