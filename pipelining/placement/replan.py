@@ -47,7 +47,7 @@ class Replanner:
         self._since += 1
 
     def plan(self, backlog: int) -> PlannedPlacement:
-        """Return the best placement for a power of two of requests that are at least as many as `backlog`."""
+        """Return the best placement for `backlog` requests, rounded up to a power of two."""
         backlog = min(1 << (max(1, backlog) - 1).bit_length(), self.most)
         key = backlog, self._workload()
         if key not in self._plans:
