@@ -352,7 +352,7 @@ class TestAPlacementThatFollowsTheLoad:
         from ragorder.pipelining.placement.replan import Replanner
 
         builder = PromptBuilder(tokenizer=AutoTokenizer.from_pretrained(model))
-        prompt = builder.prefix_tokens + 3 * max(map(builder.document_tokens, DOCUMENTS)) + 40
+        prompt = builder.prefix_tokens + max(map(builder.document_tokens, DOCUMENTS)) + 40
         sizes, index = model_sizes(model, dtype="float32"), index_sizes(index_path, 4)
         rates = Rates(flops=1e9, device=1e10, host=1e9, disk=2e6, scan=1e7)
         costs = EstimatedCosts(sizes, rates, index, Workload(prompt_tokens=prompt, answer_tokens=8))
@@ -390,9 +390,11 @@ class TestAPlacementThatFollowsTheLoad:
                 yield server, worker.engine, metrics.registry.get_sample_value
             await follower.close()
 
+    questions = asked(8, max_tokens=8, temperature=0.0, options={"ignore_eos": True})
+
     async def one_by_one(self, server: Any, enough: Callable[[], object]) -> list[str]:
         found = []
-        for question in asked(8, max_tokens=4, temperature=0.0) * 20:
+        for question in self.questions * 20:
             found.append((await server.run(question)).text)
             if enough():
                 return found
@@ -409,7 +411,7 @@ class TestAPlacementThatFollowsTheLoad:
             search,
             lambda questions: vectors[[int(question.query.split()[-1]) for question in questions]],
             DOCUMENTS.__getitem__,
-            top_k=3,
+            top_k=1,
         )
 
         def placed(engine: Any) -> Placement:
@@ -425,11 +427,10 @@ class TestAPlacementThatFollowsTheLoad:
             assert placed(engine).weights == replanner.placed.weights
             assert value("ragorder_batching_most") == replanner.placed.batch
             low = await self.one_by_one(server, lambda: moves and moves[-1].batch == 1)
-            questions = asked(8, max_tokens=4, temperature=0.0)
             for _ in range(50):
                 if moves[-1].batch > 1:
                     break
-                many = [answer.text for answer in await asyncio.gather(*map(server.run, questions * 3))]
+                many = [answer.text for answer in await asyncio.gather(*map(server.run, self.questions * 3))]
                 assert many[:8] == many[8:16] == many[16:]
                 assert low[:8] == many[: len(low[:8])]
             assert max(each.batch for each in moves) > 1
@@ -452,7 +453,10 @@ class TestAPlacementThatFollowsTheLoad:
                 raise OSError(5, "Input/output error")
             return read(*arguments)
 
-        async with self.serving(model, replanner, plain_retrieval(retrieve), lambda *_: "moved") as (
+        async def one(question: Question) -> list[Document]:
+            return (await retrieve(question))[:1]
+
+        async with self.serving(model, replanner, plain_retrieval(one), lambda *_: "moved") as (
             server,
             engine,
             value,
