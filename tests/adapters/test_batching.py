@@ -442,6 +442,7 @@ class TestAPlacementThatFollowsTheLoad:
             assert value("ragorder_batching_placements_total", {"outcome": "failed"}) in (None, 0)
         search.close()
 
+    @pytest.mark.slow
     async def test_a_disk_that_fails_leaves_it_and_the_log_and_the_metrics_say_so(
         self, model: Path, replanner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
