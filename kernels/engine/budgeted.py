@@ -184,7 +184,14 @@ class MemoryPressure:
         if self._cache.pool.blocks < self._blocks and not self.fit(_needed_tokens(unfinished)):
             raise MemoryError("not enough memory for the KV of a request")
 
-    def step_succeeded(self) -> None:
+    def hold(self, tokens: int) -> bool:
+        """Fit a request; layers make way for one that needs more than the planned pool."""
+        while self.fit(tokens) and self._cache.pool.blocks < self._cache.shape.blocks_for(tokens):
+            if not self.make_blocks():
+                return False
+        return self._cache.pool.blocks >= self._cache.shape.blocks_for(tokens)
+
+    def step_succeeded(self, unfinished: Collection[Sequence]) -> None:
         if self._streamer is None or self._residency is None:
             return
         self._calm += 1
@@ -195,16 +202,17 @@ class MemoryPressure:
         # Not needed now; a failed device also fails in the next step.
         with suppress(MemoryError, RuntimeError, LayerReadError):
             if blocks > self._blocks:
-                # Layers had made way for a request.
-                self._forget_tables()
-                self._cache.resize(device_blocks=self._blocks)
+                # Layers have made way for a request.
+                if self._cache.shape.blocks_for(_needed_tokens(unfinished)) <= self._blocks:
+                    self._forget_tables()
+                    self._cache.resize(device_blocks=self._blocks)
             elif blocks == self._blocks:
                 self._streamer.regain(self._residency)
             else:
                 self._cache.resize(device_blocks=min(max(1, 2 * blocks), self._blocks))
 
     def make_blocks(self) -> bool:
-        """Evict layers for the only running request. Return False without layers to evict, or without memory."""
+        """Evict layers for a request. Return False without layers to evict, or without memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes

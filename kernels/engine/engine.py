@@ -377,7 +377,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        self._memory.step_succeeded()
+        self._memory.step_succeeded(self._sequences.values())
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -414,7 +414,7 @@ class TieredEngine:
 
     def _hold(self, sequence: Sequence) -> None:
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
-        if needed > self.device_tokens and not self._memory.fit(needed):
+        if needed > self.device_tokens and not self._memory.hold(needed):
             why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
             raise ShortOfMemoryError(why) from MemoryError(why)
 
