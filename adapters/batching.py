@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.metrics import PrometheusMetrics
@@ -118,6 +118,14 @@ class BatchingMetrics(PrometheusMetrics):
         self._waiting = self._gauge("waiting", "Requests in a worker's queue.", "worker")
         self._kv_tokens = self._gauge("kv_tokens", "KV tokens of running requests; shared tokens count once.")
         self._partitions = self._gauge("partitions", "Partitions of the index in memory.")
+        self._placements = self._counter("placements", "Changes of the placement by outcome.", "outcome")
+        self._most = self._gauge("most", "Requests that the placement has room for at once.")
+
+    def placed(self, most: int, outcome: Literal["moved", "failed"] | None = None) -> None:
+        """Show that the placement has room for `most` requests, after a change or an attempt."""
+        self._most.set(most)
+        if outcome is not None:
+            self._placements.labels(outcome).inc()
 
     def __call__(self, observed: BatchEvent | RequestTrace) -> None:
         if isinstance(observed, RequestTrace):

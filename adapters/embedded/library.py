@@ -23,6 +23,7 @@ from ragorder.pipelining.placement.base import Placement, Workload
 from ragorder.pipelining.placement.budgets import Budgets, device_memory
 from ragorder.pipelining.placement.plan import PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import index_sizes
+from ragorder.pipelining.placement.replan import Replanner
 
 _PARTITIONS = 32
 # Tokens of a usual question.
@@ -50,6 +51,7 @@ class Library:
             for each in read_passages(corpus)
         ]
         self.top_k = min(top_k, len(self._documents))
+        self.replanner: Replanner | None = None
         say(f"Corpus: {len(self._documents):,} documents in {corpus}")
         self._encoder = TextEncoder(embedder)
         self._index = corpus_index([each.text for each in self._documents], self._encoder, index, say=say)
@@ -61,7 +63,8 @@ class Library:
     ) -> tuple[EngineSettings, PlannedPlacement | None]:
         """Divide the budgets of `settings` between model and index; None without `device_bytes`.
 
-        Given settings other than the budgets are kept. Raises PlacementError, OSError, ValueError.
+        Given settings other than the budgets are kept; without such ones of KV and steps there is a `replanner` then.
+        Raises PlacementError, OSError, ValueError.
         """
         if settings.device_bytes is None:
             return settings, None
@@ -80,6 +83,8 @@ class Library:
         placement = plan_placement(budgets, costs, backlog=settings.max_requests)
         planned = dict(placement.engine_settings)
         kept = settings.model_fields_set - {"device_bytes", "host_bytes"}
+        if not kept & {"device_tokens", "max_batch_tokens"}:
+            self.replanner = Replanner(placement, costs, most=settings.max_requests)
         changed = {name: value for name, value in planned.items() if name not in kept}
         return EngineSettings(**settings.model_dump(exclude_unset=True) | changed), placement
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Send
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
 from ragorder.adapters.embedded.app import BodyEndpoint, engine_errors, send_json, start_events
+from ragorder.adapters.embedded.load import LoadFollower
 from ragorder.adapters.embedded.protocol import ChatCompletionRequest
 from ragorder.adapters.embedded.responses import DONE, event
 from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams, EmbeddedTimeoutError
@@ -58,20 +59,28 @@ def question_server(
     *,
     metrics: BatchingMetrics,
     placement: ServingPlacement | None = None,
+    follower: LoadFollower | None = None,
+    most: int | None = None,
 ) -> QuestionServer:
-    """Return the server with two queues on this engine. Closing it leaves `worker` and `retrieval` open."""
-    return ordered_batches(
+    """Return the server with two queues on this engine. Closing it leaves `worker`, `retrieval` and `follower` open.
+
+    `most`: of all placements, the most questions at once (default: of the engine now).
+    """
+    server: QuestionServer = ordered_batches(
         EmbeddedStreams(worker),
         retrieval,
         orderer=orderer,
         builder=builder,
         prompts="token_ids",
-        observers=[metrics],
-        batching=BacklogAware(most=worker.engine.settings.max_requests),
+        observers=[metrics] if follower is None else [metrics, follower],
+        batching=BacklogAware(most=most or worker.engine.settings.max_requests),
         kv_limit=worker.engine.device_tokens,
         max_requests=worker.max_unfinished,
         placement=placement,
     )
+    if follower is not None:
+        follower.follow(server)
+    return server
 
 
 def question_routes(

@@ -10,6 +10,7 @@ from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.errors import RagorderError
 from ragorder.kernels.engine import Request, Sampling
+from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.pipelining import AnswerChunk
 from ragorder.pipelining.placement.base import Placement
 
@@ -37,10 +38,16 @@ class EmbeddedStreams:
         """Release memory of the engine, see `Relief`."""
         return self._worker.engine.relieve()
 
-    def place(self, placement: object) -> None:
-        """Apply a `Placement` of layers and KV; ignore other objects. Raises as `TieredEngine.place`."""
+    def place(self, placement: object) -> int | None:
+        """Apply a `Placement` of layers and KV; ignore other objects. Return the tokens of KV on the device, or None
+        while running requests need more. Raises as `TieredEngine.place`."""
+        engine = self._worker.engine
         if isinstance(placement, Placement):
-            self._worker.engine.place(placement)
+            try:
+                engine.place(placement)
+            except OutOfBlocksError:
+                return None
+        return engine.device_tokens
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """Raises the worker's errors, TypeError or ValueError for options, messages and scopes that it cannot take."""

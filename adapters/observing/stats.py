@@ -27,6 +27,7 @@ _SERVING = {
     "ragorder_batching_waiting": "waiting",
     "ragorder_batching_running": "running",
     "ragorder_batching_batch_size": "at once",
+    "ragorder_batching_most": "most at once",
     "ragorder_batching_partitions": "partitions in memory",
     "ragorder_engine_layers": "layers",
 }

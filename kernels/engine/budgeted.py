@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,10 @@ from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.offload.model_memory import ModelMemory, decoder_layers, skeleton
+from ragorder.kernels.offload.moves import LayerMove
+from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore, Source
-from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency
+from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 from ragorder.pipelining.placement.plan import STAGES
@@ -45,6 +46,7 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 _LEAST_STEP = 64
 # Steps without a shortage before a part of the memory is taken back.
 _STEPS_TO_GROW = 256
+_WHOLE = "all layers are on the device: load the engine with device_bytes to move them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +129,28 @@ class StreamedMemory:
                 plan.device_layers,
             )
         elif plan.streams:
-            streamer.room = self._room
+            streamer.room = self.room(plan.slots, plan.step_tokens, self.settings.max_requests)
 
-    def _room(self, tokens: int) -> int:
-        # A small step's unused workspace holds layers read ahead (RAGDoll 4.3).
-        most, rows = self.plan.step_tokens, self.settings.max_requests
-        spare = self.weights.workspace(most, rows) - self.weights.workspace(min(tokens, most), rows)
-        return self.plan.slots * self.streamer.store.slot_bytes + spare
+    def room(self, slots: int, step_tokens: int, requests: int) -> Callable[[int], int]:
+        """Return the bytes for slots by tokens of a step: a small one's unused workspace holds layers read ahead
+        (RAGDoll 4.3)."""
+        workspace, least = self.weights.workspace, slots * self.streamer.store.slot_bytes
+
+        def room(tokens: int) -> int:
+            return least + workspace(step_tokens, requests) - workspace(min(tokens, step_tokens), requests)
+
+        return room
 
 
 class MemoryPressure:
     """Gives memory back between steps (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a tier, then
     layers. After many steps without a shortage, pool and layers grow back."""
 
-    def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
+    def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, memory: StreamedMemory | None) -> None:
         self._scheduler = scheduler
         self._cache = cache
-        self._streamer = streamer
+        self._memory = memory
+        self._streamer = streamer = None if memory is None else memory.streamer
         # The planned sizes.
         self._blocks = cache.pool.blocks
         self._residency = None if streamer is None else streamer.residency
@@ -177,7 +184,14 @@ class MemoryPressure:
         if self._cache.pool.blocks < self._blocks and not self.fit(_needed_tokens(unfinished)):
             raise MemoryError("not enough memory for the KV of a request")
 
-    def step_succeeded(self) -> None:
+    def hold(self, tokens: int) -> bool:
+        """Fit a request; layers make way for one that needs more than the planned pool."""
+        while self.fit(tokens) and self._cache.pool.blocks < self._cache.shape.blocks_for(tokens):
+            if not self.make_blocks():
+                return False
+        return self._cache.pool.blocks >= self._cache.shape.blocks_for(tokens)
+
+    def step_succeeded(self, unfinished: Collection[Sequence]) -> None:
         if self._streamer is None or self._residency is None:
             return
         self._calm += 1
@@ -187,13 +201,18 @@ class MemoryPressure:
         blocks = self._cache.pool.blocks
         # Not needed now; a failed device also fails in the next step.
         with suppress(MemoryError, RuntimeError, LayerReadError):
-            if blocks >= self._blocks:
+            if blocks > self._blocks:
+                # Layers have made way for a request.
+                if self._cache.shape.blocks_for(_needed_tokens(unfinished)) <= self._blocks:
+                    self._forget_tables()
+                    self._cache.resize(device_blocks=self._blocks)
+            elif blocks == self._blocks:
                 self._streamer.regain(self._residency)
             else:
                 self._cache.resize(device_blocks=min(max(1, 2 * blocks), self._blocks))
 
     def make_blocks(self) -> bool:
-        """Evict layers for the only running request. Return False without layers to evict, or without memory."""
+        """Evict layers for a request. Return False without layers to evict, or without memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes
@@ -207,34 +226,63 @@ class MemoryPressure:
             return False
         return True
 
-    def move(self, residency: Residency) -> Residency:
-        """Move layers; after a shortage they return there. Raises ValueError without a streamer, LayerReadError."""
+    @property
+    def residency(self) -> Residency:
+        """The tiers of the layers now. Raises ValueError without a streamer."""
         if self._streamer is None:
-            raise ValueError("all layers are on the device: load the engine with device_bytes to move them")
+            raise ValueError(_WHOLE)
+        return self._streamer.residency
+
+    def begin_move(self, residency: Residency) -> None:
+        """Begin to move layers; after a shortage they return there. Raises ValueError without a streamer."""
+        if self._streamer is None:
+            raise ValueError(_WHOLE)
+        self._streamer.begin_move(residency)
+        self._residency = self._streamer.residency
+
+    def next_move(self, residency: Residency) -> LayerMove | None:
+        """As `LayerStreamer.next_move`. Raises MemoryError if memory ran short, which has ended the move."""
+        assert self._streamer is not None
+        if not self._streamer.moves_to(residency):
+            raise MemoryError("memory ran short while layers moved: they stay where they are now")
         try:
-            return self._streamer.move(residency)
+            return self._streamer.next_move(residency)
         finally:
             self._residency = self._streamer.residency
 
-    def place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
-        streamer, shape = self._streamer, self._cache.shape
-        if streamer is None:
-            raise ValueError("all layers are on the device: load the engine with device_bytes to place them")
-        if placement.weights.total != len(streamer.store):
-            raise ValueError(
-                f"the placement has {placement.weights.total} layers, but the model has {len(streamer.store)}"
-            )
-        residency = Residency.spread(len(streamer.store), placement.weights.device, placement.weights.host)
-        blocks = placement.kv.device // shape.block_bytes
-        pools = partial(self.resize, blocks * shape.block_size, placement.kv.host, unfinished)
-        smaller = blocks < self._cache.pool.blocks
-        if smaller:
-            pools()
+    def end_move(self) -> None:
+        assert self._streamer is not None
+        self._streamer.end_move()
+
+    def begin_place(self, placement: Placement, residency: Residency, unfinished: Collection[Sequence]) -> None:
+        """Reduce what becomes smaller, and begin to move layers. Changes nothing if running requests need the KV that
+        the placement takes: raises OutOfBlocksError."""
+        assert self._streamer is not None
+        scheduler, pool = self._scheduler, self._cache.pool
+        host_bytes = self._cache.stats().host.capacity_bytes
+        device_bytes = min(placement.kv.device, pool.blocks * self._cache.shape.block_bytes)
+        self._resize_to(device_bytes, min(placement.kv.host, host_bytes), unfinished)
+        scheduler.limit(min(placement.step_tokens, scheduler.step_tokens), min(placement.batch, scheduler.max_requests))
+        self.begin_move(residency)
         if placement.slots:
-            streamer.resize(placement.slots)
-        self.move(residency)
-        if not smaller:
-            pools()
+            self._streamer.resize(placement.slots)
+
+    def finish_place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
+        """Increase what becomes larger, once layers have moved."""
+        assert self._streamer is not None and self._memory is not None
+        self._scheduler.limit(placement.step_tokens, placement.batch)
+        room = self._memory.room(placement.slots, placement.step_tokens, placement.batch)
+        self._streamer.room = room if placement.slots else None
+        self._resize_to(placement.kv.device, placement.kv.host, unfinished)
+
+    def _resize_to(self, device_bytes: int, host_bytes: int, unfinished: Collection[Sequence]) -> None:
+        cache, shape = self._cache.stats(), self._cache.shape
+        blocks, host_blocks = device_bytes // shape.block_bytes, host_bytes // shape.block_bytes
+        self.resize(
+            blocks * shape.block_size if blocks != self._cache.pool.blocks else None,
+            host_bytes if host_blocks * shape.block_bytes != cache.host.capacity_bytes else None,
+            unfinished,
+        )
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
         shape, needed = self._cache.shape, _needed_tokens(unfinished)

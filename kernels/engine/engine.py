@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import RLock
 from time import sleep
 from typing import Any, Self
 
@@ -15,6 +14,8 @@ import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
+from ragorder.kernels.engine.fair_lock import FairLock
+from ragorder.kernels.engine.moving import Moves
 from ragorder.kernels.engine.request import (
     Completion,
     Fault,
@@ -37,7 +38,7 @@ from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.models.loading import load_model, load_tokenizer
 from ragorder.kernels.models.model import PatchedModel, cache_maker, device_blocks
 from ragorder.kernels.models.prefill_times import engine_profile
-from ragorder.kernels.offload.stream import Residency
+from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.preprocessing.fit import BuildFit
 from ragorder.pipelining.placement.base import Placement, Spread
@@ -73,7 +74,7 @@ class TieredEngine:
             )
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
-        self._lock = RLock()
+        self._lock = FairLock()
         self._counters = EngineCounters()
         self._ids = count()
         self._sequences: dict[int, Sequence] = {}
@@ -117,7 +118,8 @@ class TieredEngine:
             self._cache, settings.max_batch_tokens, settings.max_requests, window, self.profile, fuser
         )
         self._runner = ModelRunner(model.forward, self._cache.pool)
-        self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
+        self._memory = MemoryPressure(self._scheduler, self._cache, memory)
+        self._moves = Moves(self._lock, self._memory, self._ready_for_pools, self._sequences.values)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -161,9 +163,7 @@ class TieredEngine:
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the engine is closed: make another one")
-            self._failures.check_device()
+            self._check_open()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
@@ -244,7 +244,7 @@ class TieredEngine:
                 weights,
                 Spread(cache.device.capacity_bytes, cache.host.capacity_bytes, cache.disk.capacity_bytes),
                 partitions=0,
-                batch=min(self.settings.max_requests, step_tokens),
+                batch=min(self._scheduler.max_requests, step_tokens),
                 step_tokens=step_tokens,
                 slots=self._streamer.wanted_slots if self._streamer and weights.device < weights.total else 0,
             )
@@ -262,25 +262,26 @@ class TieredEngine:
         """Resize the KV pools from the next step on; smaller pools evict by the policy. Raises OutOfBlocksError if
         requests need more, and MemoryError; both keep the sizes."""
         with self._lock:
-            self._failures.check_device()
-            self._forget_work()
+            self._ready_for_pools()
             self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on, reductions first. Raises ValueError for a model that does not
-        stream or has another number of layers, and, after partial changes, the errors of `resize` and `move_layers`."""
+        """Place layers and KV while requests run, reductions first. Layers move one after the other between steps, and
+        no step waits for a read (RAGDoll 5). Returns once all have moved. Raises ValueError for a model that does not
+        stream or has another number of layers, OutOfBlocksError if requests need the KV now, RuntimeError after
+        `close`; after LayerReadError what can go back has gone back. A MemoryError leaves what was reached."""
+        self._moves.place(placement, lambda: self.placement)
         with self._lock:
-            self._failures.check_device()
-            self._forget_work()
-            self._memory.place(placement, self._sequences.values())
-            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+            # A request that needs more than a smaller pool is still served: layers make way for it.
+            most = max(self._validator.device_tokens, self.device_tokens)
+            self._validator = replace(self._validator, device_tokens=most)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Place the decoder layers from the next step on. Return the reached residency. Raises LayerReadError."""
-        with self._lock:
-            return self._memory.move(residency)
+        """Move the decoder layers while requests run, as `place` does. Return the reached residency. Raises
+        LayerReadError."""
+        return self._moves.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
@@ -323,6 +324,15 @@ class TieredEngine:
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         self._updates.put(self._advance())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: make another one")
+        self._failures.check_device()
+
+    def _ready_for_pools(self) -> None:
+        self._check_open()
+        self._forget_work()
 
     def _forget_work(self) -> None:
         if self._questions is not None:
@@ -367,7 +377,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        self._memory.step_succeeded()
+        self._memory.step_succeeded(self._sequences.values())
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -404,7 +414,7 @@ class TieredEngine:
 
     def _hold(self, sequence: Sequence) -> None:
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
-        if needed > self.device_tokens and not self._memory.fit(needed):
+        if needed > self.device_tokens and not self._memory.hold(needed):
             why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
             raise ShortOfMemoryError(why) from MemoryError(why)
 

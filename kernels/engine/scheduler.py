@@ -155,6 +155,16 @@ class Scheduler:
     def step_tokens(self) -> int:
         return self._step_tokens
 
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
+
+    def limit(self, step_tokens: int, max_requests: int) -> None:
+        """Set the sizes of later steps. Requests that run go on."""
+        self._max_batch_tokens = self._step_tokens = step_tokens
+        self._max_requests = max_requests
+        self._full = False
+
     def shrink(self, tokens: int) -> bool:
         smaller = min(tokens, self._step_tokens) // 2
         if not smaller:

@@ -11,8 +11,9 @@ with needs("torch", "streaming weights"):
 from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.model_memory import ModelMemory
+from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.store import LayerStore
-from ragorder.kernels.offload.stream import LayerStreamer, Place, Residency, StreamStats
+from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
 
 __all__ = [
     "BudgetError",

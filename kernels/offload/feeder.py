@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import cycle
@@ -55,7 +56,8 @@ class LayerBuffer:
 
 
 class Feeder:
-    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`."""
+    """Threads that read a layer in chunks, and for a GPU a stream that copies it. One thread calls `fill`, and one at a
+    time `fetch`, for a layer that moves while others are filled."""
 
     def __init__(self, store: LayerStore, device: torch.device) -> None:
         self.bytes = 0
@@ -64,8 +66,10 @@ class Feeder:
         self._readers: ThreadPoolExecutor | None = ThreadPoolExecutor(_READERS, "ragorder-layer-reader")
         self._gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._gpu else None
-        stages = [_Stage(store.slot_bytes) for _ in range(STAGES)] if self._gpu else []
+        stages = [_Stage(store.slot_bytes) for _ in range(STAGES - 1)] if self._gpu else []
         self._stages = cycle(stages)
+        self._moving = _Stage(store.slot_bytes) if self._gpu else None
+        self._counting = threading.Lock()
 
     def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = lambda: False) -> None:
         def read(chunk: Any) -> int:
@@ -82,9 +86,9 @@ class Feeder:
             else:
                 # Even after an error, nothing may write into the buffer later.
                 wait(reads)
-                self.bytes += sum(each.result() for each in reads)
+                self._count(sum(each.result() for each in reads))
                 return
-        self.bytes += sum(map(read, chunks))
+        self._count(sum(map(read, chunks)))
 
     def fill(
         self,
@@ -120,6 +124,31 @@ class Feeder:
         if stage is not None:
             stage.copied = copied
         return copied
+
+    def fetch(self, layer: int, into: torch.Tensor, host: torch.Tensor | None, stale: Callable[[], bool]) -> None:
+        """Bring a layer into `into`, which nothing else uses, from its copy in `host` or else from disk, in this thread
+        alone: reads of steps do not wait for it. Raises LayerReadError."""
+        size = self._store.nbytes(layer)
+        if host is None:
+            host = into if self._moving is None or not into.is_cuda else self._moving.bytes
+            for chunk in self._store.chunks(layer):
+                if stale():
+                    return
+                self._count(self._store.read(chunk, host))
+        if host is into:
+            return
+        if not self._gpu:
+            into[:size].copy_(host[:size])
+            return
+        with torch.cuda.stream(self._stream):
+            into[:size].copy_(host[:size], non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+        copied.synchronize()
+
+    def _count(self, read: int) -> None:
+        with self._counting:
+            self.bytes += read
 
     def close(self) -> None:
         if self._readers is not None:

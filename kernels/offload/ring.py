@@ -58,12 +58,15 @@ class LayerRing:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
+        """Stream these layers from the next step on. Those read ahead are kept up to the first that is out of turn."""
         with self._changed:
-            self._drop_all()
-            while any(slot.abandoned for slot in self._jobs):
-                self._changed.wait()
-            self._layers = tuple(layers)
-            self._place = 0
+            ahead, chosen = deque[Slot](), tuple(layers)
+            for slot in self._queue:
+                if len(ahead) < len(chosen) and slot.layer == chosen[len(ahead)]:
+                    ahead.append(slot)
+                else:
+                    self._drop(slot)
+            self._queue, self._layers, self._place = ahead, chosen, len(ahead)
             self._top_up()
 
     def take(self, layer: int) -> Slot:

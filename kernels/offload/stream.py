@@ -1,57 +1,22 @@
-"""Decoder layers with weights on the device only during computation, and their residency (RAGDoll 4.2, 4.3)."""
+"""Decoder layers with weights on the device only during computation (RAGDoll 4.2, 4.3, 5)."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 
+from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.feeder import Feeder, LayerBuffer, allocate
+from ragorder.kernels.offload.moves import LayerMove
+from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
-
-
-class Place(Enum):
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """The tier of each layer's weights between steps. Layers off the device are streamed."""
-
-    places: tuple[Place, ...]
-
-    @classmethod
-    def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """Put `device` and `host` layers at even distances: the stream has time while resident ones are computed."""
-        if device < 0 or host < 0 or device + host > layers:
-            raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
-        places = [Place.DISK] * layers
-        for layer in _evenly(range(layers), device):
-            places[layer] = Place.DEVICE
-        for layer in _evenly([layer for layer in range(layers) if places[layer] is Place.DISK], host):
-            places[layer] = Place.HOST
-        return cls(tuple(places))
-
-    def __getitem__(self, layer: int) -> Place:
-        return self.places[layer]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def count(self, place: Place) -> int:
-        return self.places.count(place)
-
-
-def _evenly(layers: range | list[int], count: int) -> list[int]:
-    return [layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count)]
-
 
 # Small steps in a row before slots are added: a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
@@ -61,7 +26,8 @@ _ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier."""
+    """Streamed layers that were ready (`hits`) or waited for; `bytes` read from the checkpoint; layers by tier; layers
+    that have `moved`, that could not be read for a move (`unmoved`), and that are still to move (`moving`)."""
 
     hits: int
     waits: int
@@ -71,13 +37,17 @@ class StreamStats:
     device_layers: int
     host_layers: int
     disk_layers: int
+    moved: int = 0
+    unmoved: int = 0
+    moving: int = 0
 
 
 class LayerStreamer:
     """Supplies the decoder layers of a model with weights from a store, one forward at a time. One thread makes all
-    calls. Layers on the device keep their weights. The others use slots of a ring: n slots read n - 1 layers ahead,
-    also those of the next step. `room` maps a step's tokens to bytes for slots; those of `resize` are the minimum. On a
-    CPU a layer in host memory is computed `in_place`; on a GPU it is copied. Raises MemoryError without a slot."""
+    calls, except `LayerMove.read`. Layers on the device keep their weights. The others use slots of a ring: n slots
+    read n - 1 layers ahead, also those of the next step. `room` maps a step's tokens to bytes for slots; those of
+    `resize` are the minimum. On a CPU a layer in host memory is computed `in_place`; on a GPU it is copied. Raises
+    MemoryError without a slot."""
 
     def __init__(self, layers: Sequence[Any], store: LayerStore, device: torch.device) -> None:
         if len(layers) != len(store):
@@ -102,6 +72,11 @@ class LayerStreamer:
         # Memory was given back: the ring does not grow beyond `_least`.
         self._short = False
         self._taken: tuple[int, Slot] | None = None
+        # Where layers move to, those that have not begun, and the one that is read.
+        self._target: Residency | None = None
+        self._pending: deque[int] = deque()
+        self._move: LayerMove | None = None
+        self._moved = self._unmoved = 0
         self._ring = LayerRing(self._fill, [self._buffer()])
         self._least = self._wanted = len(self._ring)
         self._hooks: list[Any] = []
@@ -133,7 +108,8 @@ class LayerStreamer:
     def stats(self) -> StreamStats:
         ring, count = self._ring, self.residency.count
         places = (count(Place.DEVICE), count(Place.HOST), count(Place.DISK))
-        return StreamStats(ring.hits, ring.waits, ring.waits_s, self._feeder.bytes, len(ring), *places)
+        moves = (self._moved, self._unmoved, len(self._pending) + (self._move is not None))
+        return StreamStats(ring.hits, ring.waits, ring.waits_s, self._feeder.bytes, len(ring), *places, *moves)
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
@@ -154,36 +130,75 @@ class LayerStreamer:
         return self._least
 
     def move(self, residency: Residency) -> Residency:
-        """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
-        Raises LayerReadError; an unreadable layer stays."""
-        if len(residency) != len(self.store):
-            raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
-        self._end()
-        self._ring.order(())
-        if all(place is Place.DEVICE or (self.in_place and place is Place.HOST) for place in residency.places):
-            # Free the ring's memory for the last layers.
-            self._set_slots(0)
-        reached = list(self.residency.places)
-        try:
-            # Evictions first.
-            moves = [layer for layer in range(len(reached)) if residency[layer] is not reached[layer]]
-            for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
-                reached[layer] = self._move(layer, reached[layer], residency[layer])
-        finally:
-            if not self.streamed or not len(self._ring):
-                self._set_slots(self._least if self.streamed else 0)
-            while self._resident and self.streamed and not len(self._ring):
-                # Evict one layer for the buffer that the others need.
-                layer = max(self._resident)
-                self._forget(layer)
-                reached[layer] = Place.DISK
-                self._set_slots(1)
-            self.residency = Residency(tuple(reached))
-            self._ring.order(self.streamed)
+        """Move layers now. Return the reached residency: layers that do not fit stay or go to the disk. Raises
+        LayerReadError; an unreadable layer stays."""
+        self.begin_move(residency)
+        while (move := self.next_move(residency)) is not None:
+            move.read()
         return self.residency
 
+    def begin_move(self, residency: Residency) -> None:
+        """Begin to move layers, between two steps: evict now, and leave the others to `next_move`. A move that is under
+        way ends where it is."""
+        if len(residency) != len(self.store):
+            raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
+        self.end_move()
+        self._end()
+        self._target = residency
+        if self._ends_whole:
+            # Memory of a small step's workspace is no layer's.
+            self._set_slots(min(self._least, len(self._ring)))
+        moves = [layer for layer, place in enumerate(self.residency.places) if residency[layer] is not place]
+        for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
+            if residency[layer] is Place.DISK:
+                self._forget(layer)
+                self._settle(layer, Place.DISK)
+            elif self.in_place and self.residency[layer] is not Place.DISK:
+                # Host memory is the device's memory.
+                self._settle(layer, residency[layer])
+            else:
+                self._pending.append(layer)
+        self._make_ring()
+
+    def next_move(self, residency: Residency) -> LayerMove | None:
+        """Take the layer that was read last, and return the next one, which is streamed until it is taken; None once
+        all have moved, or another move has begun. Between two steps; raises LayerReadError, which ends the move."""
+        if self._target is not residency:
+            return None
+        self._end()
+        try:
+            if self._move is not None:
+                if not self._move.done:
+                    return self._move
+                move, self._move = self._move, None
+                self._take(move)
+                self._make_ring()
+            while self._pending and self._move is None:
+                self._begin_layer(self._pending.popleft())
+        except LayerReadError:
+            self._unmoved += 1
+            self.end_move()
+            raise
+        finally:
+            self._make_ring()
+        if self._move is None:
+            self._target = None
+        return self._move
+
+    def moves_to(self, residency: Residency) -> bool:
+        return self._target is residency
+
+    def end_move(self) -> None:
+        """Leave the layers that have not moved where they are. Waits for a read that is under way."""
+        move, self._move, self._target = self._move, None, None
+        self._pending.clear()
+        if move is not None:
+            move.drop()
+
     def shed(self) -> bool:
-        """Give back extra slots, else a quarter of the layers, else half of the slots. Return False at one slot."""
+        """Give back extra slots, else a quarter of the layers, else half of the slots. Return False at one slot. Ends a
+        move."""
+        self.end_move()
         self._end()
         self._short = True
         before = len(self._ring)
@@ -203,7 +218,9 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> None:
-        """Take back slots, else a quarter of the layers that `residency` has off the disk."""
+        """Take back slots, else a quarter of the layers that `residency` has off the disk; nothing during a move."""
+        if self._target is not None:
+            return
         if self.streamed and self._least < self._wanted:
             self._end()
             self._keep_slots(self._wanted)
@@ -221,6 +238,7 @@ class LayerStreamer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.end_move()
         self._end()
         for layer in range(len(self.store)):
             self._forget(layer)
@@ -271,17 +289,20 @@ class LayerStreamer:
         if not len(self._ring):
             # There was no memory for a single slot.
             self._set_slots(1)
-        if self.room is None or self._short:
+        if self.room is None or self._short or self._ends_whole:
+            # The last layers of such a move are in the memory of the ring.
             return
-        wanted = max(self._least, min(len(self.streamed), self.room(tokens) // self.store.slot_bytes))
+        streamed = len(self.streamed)
+        wanted = max(min(self._least, streamed), min(streamed, self.room(tokens) // self.store.slot_bytes))
         self._calm = self._calm + 1 if wanted > len(self._ring) else 0
         if wanted < len(self._ring) or self._calm >= _CALM_STEPS:
             self._calm = 0
             self._set_slots(wanted)
 
     def _keep_slots(self, slots: int) -> None:
-        self._set_slots(slots)
-        self._least = len(self._ring)
+        wanted = min(slots, len(self.streamed))
+        self._set_slots(wanted)
+        self._least = slots if len(self._ring) == wanted else len(self._ring)
 
     def _set_slots(self, slots: int) -> None:
         self._ring.shrink(slots)
@@ -289,42 +310,98 @@ class LayerStreamer:
             while len(self._ring) < slots:
                 self._ring.grow(self._buffer())
 
-    def _move(self, layer: int, source: Place, target: Place) -> Place:
+    def _begin_layer(self, layer: int) -> None:
+        assert self._target is not None
+        target = self._target[layer]
         try:
-            if target is Place.DISK:
-                self._forget(layer)
-            elif self.in_place and source is not Place.DISK:
-                # Host memory is the device's memory.
-                pass
-            elif target is Place.DEVICE or self.in_place:
-                self._bring(layer)
+            if target is Place.HOST and not self.in_place:
+                self._move = LayerMove(layer, target, partial(self._copy_to_host, layer, self._resident.get(layer)))
+            elif self._leave_ring():
+                slot = self._ring.take(layer)
+                if slot.fence is not None:
+                    slot.fence.synchronize()
+                # The last one is in the ring's last buffer, and a step would wait for it as long.
+                self._set_slots(0)
+                self._hold(layer, slot.buffer)
+                self._settle(layer, target)
             else:
-                self._to_host(layer)
+                buffer = LayerBuffer(self.store.nbytes(layer), self.device)
+                if buffer.fence is not None:
+                    buffer.fence.synchronize()
+                self._move = LayerMove(layer, target, partial(self._copy_to_device, layer, buffer))
         except MemoryError:
-            if source is Place.DEVICE:
-                self._forget(layer)
-                return Place.DISK
-            return source
-        return target
+            self._stay(layer)
 
-    def _bring(self, layer: int) -> None:
-        buffer = LayerBuffer(self.store.nbytes(layer), self.device)
-        fence = self._feeder.fill(layer, buffer.bytes, self._host.get(layer), buffer.fence)
-        if fence is not None:
-            fence.synchronize()
-        self._host.pop(layer, None)
+    def _leave_ring(self) -> bool:
+        """Give the memory of a slot to the next layer if all will be resident. Return whether it is the last one."""
+        streamed = len(self.streamed)
+        if not self._ends_whole or len(self._ring) < streamed:
+            return False
+        if streamed > 1:
+            self._set_slots(streamed - 1)
+        return streamed == 1
+
+    @property
+    def _ends_whole(self) -> bool:
+        """Whether no layer will be streamed after the move."""
+        off = (Place.DISK,) if self.in_place else (Place.DISK, Place.HOST)
+        return self._target is not None and not any(map(self._target.count, off))
+
+    def _take(self, move: LayerMove) -> None:
+        if isinstance(move.error, MemoryError):
+            self._stay(move.layer)
+            return
+        if move.error is not None:
+            raise move.error
+        if isinstance(move.fetched, LayerBuffer):
+            self._host.pop(move.layer, None)
+            self._hold(move.layer, move.fetched)
+        else:
+            self._forget(move.layer)
+            self._host[move.layer] = move.fetched
+        self._settle(move.layer, move.target)
+
+    def _stay(self, layer: int) -> None:
+        if self.residency[layer] is Place.DEVICE:
+            # Its memory is promised to others.
+            self._forget(layer)
+            self._settle(layer, Place.DISK)
+
+    def _settle(self, layer: int, place: Place) -> None:
+        places = list(self.residency.places)
+        places[layer] = place
+        self.residency = Residency(tuple(places))
+        self._moved += 1
+
+    def _make_ring(self) -> None:
+        """Give the ring its buffers for the layers that are streamed now, and their order."""
+        wanted = min(self._least, len(self.streamed))
+        if not wanted or (len(self._ring) < wanted and not self._ends_whole):
+            self._set_slots(wanted)
+        while self._resident and self.streamed and not len(self._ring):
+            # Evict one layer for the buffer that the others need.
+            layer = max(self._resident)
+            self._forget(layer)
+            self._settle(layer, Place.DISK)
+            self._set_slots(1)
+        self._ring.order(self.streamed)
+
+    def _copy_to_device(self, layer: int, buffer: LayerBuffer, stale: Callable[[], bool]) -> LayerBuffer:
+        self._feeder.fetch(layer, buffer.bytes, self._host.get(layer), stale)
+        return buffer
+
+    def _copy_to_host(self, layer: int, resident: LayerBuffer | None, stale: Callable[[], bool]) -> torch.Tensor:
+        size = self.store.nbytes(layer)
+        copy = allocate(size, torch.device("cpu"), pinned=self._gpu)
+        if resident is None:
+            self._feeder.fetch(layer, copy, None, stale)
+        else:
+            copy.copy_(resident.bytes[:size])
+        return copy
+
+    def _hold(self, layer: int, buffer: LayerBuffer) -> None:
         self._resident[layer] = buffer
         self._bind(layer, buffer.parameters(self.store.layouts[layer]))
-
-    def _to_host(self, layer: int) -> None:
-        copy = allocate(self.store.nbytes(layer), torch.device("cpu"), pinned=self._gpu)
-        resident = self._resident.get(layer)
-        if resident is None:
-            self._feeder.read(layer, copy)
-        else:
-            copy.copy_(resident.bytes)
-        self._forget(layer)
-        self._host[layer] = copy
 
     def _forget(self, layer: int) -> None:
         self._bind(layer, self._placeholders[layer])

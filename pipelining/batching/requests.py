@@ -49,6 +49,7 @@ class RequestTrace:
     failures: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    answer_tokens: int | None = None
     outcome: RequestOutcome = "running"
     generation: PipelineTrace = field(default_factory=PipelineTrace, repr=False)
 
@@ -142,6 +143,7 @@ class BatchedRequest(Generic[Q, D]):
         self.trace.outcome, self.trace.ended_s = "answered", now_s
         if usage is not None:
             self.trace.prompt_tokens, self.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            self.trace.answer_tokens = usage.completion_tokens
         self.ended.set_result(BatchedAnswer(text, self.documents, usage, self.trace))
         self._end()
 

@@ -95,6 +95,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
         self._warn = FirstFailures()
+        self._placing = asyncio.Lock()
         if hasattr(retrieval, "search_batch"):
             self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
@@ -159,28 +160,48 @@ class DecoupledServer(Generic[Q, D, R]):
         )
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Change to another placement, each part when no batch of its worker runs.
+        """Change to another placement while requests run, with its batch from the first smaller part on.
 
-        Fewer partitions are set first and more last, so that memory suffices. Errors of the engine may be raised after
-        a part is done.
+        Fewer partitions are set first and more last, so that memory suffices. An engine whose `place` returns None
+        could not yet, because of running requests: it is asked again whenever one has ended. Raises TimeoutError if
+        it still cannot after all of them, and errors of the engine; the batch and partitions are then those of before.
         """
         self._check_placement(placement)
-
-        async def place_engine() -> None:
-            place = getattr(self._engine, "place", None)
-            if callable(place):
-                await asyncio.to_thread(place, placement)
+        async with self._placing:
+            most, limit, resident = self.generating.most, self.generating.kv_limit, self._resident
+            self.generating.most = placement.batch if most is None else min(most, placement.batch)
+            try:
+                if placement.partitions < resident:
+                    await asyncio.to_thread(self._resize_now, placement.partitions)
+                tokens = await self._place_engine(placement)
+                if placement.partitions > resident:
+                    await asyncio.to_thread(self._resize_now, placement.partitions)
+            except BaseException:
+                self.generating.most, self.generating.kv_limit = most, limit
+                if self._resident != resident:
+                    await asyncio.to_thread(self._resize_now, resident)
+                self.generating.wake()
+                raise
             self.generating.most = placement.batch
+            if limit is not None and tokens is not None:
+                self.generating.kv_limit = tokens
+            self.generating.wake()
 
-        def place_partitions() -> None:
-            self._resize_now(placement.partitions)
-
-        more = placement.partitions > self._resident
-        if not more:
-            await self.retrieving.between_batches(place_partitions)
-        await self.generating.between_batches(place_engine)
-        if more:
-            await self.retrieving.between_batches(place_partitions)
+    async def _place_engine(self, placement: ServingPlacement) -> int | None:
+        """Return the KV tokens that the engine has then, or None if it places nothing."""
+        place = getattr(self._engine, "place", None)
+        if not callable(place):
+            return None
+        before = list(self.generating.running)
+        while (tokens := await asyncio.to_thread(place, placement)) is None:
+            before = [request for request in before if request in self.generating.running]
+            if not before:
+                raise TimeoutError("the engine has no room for this placement while requests run")
+            ends = [request.ended for request in before]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # Its worker, and the engine, drop it now.
+            await asyncio.sleep(0)
+        return int(tokens)
 
     async def close(self) -> None:
         """End all requests with RuntimeError. Engine and retrieval stay open."""

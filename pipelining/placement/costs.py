@@ -140,6 +140,16 @@ class EstimatedCosts:
         read = total - sum(sorted(self.index.partitions, reverse=True)[:partitions])
         return read / self.rates.disk + total / self.rates.scan
 
+    def moving_s(self, before: Placement, after: Placement) -> float:
+        """Return the seconds of a move: reads of layers and partitions, and copies of layers and the KV pool."""
+        slot, index, rates = self.model.slot, self.index, self.rates
+        layers = after.weights.device + after.weights.host - before.weights.device - before.weights.host
+        partitions = index.resident(after.partitions) - index.resident(before.partitions)
+        copied = slot * abs(after.weights.device - before.weights.device)
+        pool = 0 if after.kv.device == before.kv.device else min(after.kv.device, before.kv.device)
+        read = max(0, layers) * slot + max(0, partitions)
+        return read / rates.disk + copied / rates.host + 2 * pool / rates.device
+
     def _compute_s(self, tokens: int) -> float:
         # A multiplication and an addition for each weight and token; each step reads all weights once.
         parameters = self.model.weights / self.model.itemsize

@@ -16,15 +16,16 @@ from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_
 LEAST_STEP = 64
 """Tokens of the smallest planned step."""
 
-STAGES = 2
-"""Pinned host buffers that layers pass from the disk to a GPU: one is read while the other is copied."""
+STAGES = 3
+"""Pinned host buffers that layers pass from the disk to a GPU: one is read while another is copied, and one moves."""
 
 # Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
 _WORKSPACE_SHARE = 0.125
 # Buffers of streamed layers: one is computed, the next is ready, one more is read.
 _SLOTS = 3
-# Least gain, as a share of the latency, that is worth mentioning.
-_WORTHWHILE = 0.01
+
+WORTHWHILE = 0.01
+"""Least gain, as a share of the latency, that is worth mentioning, or a move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class PlannedPlacement(Placement):
 
     def _what_helps(self) -> str:
         name, size, shorter_s = min(self._with_more(), key=lambda each: each[2])
-        if self.latency_s - shorter_s < _WORTHWHILE * self.latency_s:
+        if self.latency_s - shorter_s < WORTHWHILE * self.latency_s:
             return "More memory would not help."
         return f"What would help: {name} of {format_bytes(size)} instead, with which it is {_seconds(shorter_s)}."
 

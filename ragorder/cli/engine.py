@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from ragorder.adapters.embedded import EngineWorker
     from ragorder.adapters.embedded.library import Library
+    from ragorder.adapters.embedded.load import LoadFollower
     from ragorder.adapters.embedded.questions import QuestionServer
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.kernels.engine import TieredEngine
@@ -275,6 +276,9 @@ class _Questions:
         self._builder = documents.own_builder(deepcopy(worker.engine.tokenizer))
         resident = None if placement is None else placement.partitions
         self._retrieval = library.retrieval(self._builder, resident)
+        self._replanner = library.replanner
+        self._describe = library.placed
+        self._follower: LoadFollower | None = None
         self._answering: QuestionServer | None = None
         click.echo(library.placed(worker.engine.placement, resident), err=True)
 
@@ -284,16 +288,21 @@ class _Questions:
     def routes(self, orderer: OrdererLike, registry: CollectorRegistry) -> Sequence[Route]:
         from ragorder.adapters.batching import BatchingMetrics
         from ragorder.adapters.embedded.app import translator_of
+        from ragorder.adapters.embedded.load import LoadFollower
         from ragorder.adapters.embedded.questions import question_routes, question_server
 
-        engine = self._worker.engine
+        engine, metrics, replanner = self._worker.engine, BatchingMetrics(registry), self._replanner
+        if replanner is not None:
+            self._follower = LoadFollower(replanner, metrics, lambda placed: self._describe(placed, placed.partitions))
         self._answering = question_server(
             self._worker,
             self._retrieval,
             orderer,
             self._builder,
-            metrics=BatchingMetrics(registry),
+            metrics=metrics,
             placement=self._placement,
+            follower=self._follower,
+            most=None if replanner is None else replanner.most,
         )
         return question_routes(
             self._answering,
@@ -304,6 +313,8 @@ class _Questions:
         )
 
     async def close(self) -> None:
+        if self._follower is not None:
+            await self._follower.close()
         if self._answering is not None:
             await self._answering.close()
         self._retrieval.index.close()

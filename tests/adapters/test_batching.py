@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+import re
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +155,24 @@ async def test_metrics_count_batches_and_requests_and_name_no_text() -> None:
         BatchingMetrics(metrics.registry)
 
 
+def small_model(folder: Path, layers: int) -> Path:
+    for module in ("torch", "transformers"):
+        pytest.importorskip(module)
+    from ragorder.kernels.random_model import make_model
+
+    texts = [document.text for document in DOCUMENTS]
+    return make_model(folder, texts=texts, layers=layers, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
+
+
 @contextmanager
 def working(folder: Path, layers: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """An engine with a small model in this folder, as its worker, and the tokenizer."""
-    for module in ("torch", "transformers"):
-        pytest.importorskip(module)
+    small_model(folder, layers)
     from transformers import AutoTokenizer
 
     from ragorder.adapters.embedded import EngineWorker
     from ragorder.kernels.engine import EngineSettings, TieredEngine
-    from ragorder.kernels.random_model import make_model
 
-    texts = [document.text for document in DOCUMENTS]
-    make_model(folder, texts=texts, layers=layers, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
     worker = EngineWorker(TieredEngine.load(folder, EngineSettings(dtype="float32", device="cpu", **settings)))
     yield worker, AutoTokenizer.from_pretrained(folder)
     worker.close()
@@ -288,7 +298,7 @@ class TestAModelThatStreams:
         assert [answer.text for answer in answers] == expected
         assert sum(answer.trace.failures for answer in answers) > 0
 
-    async def test_is_placed_anew_between_batches(self, streamed: Any) -> None:
+    async def test_is_placed_while_requests_run(self, streamed: Any) -> None:
         from ragorder.pipelining.batching import Placement, Spread
 
         engine = streamed[0].engine
@@ -313,3 +323,148 @@ class TestAModelThatStreams:
                 assert engine.stats().stream.device_layers == placement.weights.device
                 assert engine.device_tokens == placement.kv.device // token
             assert all(answer.usage for answer in await asyncio.gather(*runs))
+
+
+class TestAPlacementThatFollowsTheLoad:
+    """One question at a time keeps layers on the device; many at once give their memory to the KV of a batch."""
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return small_model(tmp_path_factory.mktemp("models") / "load", 6)
+
+    @pytest.fixture
+    def replanner(self, model: Path, index_path: Path) -> Any:
+        """Placed for a backlog of 8, where a streamed layer is slow."""
+        from transformers import AutoTokenizer
+
+        from ragorder.kernels.model_sizes import model_sizes
+        from ragorder.pipelining.placement.base import Workload
+        from ragorder.pipelining.placement.budgets import Budgets
+        from ragorder.pipelining.placement.costs import EstimatedCosts, Rates
+        from ragorder.pipelining.placement.plan import plan_placement
+        from ragorder.pipelining.placement.profile import index_sizes
+        from ragorder.pipelining.placement.replan import Replanner
+
+        builder = PromptBuilder(tokenizer=AutoTokenizer.from_pretrained(model))
+        prompt = builder.prefix_tokens + max(map(builder.document_tokens, DOCUMENTS)) + 40
+        sizes, index = model_sizes(model, dtype="float32"), index_sizes(index_path, 4)
+        rates = Rates(flops=1e9, device=1e10, host=1e9, disk=2e6, scan=1e7)
+        costs = EstimatedCosts(sizes, rates, index, Workload(prompt_tokens=prompt, answer_tokens=8))
+        device = sizes.outside + sizes.workspace(64, 1) + sizes.kv(prompt + 8) + 5 * sizes.slot
+        placed = plan_placement(Budgets(device, 100_000), costs, backlog=8)
+        replanner = Replanner(placed, costs, most=8)
+        assert replanner.plan(1).weights.device > placed.weights.device and placed.batch > 1
+        return replanner
+
+    @asynccontextmanager
+    async def serving(self, model: Path, replanner: Any, retrieval: Any, describe: Any) -> AsyncIterator[Any]:
+        from ragorder.adapters.embedded.load import LoadFollower
+        from ragorder.adapters.embedded.questions import question_server
+
+        with working(model, 6, **replanner.placed.engine_settings, verify=False) as (worker, tokenizer):
+            builder, metrics = PromptBuilder(tokenizer=tokenizer), BatchingMetrics()
+            orderer = Orderer(
+                capacity_tokens=worker.engine.device_tokens,
+                prefix_tokens=builder.prefix_tokens,
+                tokens=builder.document_tokens,
+                max_displacement=0,
+            )
+            follower = LoadFollower(replanner, metrics, partial(describe, worker.engine))
+            server = question_server(
+                worker,
+                retrieval,
+                orderer,
+                builder,
+                metrics=metrics,
+                placement=replanner.placed,
+                follower=follower,
+                most=replanner.most,
+            )
+            async with server:
+                yield server, worker.engine, metrics.registry.get_sample_value
+            await follower.close()
+
+    questions = asked(8, max_tokens=8, temperature=0.0, options={"ignore_eos": True})
+
+    async def one_by_one(self, server: Any, enough: Callable[[], object]) -> list[str]:
+        found = []
+        for question in self.questions * 20:
+            found.append((await server.run(question)).text)
+            if enough():
+                return found
+        raise AssertionError("the placement does not follow")
+
+    async def test_moves_as_it_rises_and_falls_and_is_what_the_planner_said(
+        self, model: Path, replanner: Any, index_path: Path
+    ) -> None:
+        from ragorder.pipelining.placement.base import Placement
+
+        search, moves = PartitionedSearch(index_path, 4, resident=replanner.placed.partitions), list[Placement]()
+        vectors = np.random.default_rng(1).random((40, 8), np.float32)
+        retrieval: PartitionedRetrieval[Question, Document] = PartitionedRetrieval(
+            search,
+            lambda questions: vectors[[int(question.query.split()[-1]) for question in questions]],
+            DOCUMENTS.__getitem__,
+            top_k=1,
+        )
+
+        def placed(engine: Any) -> Placement:
+            return replace(engine.placement, partitions=search.resident)
+
+        def moved(engine: Any, planned: Any) -> str:
+            fields = {each.name: getattr(planned, each.name) for each in dataclass_fields(Placement)}
+            assert placed(engine) == Placement(**fields)
+            moves.append(placed(engine))
+            return "moved"
+
+        async with self.serving(model, replanner, retrieval, moved) as (server, engine, value):
+            assert placed(engine).weights == replanner.placed.weights
+            assert value("ragorder_batching_most") == replanner.placed.batch
+            low = await self.one_by_one(server, lambda: moves and moves[-1].batch == 1)
+            for _ in range(50):
+                if moves[-1].batch > 1:
+                    break
+                many = [answer.text for answer in await asyncio.gather(*map(server.run, self.questions * 3))]
+                assert many[:8] == many[8:16] == many[16:]
+                assert low[:8] == many[: len(low[:8])]
+            assert max(each.batch for each in moves) > 1
+            assert min(each.weights.device for each in moves) < moves[0].weights.device
+            again = await self.one_by_one(server, lambda: moves[-1].batch == 1)
+            assert again[:8] == many[: len(again[:8])]
+            assert value("ragorder_batching_most") == 1
+            assert value("ragorder_batching_placements_total", {"outcome": "moved"}) == len(moves)
+            assert value("ragorder_batching_placements_total", {"outcome": "failed"}) in (None, 0)
+        search.close()
+
+    @pytest.mark.slow
+    async def test_a_disk_that_fails_leaves_it_and_the_log_and_the_metrics_say_so(
+        self, model: Path, replanner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        read = os.preadv
+
+        def preadv(*arguments: Any) -> int:
+            # Reads of steps are in threads of the ring.
+            if threading.current_thread().name.startswith("asyncio"):
+                raise OSError(5, "Input/output error")
+            return read(*arguments)
+
+        async def one(question: Question) -> list[Document]:
+            return (await retrieve(question))[:1]
+
+        async with self.serving(model, replanner, plain_retrieval(one), lambda *_: "moved") as (
+            server,
+            engine,
+            value,
+        ):
+            before = engine.placement
+            monkeypatch.setattr(os, "preadv", preadv)
+            failed = partial(value, "ragorder_batching_placements_total", {"outcome": "failed"})
+            texts = await self.one_by_one(server, failed)
+            assert engine.placement == before
+            assert (server.generating.most, replanner.placed.batch) == (before.batch, before.batch)
+            assert re.search(
+                r"the placement stays: LayerReadError: layer \d cannot be read: .*Input/output", caplog.text
+            )
+            monkeypatch.setattr(os, "preadv", read)
+            again = await self.one_by_one(server, lambda: engine.placement.batch == 1)
+            assert again[: len(texts)] == texts[: len(again)]

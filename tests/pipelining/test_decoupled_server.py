@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -274,7 +275,7 @@ class TestWorkers:
             go_on.set()
             await asyncio.gather(*runs)
 
-    async def test_a_placement_is_taken_between_batches(self, search: Any) -> None:
+    async def test_a_placement_changes_batch_and_partitions(self, search: Any) -> None:
         async with DecoupledServer(
             retrieval_of(search), PlainPrompts(), SlowEngine(), placement=placed(2), batching=AllWaiting()
         ) as server:
@@ -298,9 +299,9 @@ class TestWorkers:
         order: list[tuple[str, int]] = []
 
         class Placed(SlowEngine):
-            def place(self, placement: Placement) -> None:
-                assert not self.running
+            def place(self, placement: Placement) -> int:
                 order.append(("engine", search.resident))
+                return 1000
 
         async with DecoupledServer(retrieval_of(search), PlainPrompts(), Placed(), placement=placed(2)) as server:
             runs = asking(server, *range(12))
@@ -310,6 +311,66 @@ class TestWorkers:
             await asyncio.gather(*runs)
         # Of more partitions the engine gives up its memory first; fewer give up theirs.
         assert order == [("engine", 2), ("server", 4), ("engine", 1), ("server", 1)]
+
+    async def test_requests_go_on_while_an_engine_is_placed(self, search: Any) -> None:
+        """Answers begin and end between the begin and the end of a move."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Placed(SlowEngine):
+            def place(self, placement: Placement) -> int:
+                begun.set()
+                assert go_on.wait(60)
+                return 1000
+
+        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Placed(), placement=placed(2)) as server:
+            moving = asyncio.create_task(server.place(placed(2, batch=5)))
+            await asyncio.to_thread(begun.wait, 60)
+            answers = await asyncio.gather(*asking(server, *range(8)))
+            assert max(answer.trace.generation_batch for answer in answers) == 3 and not moving.done()
+            go_on.set()
+            await moving
+            answers = await asyncio.gather(*asking(server, *range(8)))
+            assert max(answer.trace.generation_batch for answer in answers) > 3
+
+    @pytest.mark.parametrize("fits", [True, False])
+    async def test_an_engine_that_has_no_room_yet_is_asked_again_when_requests_end(
+        self, search: Any, fits: bool
+    ) -> None:
+        go_on, asked = asyncio.Event(), list[int]()
+
+        class Full(Busy):
+            def place(self, placement: Placement) -> int | None:
+                asked.append(len(server.generating.running))
+                return 1000 if fits and len(asked) > 1 and asked[-1] <= 1 else None
+
+        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Full(go_on), placement=placed(2, 4)) as server:
+            runs = asking(server, *range(6))
+            await until(lambda: len(server.generating.running) == 4)
+            moving = asyncio.create_task(server.place(placed(1, batch=1)))
+            await until(lambda: asked)
+            go_on.set()
+            if fits:
+                await moving
+                assert (server.generating.most, search.resident) == (1, 1)
+            else:
+                with pytest.raises(TimeoutError, match="no room for this placement"):
+                    await moving
+                assert (server.generating.most, search.resident) == (4, 2)
+            await asyncio.gather(*runs)
+        # None that came later than the move began beside more than its batch.
+        assert asked[0] == 4 and min(asked) <= 1
+
+    async def test_an_engine_that_cannot_be_placed_leaves_batch_and_partitions(self, search: Any) -> None:
+        class Broken(SlowEngine):
+            def place(self, placement: Placement) -> int:
+                raise OSError("the disk has failed")
+
+        async with DecoupledServer(retrieval_of(search), PlainPrompts(), Broken(), placement=placed(2)) as server:
+            for partitions, batch in ((0, 1), (4, 5)):
+                with pytest.raises(OSError, match="the disk has failed"):
+                    await server.place(placed(partitions, batch))
+                assert (server.generating.most, search.resident) == (3, 2)
+            await asyncio.gather(*asking(server, *range(6)))
 
     async def test_requests_that_are_cached_go_first(self) -> None:
         """Within the window, and the others in order of arrival."""

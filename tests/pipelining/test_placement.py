@@ -16,6 +16,7 @@ from ragorder.pipelining.placement.budgets import Budgets
 from ragorder.pipelining.placement.costs import EstimatedCosts, Footprint, Rates, mean_latency_s
 from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
 from ragorder.pipelining.placement.profile import shared_tokens
+from ragorder.pipelining.placement.replan import Replanner
 
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30), (512, 100)), block_tokens=16)
 INDEX = IndexSizes(fixed=20, partitions=(40, 60, 50, 50))
@@ -275,3 +276,72 @@ class TestSizes:
             ModelSizes(layers=(1,), outside=0, kv_token=1, step_bytes=points)
         with pytest.raises(ValueError, match="must"):
             Workload(shared=points)
+
+
+class TestReplan:
+    """Of eight layers two stay on the device for a single request, and none in batches of four."""
+
+    def replanner(self, pace: float = 50.0) -> tuple[Replanner, EstimatedCosts]:
+        """Placed for a backlog of 16, on a machine whose moves take `pace` times what sizes and rates say."""
+        costs = estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        replanner = Replanner(plan_placement(Budgets(700, 300), costs, backlog=16), costs, most=16)
+        for backlog in (1, 16):
+            wanted = replanner.plan(backlog)
+            replanner.moved(wanted, pace * costs.moving_s(replanner.placed, wanted))
+        assert (replanner.placed.batch, replanner.placed.weights.device) == (4, 0)
+        return replanner, costs
+
+    def answer(self, replanner: Replanner, prompt_tokens: int = 60, answer_tokens: int = 4, pace: float = 1.0) -> None:
+        """Answer a request, alone, in `pace` times what is expected of a request of 60 tokens."""
+        placed, costs = replanner.placed, estimate(workload=Workload(prompt_tokens=60, answer_tokens=4))
+        seconds = costs.generation_s(1, placed.weights, placed.step_tokens)
+        replanner.answered(prompt_tokens, answer_tokens, 1, pace * seconds)
+
+    def until_moved(self, replanner: Replanner, backlog: int, pace: float = 1.0) -> tuple[int, PlannedPlacement]:
+        """The requests of this backlog that are answered before a move pays, and its placement."""
+        for count in range(1000):
+            if (wanted := replanner.propose(backlog)) is not None:
+                return count, wanted
+            self.answer(replanner, pace=pace)
+        raise AssertionError("no move pays")
+
+    def test_a_low_load_moves_once_its_requests_would_have_saved_the_move_and_a_burst_moves_sooner(self) -> None:
+        replanner, costs = self.replanner()
+        assert replanner.propose(16) is None
+        placed = replanner.placed
+        count, low = self.until_moved(replanner, 1)
+        assert (low.batch, low.weights.device) == (1, 2)
+        assert low == replanner.plan(1)
+        saved_s = replace(placed, costs=low.costs, backlog=1).latency_s - low.latency_s
+        cost_s = 50 * costs.moving_s(placed, low)
+        assert count > 10 and count * saved_s < cost_s <= (count + 1) * saved_s
+        replanner.moved(low, cost_s)
+        back, high = self.until_moved(replanner, 16)
+        assert back < count and high == replanner.plan(16) and high.weights == placed.weights
+
+    def test_loads_that_alternate_do_not_move_each_time(self) -> None:
+        count, _ = self.until_moved(self.replanner()[0], 1)
+        replanner, _ = self.replanner()
+        for request in range(2 * count):
+            self.answer(replanner)
+            assert replanner.propose(1 if request % 2 else 16) is None
+
+    def test_a_move_that_failed_or_took_longer_must_save_more(self) -> None:
+        count, _ = self.until_moved(self.replanner()[0], 1)
+        failed = self.replanner()[0]
+        failed.failed()
+        assert 2 * count <= self.until_moved(failed, 1)[0] <= 2 * count + 1
+        assert self.until_moved(self.replanner(pace=150.0)[0], 1)[0] >= 3 * count
+        # What takes longer than expected is worth moving for sooner.
+        assert self.until_moved(self.replanner()[0], 1, pace=3.0)[0] <= count // 3 + 1
+
+    def test_shorter_prompts_and_answers_leave_memory_for_larger_batches_and_for_the_longest_request(self) -> None:
+        replanner, costs = self.replanner()
+        before = replanner.plan(4)
+        for _ in range(50):
+            self.answer(replanner, 15, 1)
+        assert replanner.plan(4).batch > before.batch
+        for backlog in (1, 4, 16):
+            planned = replanner.plan(backlog)
+            assert planned.kv.device >= costs.model.kv(64)
+            assert planned.batch <= 16 and planned.footprint.fits(planned, planned.budgets)

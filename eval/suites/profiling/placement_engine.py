@@ -93,7 +93,7 @@ class PlacedEngine:
             raise
 
     def place(self, device_layers: int, host_layers: int) -> bool:
-        from ragorder.kernels.offload.stream import Place, Residency
+        from ragorder.kernels.offload.residency import Place, Residency
 
         buffers = 1 if device_layers < self._layers else 0
         needed = (device_layers + buffers) * self._slot

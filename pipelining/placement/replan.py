@@ -1,0 +1,103 @@
+"""Placement that follows the load, where a move pays (RAGDoll 4.4, Figure 9)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ragorder.common.running_mean import RunningMean
+from ragorder.pipelining.placement.base import Workload
+from ragorder.pipelining.placement.costs import EstimatedCosts
+from ragorder.pipelining.placement.plan import WORTHWHILE, PlannedPlacement, plan_placement
+
+# Tokens of prompts and answers are rounded up to steps of this factor, so that few plans are made.
+_STEP = 1.25
+_PLANS = 256
+
+
+class Replanner:
+    """Plans again for the backlog and lengths of now, from a first placement `placed` with room for any request.
+
+    A move pays as soon as its seconds, for each request that waits, are less than what these requests would save and
+    what the requests since the last move would have saved: a burst moves at once, a low load after some requests.
+    Measured times of generations and moves correct what the costs expect. `most` bounds the batch.
+    """
+
+    def __init__(self, placed: PlannedPlacement, costs: EstimatedCosts, *, most: int) -> None:
+        self.placed = placed
+        self._costs = costs
+        self.most = most
+        self._longest = costs.workload
+        self._prompt = RunningMean(arithmetic_start=True)
+        self._answer = RunningMean(arithmetic_start=True)
+        self._since = 0
+        # Of the requests since the last move, what they would have saved by the better placement.
+        self._missed_s = 0.0
+        # Measured seconds by expected ones: of generations, and of the last move.
+        self._generating = RunningMean(arithmetic_start=True)
+        self._moving = 1.0
+        self._plans: dict[tuple[int, Workload], PlannedPlacement] = {}
+
+    def answered(self, prompt_tokens: int, answer_tokens: int, batch: int, generation_s: float) -> None:
+        """Learn from a request that was generated with up to `batch` requests."""
+        placed = self.placed
+        self._prompt.add(prompt_tokens)
+        self._answer.add(answer_tokens)
+        costs = replace(self._costs, workload=self._workload())
+        self._generating.add(generation_s / costs.generation_s(max(1, batch), placed.weights, placed.step_tokens))
+        self._since += 1
+
+    def plan(self, backlog: int) -> PlannedPlacement:
+        """Return the best placement for `backlog` requests, rounded up to a power of two."""
+        backlog = min(1 << (max(1, backlog) - 1).bit_length(), self.most)
+        key = backlog, self._workload()
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = plan_placement(
+                self.placed.budgets, replace(self._costs, workload=key[1]), backlog=backlog
+            )
+        return self._plans[key]
+
+    def propose(self, backlog: int) -> PlannedPlacement | None:
+        """Return the placement to move to now, for so much backlog, or None while no move pays."""
+        wanted, since, self._since = self.plan(backlog), self._since, 0
+        now = replace(self.placed, costs=wanted.costs, backlog=wanted.backlog)
+        saved_s = now.latency_s - wanted.latency_s
+        if saved_s <= WORTHWHILE * now.latency_s:
+            self._missed_s = 0.0
+            return None
+        saved_s *= self._generating.value or 1.0
+        self._missed_s += since * saved_s
+        cost_s = self._moving * self._costs.moving_s(self.placed, wanted)
+        return wanted if self._missed_s + backlog * saved_s >= backlog * cost_s else None
+
+    def moved(self, placement: PlannedPlacement, seconds: float) -> None:
+        expected_s = self._costs.moving_s(self.placed, placement)
+        if expected_s > 0:
+            self._moving = seconds / expected_s
+        self.placed, self._missed_s = placement, 0.0
+
+    def failed(self) -> None:
+        """Ask for twice as much gain before the next move."""
+        self._moving, self._missed_s = 2 * max(self._moving, 1.0), 0.0
+
+    def _workload(self) -> Workload:
+        longest = self._longest.prompt_tokens + self._longest.answer_tokens
+        if self._prompt.value is None or self._answer.value is None:
+            return self._longest
+        prompt, answer = (
+            _rounded(each, most)
+            for each, most in (
+                (self._prompt.value, self._longest.prompt_tokens),
+                (self._answer.value, self._longest.answer_tokens),
+            )
+        )
+        # One of them may be the longest.
+        return Workload(prompt_tokens=prompt, answer_tokens=answer, shared=((1, longest),))
+
+
+def _rounded(tokens: float, most: int) -> int:
+    step = 1.0
+    while step < tokens:
+        step *= _STEP
+    return max(1, min(round(step), most))
