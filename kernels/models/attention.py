@@ -54,8 +54,8 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """Some last rows of a step, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. Its
-    block tables are of `gathered`."""
+    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. Its block
+    tables are of `gathered`."""
 
     batch: PackedBatch
     positions: torch.Tensor
@@ -64,41 +64,40 @@ class ScatteredRows:
 
 class PagedStep:
     """`slots` int64 (S,): block * `KVShape.block_rows` + offset of each written token. `written` int64 (S,): the token
-    whose KV each slot gets, by default the next one. The last rows are `scattered`, one part after another."""
+    whose KV each slot gets, by default the next one. The last rows are `scattered`."""
 
     def __init__(
         self,
         pool: BlockPool,
         batch: PackedBatch,
         slots: torch.Tensor,
-        scattered: Sequence[ScatteredRows] = (),
+        scattered: ScatteredRows | None = None,
         written: torch.Tensor | None = None,
     ) -> None:
         self._pool = pool
         self._batch = batch
         self._slots = slots
         self._written = written
-        self._scattered = scattered
+        self.scattered = scattered
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, scale, window, softcap = call
-        views = self._pool.views
+        views, scattered = self._pool.views, self.scattered
         # Write all new tokens before any sequence reads the pool: one may begin with nodes that another computes.
         kept_key, kept_value = (key, value) if self._written is None else (key[self._written], value[self._written])
         views.key_rows[layer].index_copy_(0, self._slots, kept_key)
         views.value_rows[layer].index_copy_(0, self._slots, kept_value)
         caches = views.key_caches[layer], views.value_caches[layer]
-        rows = len(query) - sum(len(each.positions) for each in self._scattered)
+        rows = len(query) if scattered is None else len(query) - len(scattered.positions)
         parts: list[torch.Tensor] = []
         if rows:
-            own = (query, key, value) if rows == len(query) else (query[:rows], key[:rows], value[:rows])
+            own = (query, key, value) if scattered is None else (query[:rows], key[:rows], value[:rows])
             parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
-        for each in self._scattered:
+        if scattered is not None:
             # Models with a window have no such rows.
-            begin, rows = rows, rows + len(each.positions)
-            gathered = each.gathered.layer(layer)
+            gathered = scattered.gathered.layer(layer)
             found = sparse_attention(
-                query[begin:rows], *gathered, each.batch, each.positions, scale=scale, softcap=softcap
+                query[rows:], *gathered, scattered.batch, scattered.positions, scale=scale, softcap=softcap
             )
             parts.append(found)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

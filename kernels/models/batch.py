@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -96,31 +96,15 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     token_ids, positions_, to, kept = longs.split([total, total, total, len(ends)])
     if adjacent == len(packed):
         return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to))
-    scattered = []
-    for first, end in _groups(contexts, adjacent, pool):
-        size = shape.block_size
-        places = [piece.places or Places.of(piece.table, piece.context, size) for piece in packed[first:end]]
-        gathered = Gathered(pool, places, contexts[first:end])
-        rows = _batch(counts[first:end], contexts[first:end], gathered.tables, device)
-        scattered.append(ScatteredRows(rows, positions_[starts[first] : starts[end]].int(), gathered))
+    places = [piece.places or Places.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]]
+    gathered = Gathered(pool, places, contexts[adjacent:])
+    rows = _batch(counts[adjacent:], contexts[adjacent:], gathered.tables, device)
+    scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int(), gathered)
     written = None
     if (long[2 * total : 3 * total] < 0).any():
         written = to_device(np.flatnonzero(long[2 * total : 3 * total] >= 0), device)
         to = to[written]
     return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to, scattered, written))
-
-
-def _groups(contexts: Sequence[int], first: int, pool: BlockPool) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of groups of pieces that are gathered at a time: pages that requests share are copied for each,
-    which must not take more blocks than the pool has."""
-    blocks = 0
-    for place in range(first, len(contexts)):
-        needed = pool.shape.blocks_for(contexts[place])
-        if place > first and blocks + needed > pool.blocks:
-            yield first, place
-            first, blocks = place, 0
-        blocks += needed
-    yield first, len(contexts)
 
 
 def _batch(

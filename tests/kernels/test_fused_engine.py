@@ -32,7 +32,6 @@ from ragorder.kernels.engine import (
 )
 from ragorder.kernels.engine import sequence as requests_under_way
 from ragorder.kernels.fusion.selection import Measurements, make_selection
-from ragorder.kernels.paging import Gathered
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
@@ -512,27 +511,6 @@ class TestSharing:
         pool = shared + 5 * -(-own // BLOCK) * BLOCK
         _, most, _ = self.crowd(make, pool, Fusion(recompute, "head"), requests=8)
         assert most >= 5
-
-    def test_copies_at_most_as_many_blocks_at_a_time_as_the_pool_has(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        shares: list[float] = []
-
-        class Noted(Gathered):
-            def __init__(self, pool: Any, *where: Any) -> None:
-                super().__init__(pool, *where)
-                shares.append(sum(map(len, self.tables)) / pool.blocks)
-
-        monkeypatch.setattr("ragorder.kernels.models.batch.Gathered", Noted)
-        fusion = Fusion(0.05, "head")
-        answers = []
-        for pool in (8192, 1600):
-            shares.clear()
-            _, most, completions = self.crowd(make, pool, fusion, requests=6)
-            assert max(shares) <= 1
-            answers.append({completion.request_id: completion.token_ids for completion in completions})
-        assert most * 10 * 96 > 2 * 1600
-        assert answers[0] == answers[1]
 
     @pytest.mark.parametrize("block_size", [1, 16, 48])
     def test_of_random_requests_changes_no_answer(self, fusing: Make, plain: Any, block_size: int) -> None:
