@@ -51,7 +51,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: Pack
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_size = caches[0].shape[1]
     together: set[int] = set()
-    for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
+    for rows in batch.memo(("alike", window), partial(alike, spans, window)):
+        if len(rows) == 1:
+            continue
         together.update(rows)
         make = partial(_decoding, batch, rows, window, block_size, q.dtype)
         group = batch.memo(("decoding", rows[0], window, block_size, q.dtype), make)
@@ -142,7 +144,9 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
 
 
-def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
+def alike(spans: list[Span], window: int | None) -> list[list[int]]:
+    """Return the requests with one new token, by similar length."""
+
     def keys(row: int) -> int:
         context = spans[row][2]
         return context if window is None else min(context, window)
@@ -155,7 +159,7 @@ def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [group for group in groups if len(group) > 1]
+    return groups
 
 
 def _decoding(
