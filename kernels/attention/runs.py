@@ -55,7 +55,7 @@ class Runs:
     - `positions` int32 (R, keys): each key's position in its request.
     - `units` int32 (R, keys / UNIT): offset of each unit.
     - `begins` int32 (R, runs + 1), `offsets` int32 (R, runs): first keys of runs of units, and their offset.
-    - `reaches` int32 (T,): row t sees no key after as many.
+    - `reaches` int32 (T,): row t sees no key from there on.
     - `moves` int64 (offsets,).
     """
 
@@ -70,42 +70,37 @@ class Runs:
     def pack(
         cls, rows: Sequence[_Ints], moves: Sequence[_Ints], queries: Sequence[_Ints], device: torch.device | str
     ) -> tuple[PackedBatch, Self]:
-        """Order the keys of each request. `rows`: where each position's key is, `moves`: positions since it was
-        computed, `queries`: positions of the rows that attend to them. Blocks of the batch are rows."""
+        """Order the keys of each request, by position: `rows`, where a key is, and `moves`. `queries` are the positions
+        of the rows that attend to them. Blocks of the batch are rows."""
         ordered = [_order(*each) for each in zip(rows, moves, strict=True)]
-        distinct, numbers = np.unique(np.concatenate([each.moves for each in ordered]), return_inverse=True)
-        size, keys = len(rows), max(len(each.rows) for each in ordered)
-        starts = np.cumsum([0, *map(len, queries)])
-        tables = np.empty((size, keys), dtype=np.int32)
-        positions = np.full((size, keys), _NEVER, dtype=np.int32)
-        units = np.zeros((size, keys // UNIT), dtype=np.int32)
-        changes, reaches, first = [], [], 0
-        for request, each in enumerate(ordered):
-            count = len(each.moves)
-            # Rows that no request sees must be finite: the last one is repeated.
-            tables[request] = each.rows[-1]
-            tables[request, : len(each.rows)] = each.rows
-            positions[request, : len(each.rows)] = each.positions
-            own = units[request, :count] = numbers[first : first + count]
-            changes.append(np.flatnonzero(np.diff(own, prepend=-1)))
-            reaches.append(np.searchsorted(each.positions[::UNIT], queries[request], side="right") * UNIT)
-            first += count
+        lengths = np.array([len(each.rows) for each in ordered])
+        longest = int(lengths.max())
+        distinct, offsets = np.unique(np.concatenate([each.moves for each in ordered]), return_inverse=True)
+        of_units = np.split(offsets, np.cumsum(lengths[:-1] // UNIT))
+        changes = [np.flatnonzero(np.diff(each, prepend=-1)) for each in of_units]
         runs = max(map(len, changes))
-        begins = np.empty((size, runs + 1), dtype=np.int32)
-        offsets = np.zeros((size, runs), dtype=np.int32)
-        for request, (each, change) in enumerate(zip(ordered, changes, strict=True)):
-            begins[request] = len(each.rows)
-            begins[request, : len(change)] = change * UNIT
-            offsets[request, : len(change)] = units[request, change]
-        contexts = np.array([len(each.rows) for each in ordered])
-        parts = [starts, contexts, tables, positions, units, begins, offsets, np.concatenate(reaches)]
-        shorts = to_device(np.concatenate([part.ravel() for part in parts]).astype(np.int32), torch.device(device))
-        views = [
-            short.view(part.shape)
-            for short, part in zip(shorts.split([part.size for part in parts]), parts, strict=True)
-        ]
-        batch = PackedBatch(*views[:3], max(map(len, queries)), keys)
-        return batch, cls(*views[3:], to_device(distinct, torch.device(device)))
+        # Memory that no row sees must be finite: keys that fill a request's table repeat its last one.
+        table = np.stack([_filled(each.rows, longest, each.rows[-1]) for each in ordered])
+        positions = np.stack([_filled(each.positions, longest, _NEVER) for each in ordered])
+        units = np.stack([_filled(each, longest // UNIT, 0) for each in of_units])
+        begins = np.stack(
+            [_filled(each * UNIT, runs + 1, length) for each, length in zip(changes, lengths, strict=True)]
+        )
+        of_runs = np.stack([_filled(each[at], runs, 0) for each, at in zip(of_units, changes, strict=True)])
+        reaches = np.concatenate(
+            [
+                np.searchsorted(each.positions[::UNIT], those, side="right") * UNIT
+                for each, those in zip(ordered, queries, strict=True)
+            ]
+        )
+        starts = np.cumsum([0, *map(len, queries)])
+        parts = [starts, lengths, table, positions, units, begins, of_runs, reaches]
+        short = to_device(np.concatenate([part.ravel() for part in parts]).astype(np.int32), torch.device(device))
+        sent = short.split([part.size for part in parts])
+        views = [each.view(part.shape) for each, part in zip(sent, parts, strict=True)]
+        batch = PackedBatch(views[0], views[1], views[2], max(map(len, queries)), longest)
+        moved = to_device(distinct, torch.device(device))
+        return batch, cls(views[3], views[4], views[5], views[6], views[7], moved)
 
     def cuts(self, request: int, batch: PackedBatch) -> list[tuple[int, int, int]]:
         """Return a request's runs: begin, end and offset. Waits for the device once a step."""
@@ -113,6 +108,10 @@ class Runs:
         ends = begins[request][1:]
         found = zip(begins[request], ends, offsets[request], strict=False)
         return [(begin, end, offset) for begin, end, offset in found if begin < end]
+
+
+def _filled(values: _Ints, length: int, value: int) -> _Ints:
+    return np.pad(values, (0, length - len(values)), constant_values=value)
 
 
 class _Ordered(NamedTuple):
