@@ -31,19 +31,23 @@ class QueryTurn(NamedTuple):
     adjacent: bool
 
     @property
-    def partners(self) -> Tensor:
-        dims = torch.arange(self.table.shape[-1], device=self.table.device)
-        half = self.rotary // 2
-        others = dims ^ 1 if self.adjacent else torch.where(dims < half, dims + half, dims - half)
-        return torch.where(dims < self.rotary, others, dims)
+    def of_keys(self) -> QueryTurn:
+        """The rotation of the keys instead."""
+        return self._replace(table=self.table * self.table.new_tensor([[1.0], [-1.0]]))
 
-    def apply(self, queries: Tensor, offsets: Tensor | int) -> Tensor:
-        """Return float32: queries (.., heads, D), turned for `offsets` (..) or one for all."""
-        cos, sin = self.table[offsets].unbind(-2)
-        if isinstance(offsets, Tensor):
-            cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    def apply(self, queries: Tensor, offsets: Tensor) -> Tensor:
+        """Return float32: queries (.., heads, D), rotated for `offsets` int64 (..)."""
+        cos, sin = self.table[offsets].unsqueeze(-3).unbind(-2)
         queries = queries.float()
-        return queries * cos + queries[..., self.partners] * sin
+        return queries * cos + self._partners(queries) * sin
+
+    def _partners(self, queries: Tensor) -> Tensor:
+        rotated = queries[..., : self.rotary]
+        if self.adjacent:
+            partners = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            partners = rotated.roll(self.rotary // 2, -1)
+        return torch.cat((partners, queries[..., self.rotary :]), -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,13 +105,6 @@ class Runs:
         batch = PackedBatch(views[0], views[1], views[2], max(map(len, queries)), longest)
         moved = to_device(distinct, torch.device(device))
         return batch, cls(views[3], views[4], views[5], views[6], views[7], moved)
-
-    def cuts(self, request: int, batch: PackedBatch) -> list[tuple[int, int, int]]:
-        """Return a request's runs: begin, end and offset. Waits for the device once a step."""
-        begins, offsets = batch.memo("runs", lambda: (self.begins.tolist(), self.offsets.tolist()))
-        ends = begins[request][1:]
-        found = zip(begins[request], ends, offsets[request], strict=False)
-        return [(begin, end, offset) for begin, end, offset in found if begin < end]
 
 
 def _filled(values: _Ints, length: int, value: int) -> _Ints:
