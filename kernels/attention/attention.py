@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch, Ranges
+from ragorder.kernels.attention.runs import QueryTurn, Runs
 from ragorder.kernels.attention.table import BLOCK_SIZES, HEAD_DIMS
 from ragorder.kernels.attention.torch_backend import Rule, torch_attention, torch_sparse_attention
+from ragorder.kernels.attention.torch_runs import torch_run_attention
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -51,7 +53,7 @@ def prefix_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not q.numel():
         return torch.empty_like(q)
-    if choose_backend(backend, q, key_cache) == "torch":
+    if choose_backend(backend, q, key_cache.shape[1]) == "torch":
         return torch_attention(q, k, v, (key_cache, value_cache), batch, Rule(scale, window, softcap))
 
     from ragorder.kernels.attention.launch import triton_attention
@@ -68,6 +70,8 @@ def sparse_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    runs: Runs | None = None,
+    turn: QueryTurn | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Return the attention of rows at any positions to their requests' keys (FusionRAG's Q-Sparse-Attn, 4.3).
@@ -75,6 +79,9 @@ def sparse_attention(
     As `prefix_attention`, without windows, but the caches already have the rows' own keys, `batch.context_lengths`
     count every key of a request, and row t attends to keys up to `positions[t]`, int32 (T,). All layers of a step must
     get the same `positions` object, by which `batch` caches derived values.
+
+    With `runs`, of the same `Runs.pack` as `batch`, keys are in that order, blocks are rows of the caches, and the
+    queries of each run are rotated by `turn`.
     """
     _check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     _check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
@@ -84,24 +91,27 @@ def sparse_attention(
     if positions.device != q.device:
         raise ValueError(f"positions is on {positions.device}, q on {q.device}: give all on one device")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    chosen = choose_backend(backend, q, key_cache)
+    # Rows are read one by one, as in blocks of any size.
+    chosen = choose_backend(backend, q, key_cache.shape[1] if runs is None else BLOCK_SIZES[0])
     if not q.numel():
         return torch.empty_like(q)
-    ranges = Ranges.of(batch, positions)
+    ranges, rule = Ranges.of(batch, positions), Rule(scale, None, softcap)
+    if chosen == "torch" and runs is not None:
+        return torch_run_attention(q, (key_cache, value_cache), batch, ranges, runs, turn, rule)
     if chosen == "torch":
-        return torch_sparse_attention(q, (key_cache, value_cache), batch, ranges, Rule(scale, None, softcap))
+        return torch_sparse_attention(q, (key_cache, value_cache), batch, ranges, rule)
 
     from ragorder.kernels.attention.launch import triton_sparse_attention
 
-    return triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap)
+    return triton_sparse_attention(q, key_cache, value_cache, batch, ranges, scale, softcap, runs, turn)
 
 
-def choose_backend(backend: Backend, q: Tensor, key_cache: Tensor) -> Literal["triton", "torch"]:
+def choose_backend(backend: Backend, q: Tensor, block_size: int) -> Literal["triton", "torch"]:
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"there is no backend {backend!r}: give auto, triton or torch")
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
         return "torch"
-    lacking = _lacking(q.device, q.shape[2], key_cache.shape[1])
+    lacking = _lacking(q.device, q.shape[2], block_size)
     if lacking is None:
         return "triton"
     if backend == "triton":
@@ -152,7 +162,7 @@ def _check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
 
 
 def _check_caches(q: Tensor, kv_heads: int, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch) -> None:
-    if key_cache.shape != value_cache.shape or key_cache.shape[2:] != (kv_heads, q.shape[2]):
+    if key_cache.shape[1:] != value_cache.shape[1:] or key_cache.shape[2:] != (kv_heads, q.shape[2]):
         raise ValueError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be"
             f" (blocks, block size, {kv_heads}, {q.shape[2]})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,13 @@ class PackedBatch:
     def _read_spans(self) -> list[Span]:
         starts = self.query_starts.tolist()
         return list(zip(starts, starts[1:], self.context_lengths.tolist(), strict=False))
+
+
+def to_device(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 _SLACK_TOKENS = 128

@@ -40,6 +40,7 @@ class Variant:
     softcap: bool = False
     split: bool = False
     sparse: bool = False
+    runs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,19 @@ def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence
 
 
 def compile_variant(variant: Variant) -> Compiled:
+    sparse = variant.sparse or variant.runs
+    block_size = 1 if variant.runs else variant.block_size
     constexprs = {
-        **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
+        **constants(variant.tile, variant.group, variant.head_dim, block_size),
         "CAPPED": variant.softcap,
         "SPLIT": variant.split,
         "UPCAST": False,
     }
-    if not variant.sparse:
+    if sparse:
+        constexprs |= {"RUNS": variant.runs, "ROTARY": variant.head_dim * variant.runs, "ADJACENT": False}
+    else:
         constexprs |= {"WINDOWED": variant.window}
-    kernel = attend_at if variant.sparse else attend
+    kernel = attend_at if sparse else attend
     return _compile(kernel, _types(variant), constexprs, variant.family, options(variant.tile))
 
 
@@ -100,6 +105,7 @@ def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
 def _types(variant: Variant) -> dict[str, str]:
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), f"*{variant.dtype}")
     types |= dict.fromkeys(ANYWHERE, "*i32") | {"scale": "fp32", "cap": "fp32", "lse_ptr": "*fp32"}
+    types["turns_ptr"] = "*fp32" if variant.runs else "*i32"
     return types | {"out_ptr": "*fp32" if variant.split else f"*{variant.dtype}"}
 
 
@@ -150,6 +156,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
 @click.option("--window", is_flag=True, help="With a sliding window.")
 @click.option("--softcap", is_flag=True, help="With capped scores.")
 @click.option("--sparse", is_flag=True, help="The kernel for rows at any positions.")
+@click.option("--runs", is_flag=True, help="The kernel for shared keys at any positions.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each kernel.")
 def main(
     families: Sequence[str],
@@ -162,8 +169,8 @@ def main(
     """Compile the table's kernels without a GPU; print registers, spills, shared memory and instructions."""
     if INTERPRETED:
         raise click.ClickException("TRITON_INTERPRET is set: nothing is compiled")
-    if options["sparse"] and options["window"]:
-        raise click.UsageError("--sparse has no --window: rows at any positions see all keys before them")
+    if (options["sparse"] or options["runs"]) and options["window"]:
+        raise click.UsageError("--sparse and --runs have no --window: rows at any positions see all keys before them")
     faulty = False
     chosen = variants(families or tuple(ARCHITECTURES), head_dims or HEAD_DIMS, dtypes or ("bf16", "fp32"))
     for plain in chosen:

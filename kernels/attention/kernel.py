@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 
 # These change between steps: specialising on them would recompile the kernel each time.
-CHANGING = ("requests", "tokens", "window", "table_row", "splits")
-ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "highs_ptr")
+CHANGING = ("requests", "tokens", "window", "table_row", "splits", "runs")
+ANYWHERE = (
+    *("starts_ptr", "contexts_ptr", "tables_ptr", "highs_ptr"),
+    *("positions_ptr", "begins_ptr", "offsets_ptr", "reaches_ptr"),
+)
 
 
 @triton.jit
@@ -117,6 +120,50 @@ def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_l
     if TAIL:
         tail_values = tl.load(value_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
     return _fold(scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST)
+
+
+@triton.jit
+def turn(q_at, dims, is_row, turn_at, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr):
+    """Return the queries at `q_at`, rotated by the cosines and the sines, with their signs, at `turn_at`."""
+    queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    if ROTARY:
+        partner = dims ^ 1 if ADJACENT else tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
+        partner = tl.where(dims < ROTARY, partner, dims)
+        partners = tl.load(q_at[:, None] + partner[None, :], mask=is_row[:, None], other=0.0)
+        cos = tl.load(turn_at + dims)[None, :]
+        sin = tl.load(turn_at + HEAD_DIM + dims)[None, :]
+        queries = (queries.to(tl.float32) * cos + partners.to(tl.float32) * sin).to(queries.dtype)
+    return queries
+
+
+@triton.jit
+def see_runs(q_at, is_row, key_cache_ptr, value_cache_ptr, rows_ptr, positions_ptr, begins_ptr, offsets_ptr, turns_ptr,
+             runs, low, high, row_high, dims, tail_dims, top, total, sums, tail_sums, scale, cap, key_row, value_row,
+             MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, ROTARY: tl.constexpr,
+             ADJACENT: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Fold in the keys from `low` to `high` in the order of `Runs`, with the queries turned for each run."""
+    slots = tl.arange(0, BLOCK_N)
+    for run in tl.range(0, runs):
+        begin = tl.maximum(tl.load(begins_ptr + run), low)
+        end = tl.minimum(tl.load(begins_ptr + run + 1), high)
+        if begin < end:
+            turn_at = turns_ptr + tl.load(offsets_ptr + run) * (2 * (MAIN + TAIL))
+            queries = turn(q_at, dims, is_row, turn_at, MAIN + TAIL, ROTARY, ADJACENT)
+            tail_queries = queries
+            if TAIL:
+                tail_queries = turn(q_at, tail_dims, is_row, turn_at, MAIN + TAIL, ROTARY, ADJACENT)
+            following = tl.load(rows_ptr + begin + slots, mask=begin + slots < end, other=0)
+            for start in tl.range(begin, end, BLOCK_N):
+                key = start + slots
+                row = following.to(tl.int64)
+                following = tl.load(rows_ptr + key + BLOCK_N, mask=key + BLOCK_N < end, other=0)
+                position = tl.load(positions_ptr + key, mask=key < end, other=2147483647)
+                top, total, sums, tail_sums = see_in_part(
+                    queries, tail_queries, key_cache_ptr + row * key_row, value_cache_ptr + row * value_row, key < end,
+                    position, row_high, row_high, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
+                    False, CAPPED, TAIL, UPCAST,
+                )  # fmt: skip
+    return top, total, sums, tail_sums
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -271,14 +318,19 @@ def attend(
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def attend_at(
     q_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, highs_ptr, out_ptr, lse_ptr,
+    positions_ptr, begins_ptr, offsets_ptr, reaches_ptr, turns_ptr,
     scale, cap,
-    requests, tokens, splits,
+    requests, tokens, splits, runs,
     q_token, q_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, out_token, out_head,
     GROUP: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    RUNS: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3)."""
+    """As `attend`, for rows that see cached keys before their `high` (FusionRAG 4.3).
+
+    With RUNS keys are in the order of `Runs`, and blocks are rows of the cache.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
@@ -302,6 +354,8 @@ def attend_at(
     row_high = tl.minimum(tl.load(highs_ptr + begin + token, mask=is_row, other=0), context)
     sees = row_high > 0
     last = tl.max(row_high, 0)
+    if RUNS:
+        last = tl.max(tl.load(reaches_ptr + begin + token, mask=is_row, other=0), 0)
     high = tl.cdiv(last, BLOCK_N) * BLOCK_N
     edge = tl.min(tl.where(sees, row_high, last), 0) // BLOCK_N * BLOCK_N
     low = 0
@@ -325,32 +379,42 @@ def attend_at(
         tail_dims = MAIN + tl.arange(0, TAIL)
         tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
         tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
-    slots = tl.arange(0, BLOCK_N)
-
-    following = tl.load(tables_ptr + (low + slots) // BLOCK_SIZE, mask=low + slots < edge, other=0)
-    for start in tl.range(low, edge, BLOCK_N):
-        block = following.to(tl.int64)
-        slot = (start + slots) % BLOCK_SIZE
-        ahead = start + BLOCK_N + slots
-        following = tl.load(tables_ptr + ahead // BLOCK_SIZE, mask=ahead < edge, other=0)
-        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
-        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
-        top, total, sums, tail_sums = see(
-            queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
-            CAPPED, TAIL, UPCAST,
+    if RUNS:
+        positions_ptr += request * table_row
+        begins_ptr += request * (runs + 1)
+        offsets_ptr += request * runs
+        top, total, sums, tail_sums = see_runs(
+            q_at, is_row, key_cache_ptr, value_cache_ptr, tables_ptr, positions_ptr, begins_ptr, offsets_ptr, turns_ptr,
+            runs, low, high, row_high, dims, tail_dims, top, total, sums, tail_sums, scale, cap, key_block, value_block,
+            MAIN, TAIL, BLOCK_N, ROTARY, ADJACENT, CAPPED, UPCAST,
         )  # fmt: skip
+    else:
+        slots = tl.arange(0, BLOCK_N)
 
-    for start in tl.range(edge, high, BLOCK_N):
-        position = start + slots
-        is_key = position < last
-        block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slot = position % BLOCK_SIZE
-        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
-        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
-        top, total, sums, tail_sums = see_in_part(
-            queries, tail_queries, key_at, value_at, is_key, position, row_high, row_high, dims, tail_dims,
-            top, total, sums, tail_sums, scale, cap, False, CAPPED, TAIL, UPCAST,
-        )  # fmt: skip
+        following = tl.load(tables_ptr + (low + slots) // BLOCK_SIZE, mask=low + slots < edge, other=0)
+        for start in tl.range(low, edge, BLOCK_N):
+            block = following.to(tl.int64)
+            slot = (start + slots) % BLOCK_SIZE
+            ahead = start + BLOCK_N + slots
+            following = tl.load(tables_ptr + ahead // BLOCK_SIZE, mask=ahead < edge, other=0)
+            key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+            value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+            top, total, sums, tail_sums = see(
+                queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
+                CAPPED, TAIL, UPCAST,
+            )  # fmt: skip
+
+        for start in tl.range(edge, high, BLOCK_N):
+            position = start + slots
+            is_key = position < last
+            block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            slot = position % BLOCK_SIZE
+            key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+            value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+            top, total, sums, tail_sums = see_in_part(
+                queries, tail_queries, key_at, value_at, is_key, position, row_high, row_high, dims, tail_dims,
+                top, total, sums, tail_sums, scale, cap, False, CAPPED, TAIL, UPCAST,
+            )  # fmt: skip
 
     # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check this.
     is_weighed = sees & (total > 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch, Ranges
 from ragorder.kernels.attention.kernel import attend, attend_at, merge
+from ragorder.kernels.attention.runs import QueryTurn, Runs
 from ragorder.kernels.attention.table import (
     SCATTERED_ROWS,
     Tile,
@@ -80,6 +81,8 @@ def triton_sparse_attention(
     ranges: Ranges,
     scale: float,
     softcap: float | None = None,
+    runs: Runs | None = None,
+    turn: QueryTurn | None = None,
     *,
     tile: Tile | None = None,
     splits: int | None = None,
@@ -94,17 +97,24 @@ def triton_sparse_attention(
     tiles = tokens * group // tile.rows + batch.requests
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, parts = _parts(out, splits)
+    # Placeholders without runs.
+    ordered = [ranges.high] * 5
+    if runs is not None:
+        ordered[:4] = runs.positions, runs.begins, runs.offsets, runs.reaches
+    if turn is not None:
+        ordered[4] = turn.table
     with _on(q.device):
         attend_at[(tiles, kv_heads, splits)](
             q, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, ranges.high,
-            parts, lse,
+            parts, lse, *ordered,
             scale * _LOG2_E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * _LOG2_E,
-            batch.requests, tokens, splits,
+            batch.requests, tokens, splits, 0 if runs is None else runs.offsets.shape[1],
             q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], batch.block_tables.stride(0),
             heads * head_dim, head_dim,
             **constants(tile, group, head_dim, key_cache.shape[1]),
             CAPPED=softcap is not None, SPLIT=splits > 1,
             UPCAST=INTERPRETED and q.dtype is torch.bfloat16,
+            RUNS=runs is not None, ROTARY=turn.rotary if turn else 0, ADJACENT=turn is not None and turn.adjacent,
             **options(tile),
         )  # fmt: skip
         if splits > 1:

@@ -24,13 +24,13 @@ _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 _MASK_ALIGNMENT = 8
 """Numbers. Some backends read a mask's rows in words without checking."""
 
-_CHUNK = 256
+CHUNK = 256
 """Rows per chunk; masked keys are computed too."""
 
 _SLACK_TOKENS = 64
 """Padding that costs less than another call; for long contexts, an eighth of their length."""
 
-_SCORES = 1 << 24
+SCORES = 1 << 24
 """Scores per chunk where torch's own attention is not used: 64 MiB."""
 
 
@@ -51,7 +51,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: Pack
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_size = caches[0].shape[1]
     together: set[int] = set()
-    for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
+    for rows in batch.memo(("alike", window), partial(alike, spans, window)):
+        if len(rows) == 1:
+            continue
         together.update(rows)
         make = partial(_decoding, batch, rows, window, block_size, q.dtype)
         group = batch.memo(("decoding", rows[0], window, block_size, q.dtype), make)
@@ -63,9 +65,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: Pack
 
 
 def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, rule: Rule) -> Tensor:
-    rows = _CHUNK
+    rows = CHUNK
     if rule.softcap is not None:
-        rows = max(1, min(_CHUNK, _SCORES // (q.shape[1] * max(1, batch.longest_context))))
+        rows = max(1, min(CHUNK, SCORES // (q.shape[1] * max(1, batch.longest_context))))
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for request, chunks in enumerate(ranges.chunks(batch, rows)):
         if not chunks:
@@ -75,7 +77,7 @@ def torch_sparse_attention(q: Tensor, caches: Caches, batch: PackedBatch, ranges
         for chunk in chunks:
             own = slice(chunk.begin, chunk.end)
             mask = None if chunk.whole else _range_mask(chunk, ranges, q.dtype)
-            out[own] = _attend(q[own], keys[: chunk.last], values[: chunk.last], mask, rule)
+            out[own] = attend(q[own], keys[: chunk.last], values[: chunk.last], mask, rule)
     return out
 
 
@@ -107,14 +109,14 @@ def _one(q: Tensor, k: Tensor, v: Tensor, caches: Caches, batch: PackedBatch, ro
             for cache, own in zip(caches, (k, v), strict=True)
         )
     elif rule.softcap is None and (window is None or window >= new):
-        return _attend(q, k, v, None, rule, causal=new > 1)
+        return attend(q, k, v, None, rule, causal=new > 1)
     parts = []
-    for begin in range(0, new, _CHUNK):
-        end = min(new, begin + _CHUNK)
+    for begin in range(0, new, CHUNK):
+        end = min(new, begin + CHUNK)
         low = 0 if window is None else max(0, before + begin + 1 - window)
         mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
         keys = slice(low, before + end)
-        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, rule))
+        parts.append(attend(q[begin:end], k[keys], v[keys], mask, rule))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -131,7 +133,7 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
     def make() -> Tensor:
-        height = min(_CHUNK, batch.longest_query)
+        height = min(CHUNK, batch.longest_query)
         width = batch.longest_context + batch.longest_query
         hidden = torch.ones(height, width, dtype=torch.bool, device=like.device).triu(width - height + 1)
         if window is not None:
@@ -142,7 +144,9 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
 
 
-def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
+def alike(spans: list[Span], window: int | None) -> list[list[int]]:
+    """Return the requests with one new token, by similar length."""
+
     def keys(row: int) -> int:
         context = spans[row][2]
         return context if window is None else min(context, window)
@@ -155,7 +159,7 @@ def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [group for group in groups if len(group) > 1]
+    return groups
 
 
 def _decoding(
@@ -208,7 +212,7 @@ def _range_mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=high.device).masked_fill_(hidden, -math.inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
     """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]

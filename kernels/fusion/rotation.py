@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ragorder.kernels.attention.runs import QueryTurn
 from ragorder.kernels.models.support import UnsupportedModelError
 
 # Relative difference of two keys' norms: far below that of other frequencies, far above rounding.
@@ -44,6 +45,7 @@ class Turn:
         self._by = by
         self._origin = origin
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self._queries: dict[int, QueryTurn] = {}
 
     def apply(self, vectors: Tensor, layer: int) -> Tensor:
         rope = self._ropes[layer]
@@ -56,6 +58,22 @@ class Turn:
         pair = first * cos - second * sin, second * cos + first * sin
         found = (torch.stack(pair, -1).flatten(-2) if rope.adjacent else torch.cat(pair, -1)).to(vectors.dtype)
         return found if turned == vectors.shape[-1] else torch.cat((found, vectors[..., turned:]), -1)
+
+    def queries(self, layer: int, head_dim: int) -> QueryTurn | None:
+        """Return the rotation of a layer's queries, or None for a layer without positions."""
+        rope = self._ropes[layer]
+        if rope is None:
+            return None
+        if id(rope) not in self._queries:
+            cos, sin = (each.squeeze(1) for each in self._turn(rope, self._by.device))
+            rotary, count = 2 * cos.shape[-1], len(cos)
+            table = torch.zeros(count, 2, head_dim, device=cos.device)
+            table[:, 0, rotary:] = 1
+            first, second = (slice(0, rotary, 2), slice(1, rotary, 2)) if rope.adjacent else _halves(rotary)
+            table[:, 0, first] = table[:, 0, second] = cos
+            table[:, 1, first], table[:, 1, second] = -sin, sin
+            self._queries[id(rope)] = QueryTurn(table, rotary, rope.adjacent)
+        return self._queries[id(rope)]
 
     def _turn(self, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
         if id(rope) not in self._turns:
@@ -162,6 +180,10 @@ def _last_position(model: Any) -> int:
 
 def _turned(rope: Rope | None, keys: Tensor, by: Tensor) -> Tensor:
     return Rotation([rope]).shift(keys, by, 0, origin=0)
+
+
+def _halves(rotary: int) -> tuple[slice, slice]:
+    return slice(0, rotary // 2), slice(rotary // 2, rotary)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

@@ -10,8 +10,10 @@ import torch
 from transformers import AttentionInterface
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
+from ragorder.kernels.attention.runs import Runs
 from ragorder.kernels.models.support import UnsupportedModelError
-from ragorder.kernels.paging import BlockPool, Gathered
+from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging.places import Turn
 
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
@@ -54,12 +56,13 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. Its block
-    tables are of `gathered`."""
+    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them. `turn`
+    rotates the queries for `runs` of keys."""
 
     batch: PackedBatch
     positions: torch.Tensor
-    gathered: Gathered
+    runs: Runs
+    turn: Turn | None
 
 
 class PagedStep:
@@ -95,9 +98,16 @@ class PagedStep:
             parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
         if scattered is not None:
             # Models with a window have no such rows.
-            gathered = scattered.gathered.layer(layer)
             found = sparse_attention(
-                query[rows:], *gathered, scattered.batch, scattered.positions, scale=scale, softcap=softcap
+                query[rows:],
+                views.key_rows[layer].unsqueeze(1),
+                views.value_rows[layer].unsqueeze(1),
+                scattered.batch,
+                scattered.positions,
+                scale=scale,
+                softcap=softcap,
+                runs=scattered.runs,
+                turn=None if scattered.turn is None else scattered.turn.queries(layer, query.shape[2]),
             )
             parts.append(found)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from ragorder.kernels.attention import PackedBatch
+from ragorder.kernels.attention.batch import to_device
+from ragorder.kernels.attention.runs import Runs
 from ragorder.kernels.models.attention import STEP, PagedStep, ScatteredRows, StepAttention
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import BlockPool, Gathered, Places
@@ -97,9 +99,12 @@ def pack(pieces: Sequence[Piece], pool: BlockPool) -> PackedStep:
     if adjacent == len(packed):
         return PackedStep(token_ids, positions_, kept, PagedStep(pool, batch, to))
     places = [piece.places or Places.of(piece.table, piece.context, shape.block_size) for piece in packed[adjacent:]]
-    gathered = Gathered(pool, places, contexts[adjacent:])
-    rows = _batch(counts[adjacent:], contexts[adjacent:], gathered.tables, device)
-    scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int(), gathered)
+    rows = [each.rows(shape)[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
+    moves = [each.moves[:context] for each, context in zip(places, contexts[adjacent:], strict=True)]
+    turning = next((each.turning for each in places if each.turning is not None), None)
+    reading, runs = Runs.pack(rows, moves, [piece.rows for piece in packed[adjacent:]], device)
+    turn = None if turning is None else turning.turn(-runs.moves)
+    scattered = ScatteredRows(reading, positions_[starts[adjacent] :].int(), runs, turn)
     written = None
     if (long[2 * total : 3 * total] < 0).any():
         written = to_device(np.flatnonzero(long[2 * total : 3 * total] >= 0), device)
@@ -126,13 +131,6 @@ def _batch(
         longest_query=max(counts, default=0),
         longest_context=max(contexts, default=0),
     )
-
-
-def to_device(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class ForwardEnded(Exception):  # noqa: N818

@@ -18,8 +18,9 @@ import torch
 from ragorder.common.lru_cache import LRUCache
 from ragorder.kernels.attention import PackedBatch
 from ragorder.kernels.attention.attention import choose_backend
+from ragorder.kernels.attention.batch import to_device
 from ragorder.kernels.models.attention import PagedStep
-from ragorder.kernels.models.batch import Forward, PackedStep, Piece, to_device
+from ragorder.kernels.models.batch import Forward, PackedStep, Piece
 from ragorder.kernels.paging import BlockPool
 
 MOST_TOKENS = 256
@@ -120,7 +121,7 @@ class GraphCapture:
         if pool.device.type != "cuda" or forward.streams:
             return None
         cache = pool.views.key_caches[0]
-        backend = choose_backend("auto", cache.new_empty(0, *cache.shape[2:]), cache)
+        backend = choose_backend("auto", cache.new_empty(0, *cache.shape[2:]), cache.shape[1])
         return cls(pool.device) if backend == "triton" else None
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragorder.kernels.paging.pool import BlockPool
+from ragorder.kernels.attention.runs import QueryTurn
+from ragorder.kernels.paging.pool import BlockPool, KVShape
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Turn(Protocol):
     def apply(self, vectors: Tensor, layer: int) -> Tensor: ...
+
+    def queries(self, layer: int, head_dim: int) -> QueryTurn | None: ...
 
 
 class Turning(Protocol):
@@ -34,6 +37,15 @@ class Places:
     offsets: _Ints
     origins: _Ints
     turning: Turning | None = None
+
+    @property
+    def moves(self) -> _Ints:
+        """Positions between where each key was computed and where it is read."""
+        return np.where(self.origins < 0, 0, np.arange(len(self.origins)) - self.origins)
+
+    def rows(self, shape: KVShape) -> _Ints:
+        """Return where each position's KV is in the rows of a layer."""
+        return self.blocks * shape.block_rows + self.offsets
 
     @classmethod
     def of(cls, table: Any, tokens: int, block_size: int) -> Self:
@@ -57,9 +69,9 @@ class Gathered:
         for each, start, length in zip(places, starts, lengths, strict=False):
             # The rest of a last block is any row: none attends to it.
             own = slice(start * shape.block_size, start * shape.block_size + length)
-            rows[own] = each.blocks[:length] * shape.block_rows + each.offsets[:length]
+            rows[own] = each.rows(shape)[:length]
             origins[own] = each.origins[:length]
-            moves[own] = np.arange(length) - origins[own]
+            moves[own] = each.moves[:length]
             turning = turning or each.turning
         shared = np.flatnonzero(origins >= 0)
         self._rows = torch.from_numpy(rows).to(pool.device)

@@ -34,6 +34,13 @@ CHOICES = {
     "rows at any positions": (
         *("--sparse", "--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
     ),
+    "shared keys": (
+        *("--runs", "--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
+    ),
+    "shared keys on ampere, split and capped": (
+        *("--runs", "--family", "sm_80", "--head-dim", "96", "--dtype", "fp16", "--rows", "128"),
+        *("--split", "--softcap", "--group", "7"),
+    ),
     "rows at any positions on ampere, split and capped": (
         *("--sparse", "--family", "sm_80", "--head-dim", "96", "--dtype", "fp16", "--rows", "128"),
         *("--split", "--softcap", "--group", "7"),

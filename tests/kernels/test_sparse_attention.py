@@ -252,7 +252,7 @@ class TestTorch:
             return masks[-1]
 
         monkeypatch.setattr(torch_backend, "_range_mask", recorded)
-        monkeypatch.setattr(torch_backend, "_SCORES", 40 * 2 * 700)
+        monkeypatch.setattr(torch_backend, "SCORES", 40 * 2 * 700)
         case = Case(heads=(2, 1), head_dim=16, tokens=(700, 300), rows=((300, 50), (0, 300)), softcap=softcap)
         given = inputs_of(case)
         assert error(attend(case, given, "torch"), formula(case, given)) < 1e-5

@@ -38,7 +38,7 @@ FOREIGN = {
     *("--middleware", "--no-deps", "--no-oversample", "--num-prompts", "--prefix-cache-retention-interval"),
     *("--prefix-caching-hash-algo", "--prefix-match-unit", "--query", "--routing-logic", "--served-model-name"),
     *("--session-key", "--shape", "--skip-chat-template", "--small", "--softcap", "--sparse", "--split"),
-    "--window",
+    *("--runs", "--window"),
 }
 
 

@@ -1,0 +1,106 @@
+"""Attention to keys in runs, in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ragorder.kernels.attention.batch import PackedBatch, Ranges
+from ragorder.kernels.attention.runs import UNIT, QueryTurn, Runs
+from ragorder.kernels.attention.torch_backend import CHUNK, SCORES, Caches, Rule, alike, attend
+
+
+def torch_run_attention(
+    q: Tensor, caches: Caches, batch: PackedBatch, ranges: Ranges, runs: Runs, turn: QueryTurn | None, rule: Rule
+) -> Tensor:
+    out = torch.empty_like(q)
+    for group in batch.memo("runs alike", partial(alike, batch.spans, None)):
+        make = partial(_Decoding.of, batch, ranges, runs, group)
+        decoding = batch.memo(("runs decoding", group[0]), make)
+        out[decoding.tokens] = _decode(q[decoding.tokens], caches, decoding, turn, rule).to(q.dtype)
+    for request, (begin, end, _) in enumerate(batch.spans):
+        if end - begin > 1:
+            out[begin:end] = _prefill(q, caches, batch, ranges, runs, request, turn, rule)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """R requests with one row each: `tokens` int64 (R,), `rows` (R x keys,), `offsets` int64 (R, units), and a mask
+    (R, 1, keys) for float32 scores."""
+
+    tokens: Tensor
+    rows: Tensor
+    offsets: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, ranges: Ranges, runs: Runs, group: list[int]) -> _Decoding:
+        device = batch.block_tables.device
+        requests = torch.tensor(group, device=device)
+        tokens = torch.tensor([batch.spans[request][0] for request in group], device=device)
+        keys = max(batch.spans[request][2] for request in group)
+        hidden = runs.positions[requests, :keys] >= ranges.high[tokens, None]
+        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+        offsets = runs.units[requests, : keys // UNIT].long()
+        return cls(tokens, batch.block_tables[requests, :keys].flatten(), offsets, mask[:, None])
+
+
+def _decode(q: Tensor, caches: Caches, decoding: _Decoding, turn: QueryTurn | None, rule: Rule) -> Tensor:
+    requests, heads, head_dim = q.shape
+    units, kv_heads = decoding.offsets.shape[1], caches[0].shape[2]
+    keys, values = (_gather(cache, decoding.rows) for cache in caches)
+    q = q[:, None].expand(-1, units, -1, -1)
+    q = q.float() if turn is None else turn.apply(q, decoding.offsets)
+    q = q.reshape(requests * units, kv_heads, -1, head_dim).transpose(0, 1)
+    found = torch.matmul(q, keys.unflatten(1, (-1, UNIT)).transpose(2, 3))
+    scores = found.unflatten(1, (requests, units)).transpose(2, 3).flatten(3)
+    values = values.unflatten(1, (requests, -1))
+    return _weigh(scores, decoding.mask, values, rule).permute(1, 0, 2, 3).reshape(requests, heads, head_dim)
+
+
+def _prefill(
+    q: Tensor,
+    caches: Caches,
+    batch: PackedBatch,
+    ranges: Ranges,
+    runs: Runs,
+    request: int,
+    turn: QueryTurn | None,
+    rule: Rule,
+) -> Tensor:
+    begin, end, length = batch.spans[request]
+    table = batch.block_tables[request, :length]
+    keys, values = (cache.flatten(0, 1).index_select(0, table) for cache in caches)
+    if turn is not None:
+        # Rows are many: rotating the keys takes less time than the queries of each run.
+        units = runs.units[request, : length // UNIT].long()
+        keys = turn.of_keys.apply(keys.view(len(units), -1, keys.shape[-1]), units).view_as(keys).to(q.dtype)
+    rows = CHUNK if rule.softcap is None else max(1, min(CHUNK, SCORES // (q.shape[1] * length)))
+    parts = []
+    for first in range(begin, end, rows):
+        own = slice(first, min(first + rows, end))
+        last = int(runs.reaches[own].max())
+        hidden = runs.positions[request, :last] >= ranges.high[own, None]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+        parts.append(attend(q[own], keys[:last], values[:last], mask, rule))
+    return torch.cat(parts)
+
+
+def _gather(cache: Tensor, rows: Tensor) -> Tensor:
+    """Return float32 (KV heads, rows, D)."""
+    kv_heads = cache.shape[2]
+    heads = torch.arange(kv_heads, device=rows.device)[:, None]
+    found = cache.flatten(0, 2).index_select(0, (rows.long() * kv_heads + heads).flatten())
+    return found.view(kv_heads, len(rows), -1).float()
+
+
+def _weigh(scores: Tensor, mask: Tensor, values: Tensor, rule: Rule) -> Tensor:
+    if rule.softcap is None:
+        scores = scores.mul_(rule.scale)
+    else:
+        scores = scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
+    return torch.matmul(scores.add_(mask).softmax(-1), values)
