@@ -41,7 +41,7 @@ from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassRea
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
-from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
+from ragorder.adapters.proxy.bodies.token_counter import KEPT_BYTES, TokenCounter, size_of
 from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
 from ragorder.adapters.proxy.ordering import ranks_value
 from ragorder.adapters.structs import readable_by_threads
@@ -110,7 +110,7 @@ class BodyParser:
             hint=None if recogniser is None else recogniser.hint,
         )
         self._ids = RenamedIds(warn, by_place=number_by_place)
-        self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
+        self._prefixes: LRUCache[int] = LRUCache(_PREFIXES, KEPT_BYTES)
         self._turns = SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
@@ -229,7 +229,7 @@ class BodyParser:
             names = [each.id] if shows_id and not numbered else []
             names += [str(each.metadata.get("title", ""))] if "title" in self._builder.shown else []
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
-            documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
+            documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt, numbered=numbered)))
         parsed = self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
         return replace(parsed, marks=marks, orderer=by.orderer, left=_left(by, marks))
 
@@ -301,9 +301,9 @@ class BodyParser:
 
         # A document's key: a position number is not part of it.
         known = run.documents if numbered is None else [each.rest for each in numbered]
-        documents = [
-            Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
-        ]
+        # The tokens of a number change with its place.
+        lengths = self._tokens.run(run.documents, run.gaps if numbered is None else (), salt)
+        documents = [Document("", own, length) for own, length in zip(known, lengths, strict=True)]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         question = self._segments(passage.suffix(run.tail))
         # The sum of its parts: each is rounded up to whole tokens, so the whole could be shorter.
@@ -377,7 +377,7 @@ class BodyParser:
         scope, prefix_tokens, failure = b"", 0, None
         try:
             scope = scope_of(body, salt, prefix)
-            prefix_tokens = self._prefix_tokens(scope, body, prefix)
+            prefix_tokens = self._prefix_tokens(scope, body, prefix, salt, documents)
         except Exception as error:
             failure = error
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
@@ -403,11 +403,13 @@ class BodyParser:
             for each in follows
         ]
 
-    def _prefix_tokens(self, scope: bytes, body: Body, prefix: PromptPrefix) -> int:
+    def _prefix_tokens(
+        self, scope: bytes, body: Body, prefix: PromptPrefix, salt: str | None, documents: Sequence[Document]
+    ) -> int:
         tokens = self._prefixes.get(scope)
         if tokens is None:
-            tokens = self._tokens.prefix(body, prefix)
-            self._prefixes.put(scope, tokens)
+            tokens = self._tokens.prefix(body, prefix, salt, documents[0].text if documents else "")
+            self._prefixes.put(scope, tokens, size_of(tokens))
         return tokens
 
 
