@@ -92,10 +92,10 @@ class OrderDocuments:
         vllm serve MODEL --middleware ragorder.adapters.vllm.OrderDocuments
         app.add_middleware(OrderDocuments, capacity_tokens=100_000)  # FastAPI, Starlette
 
-    In vLLM's server block size, capacity and KV events are those of its engine. `options` are fields of `MiddlewareSettings`.
-    After an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the
-    saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid settings the server does not
-    start; without its lifespan each request raises ValueError.
+    In vLLM's server block size, capacity and KV events are those of its engine. `options` are fields of
+    `MiddlewareSettings`. After an internal error a request is answered as it came, unless its documents would be lost.
+    `/ragorder` shows the saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid
+    settings the server does not start; without its lifespan each request raises ValueError.
     """
 
     def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:

@@ -478,7 +478,7 @@ def _can_be_mapped(documents: Sequence[object]) -> bool:
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
     reason: PassReason = "no_documents"
     for passage in body.passages():
-        if passage.role == "assistant":
+        if not template.reads(passage.role):
             continue
         run = template.find(passage.text)
         if run is not None:
