@@ -309,7 +309,8 @@ class BodyParser:
         question = self._segments(suffix)
         # The sum of its parts: each is rounded up to whole tokens, so the whole could be shorter.
         suffix_tokens = sum(each.tokens for each in question)
-        facts = {"gaps": gaps, "marks": marks, "orderer": by.orderer, "named": named or (), "left": left}
+        facts: dict[str, Any] = {"gaps": gaps, "marks": marks, "orderer": by.orderer, "left": left}
+        facts["named"] = named or ()
         facts["question"] = question if isinstance(body, ChatBody) else ()
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), **facts)
         learn = self._learner(run.documents, parsed.prefix_tokens, suffix.text, suffix_tokens)
