@@ -112,7 +112,7 @@ class Orderer:
 
     `Orderer.for_vllm` connects to a live server. By hand, `token_ids` (a document's tokens) and `prefix_ids` (the
     tokens before the documents) locate documents among the engine's `blocks`; a scope is then the requests'
-    `cache_salt`.
+    `cache_salt`. With `prefix_ids=None` the prefix of `lengths` has tokens and salt, as `KnownTokens`.
 
     Ordering raises only TypeError, for objects that are not documents. After an internal error the documents stay in
     retrieval order and `fallbacks` counts it; `strict=True` raises it. A copy (copy, pickle, process pool) starts
@@ -127,7 +127,7 @@ class Orderer:
         tokens: Callable[[Any], int] | None = None,
         group: Callable[[Any], Hashable | None] | None = None,
         token_ids: Callable[[Any], Sequence[int]] | None = None,
-        prefix_ids: Sequence[int] = (),
+        prefix_ids: Sequence[int] | None = (),
         blocks: EngineBlocks | None = None,
         topics: Topics | None = None,
         cloud: CloudCache | None = None,
@@ -290,7 +290,8 @@ class Orderer:
         given = list(documents)
         if history is not None and _checked(history).segments and self.settings.reuse == "fused":
             self.degrade(_FUSED_HISTORY)
-        if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
+        follows = self._contents is not None and self._contents.prefix_ids is not None
+        if follows and scope is not None and not (isinstance(scope, str) and scope):
             self.degrade(_UNSALTED)
         try:
             request = self._reader.read(given)

@@ -88,7 +88,11 @@ _OTHER_FIELD = "send fields of the prompt's head the same in all requests"
 _LIST_CHANGES = {"order": "the same lines in another order", "items": "other lines"}
 _ONE_LIST = (
     "if their order means nothing, send such lines in one order, sorted in the application, or let ragorder order "
-    "them: `ragorder serve --template FILE`, a file with the lines "
+    "them: "
+)
+_BY_NAME = "`ragorder serve --template memories` finds them here"
+_BY_FORM = (
+    "`ragorder serve --template FILE`, a file with the lines "
     """form = "- {text}" and between = "\\n", and as tail the text after the list"""
 )
 _TOOL_CHANGES = {
@@ -167,7 +171,21 @@ def _lists(case: Case) -> Finding:
     if verdict == "good":
         return Finding(check, "good", found)
     found += f": {counted(kinds)}; {case.instead(with_one_list_order(case.log.requests), 'if the lists were sorted')}"
-    return Finding(check, verdict if graded(reordered, len(case.beginnings)) == "bad" else "warning", found, _ONE_LIST)
+    return Finding(
+        check, verdict if graded(reordered, len(case.beginnings)) == "bad" else "warning", found, _list_advice(case)
+    )
+
+
+def _list_advice(case: Case) -> str:
+    try:
+        from ragorder.adapters.proxy.bodies.lists import ListTemplate
+    except ImportError:
+        # Without the proxy's extra no preset can be used.
+        return _ONE_LIST + _BY_FORM
+    template = ListTemplate()
+    lists = [each for each in case.log.requests if case.other_lists.get(each.line) == "order"]
+    found = [template.find(each.text[each.tools_end : each.system_end]) is not None for each in lists]
+    return _ONE_LIST + (_BY_NAME if 2 * sum(found) > len(found) else _BY_FORM)
 
 
 def _tools(case: Case) -> Finding:

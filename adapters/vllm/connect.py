@@ -17,7 +17,7 @@ from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency.blocks import EngineBlocks
 
-__all__ = ["connect", "hybrid_rules"]
+__all__ = ["connect", "following_events", "hybrid_rules"]
 
 
 class _LiveOrderer(Protocol):
@@ -68,7 +68,8 @@ def connect(
     elif builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
-        orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
+        options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids}
+        orderer = following_events(orderer_class, settings, settings.events_endpoint, options)
         if settings.replay_endpoint is None:
             missing.append("no replay_endpoint: lost KV events cannot be replayed")
         elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
@@ -153,17 +154,13 @@ def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bo
     return bool(cache.hybrid) and not kept
 
 
-def _following_events(
-    orderer_class: Callable[..., OrdererT],
-    settings: Settings,
-    builder: PromptBuilder,
-    endpoint: str,
-    options: dict[str, Any],
+def following_events(
+    orderer_class: Callable[..., OrdererT], settings: Settings, endpoint: str, options: dict[str, Any]
 ) -> OrdererT:
+    """Return an orderer that follows the KV events of an endpoint until it is closed."""
     capacity = settings.held_tokens or 0
     blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
-    options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
-    orderer = orderer_class(settings, **options)
+    orderer = orderer_class(settings, **options, blocks=blocks)
     orderer.events = KVEventSubscriber(
         blocks, endpoint, settings.replay_endpoint, topic=settings.events_topic, on_pause=_degrade_on_silence(orderer)
     )

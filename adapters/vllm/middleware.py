@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.headers import header, is_json
 from ragorder.adapters.learning.shadow import ShadowLearner
@@ -31,15 +30,13 @@ from ragorder.adapters.proxy.bodies.body import Route as Protocol
 from ragorder.adapters.proxy.bodies.parsing import BodyParser
 from ragorder.adapters.proxy.bodies.presets import NONE, PromptRecogniser, find_templates
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
-from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
 from ragorder.adapters.proxy.pages import StatsPages
 from ragorder.adapters.proxy.reverse_proxy import ClientAnswer, route_of, with_length
 from ragorder.adapters.proxy.upstream import error_content
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.adapters.vllm.cache_config import engine_cache_config
+from ragorder.adapters.vllm.own_engine import has_engine, own_engine
 from ragorder.orderer import Orderer
-from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 
 _FILE = "RAGORDER_CONFIG"
@@ -95,10 +92,10 @@ class OrderDocuments:
         vllm serve MODEL --middleware ragorder.adapters.vllm.OrderDocuments
         app.add_middleware(OrderDocuments, capacity_tokens=100_000)  # FastAPI, Starlette
 
-    In vLLM's server block size and capacity are those of its engine. `options` are fields of `MiddlewareSettings`.
-    After an internal error a request is answered as it came, unless its documents would be lost. `/ragorder` shows the
-    saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid settings the server does not
-    start; without its lifespan each request raises ValueError.
+    In vLLM's server block size, capacity and KV events are those of its engine. `options` are fields of
+    `MiddlewareSettings`. After an internal error a request is answered as it came, unless its documents would be lost.
+    `/ragorder` shows the saving (`/ragorder/stats` as JSON); `/ragorder/metrics` is for Prometheus. With invalid
+    settings the server does not start; without its lifespan each request raises ValueError.
     """
 
     def __init__(self, app: ASGIApp, settings: MiddlewareSettings | None = None, **options: Any) -> None:
@@ -122,12 +119,17 @@ class OrderDocuments:
         self._pages = ErrorMiddleware(Router(routes, redirect_slashes=False))
         self._paths = frozenset(route.path for route in routes)
         self._workers = Workers()
+        self._orderer: Orderer | None = None
         self._order: Callable[[Protocol, bytes], SentRequest | None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             async with self._running():
                 if self._failure is None:
+                    if has_engine(scope):
+                        # Later the first requests' KV events would be missed. An error is met again there, and logged.
+                        with suppress(Exception):
+                            await asyncio.to_thread(self._start, scope)
                     await self._app(scope, receive, send)
                 else:
                     await receive()
@@ -198,9 +200,8 @@ class OrderDocuments:
             if len(body) > self._settings.body_limit:
                 message = f"The body is longer than {self._settings.body_limit:,} bytes (RAGORDER_BODY_LIMIT)."
                 raise HTTPError(413, message, code="body_too_large")
-            if self._order is None:
-                self._order = self._make(scope)
-            work = partial(self._order, route, body)
+            order = self._order or self._start(scope)
+            work = partial(order, route, body)
             return await self._workers.run(work, len(body), abandoned=methodcaller("end"))
         except HTTPError:
             if _TAG in body:
@@ -213,26 +214,28 @@ class OrderDocuments:
                 raise HTTPError(500, message, code="ordering_failed") from None
         return None
 
-    def _make(self, scope: Scope) -> Callable[[Protocol, bytes], SentRequest | None]:
-        """Return the work on a body, with the sizes of the engine whose server this is."""
+    def _start(self, scope: Scope) -> Callable[[Protocol, bytes], SentRequest | None]:
+        """Return the work on a body, with the sizes and KV events of the engine whose server this is."""
         own = self._settings
-        settings, missing = _completed(own, scope)
-        ordering = _orderer_of(own, settings)
+        engine = own_engine(own, scope, shared_orders=own.shared_orders is not None)
+        ordering: Any = engine.orderer() if own.shared_orders is None else _orderer_of(own, engine.settings)
+        self._orderer = ordering
         orderer = ObservedOrderer(ordering, [self._metrics], shadow=own.shadow)
-        for reason in missing:
+        for reason in engine.missing:
             orderer.degrade(reason)
-        builder = PromptBuilder("")
+        if engine.tokens.exact:
+            self._workers = Workers(always=True)
         recognises = own.template != NONE
         if self._learns:
             self._learner = ShadowLearner.of(self._metrics, orderer)
         parser = BodyParser(
-            builder,
-            TokenCounter(builder),
+            engine.builder,
+            engine.tokens,
             self._templates,
             warn=orderer.degrade,
             finds_native=recognises,
             stable_tools=own.stable_tools,
-            recogniser=PromptRecogniser(settings, self._metrics.recognised) if recognises else None,
+            recogniser=PromptRecogniser(engine.settings, self._metrics.recognised) if recognises else None,
             learner=self._learner,
             number_by_place=own.number_by_place,
             # Its cache finds any common prefix.
@@ -246,6 +249,7 @@ class OrderDocuments:
             parsed = parser.parse(route, body)
             return None if parsed is None else requests.order(parsed)
 
+        self._order = order
         return order
 
     @property
@@ -265,10 +269,13 @@ class OrderDocuments:
             with suppress(asyncio.CancelledError):
                 await keeping
             self._workers.close()
+            if self._orderer is not None:
+                self._orderer.close()
 
     async def _served(self, _: Request) -> JSONResponse:
         template = ", ".join(each.form for each in self._templates) or None
-        about = {"servers": ["this one"], "models": [], "more_models": 0, "template": template, "lengths": "estimated"}
+        lengths = "counted" if self._orderer is not None and self._orderer.events is not None else "estimated"
+        about = {"servers": ["this one"], "models": [], "more_models": 0, "template": template, "lengths": lengths}
         return JSONResponse(about, headers={"Cache-Control": "no-store"})
 
 
@@ -283,39 +290,6 @@ async def _read(receive: Receive) -> bytes | None:
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(chunks)
-
-
-def _completed(own: MiddlewareSettings, scope: Scope) -> tuple[Settings, list[str]]:
-    """Return the orderer's settings, with the sizes of vLLM's engine, and what is missing."""
-    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-    if config is None:
-        unknown = {"capacity_tokens", "block_size"} - own.model_fields_set
-        names = " and ".join(f"RAGORDER_{name.upper()}" for name in sorted(unknown, reverse=True))
-        return own, [f"the size of the server's cache is unknown: set {names}"] if unknown else []
-    try:
-        cache = engine_cache_config(config)
-    except (ServerError, AttributeError) as error:
-        return own, [f"the size of the server's cache is unknown: {error}"]
-    missing = []
-    if cache.prefix_caching is False:
-        missing.append("the server's prefix cache is off: start it with --enable-prefix-caching")
-    if cache.hybrid:
-        missing.append(
-            "the server's model is a hybrid one (Mamba, GDN) and resumes only where its state was kept, so predictions "
-            "are too high: Orderer.for_vllm orders for that"
-        )
-    if cache.engines > 1:
-        missing.append(
-            f"the server has {cache.engines} engines, each with its own cache: `ragorder serve --data-parallel-ranks "
-            f"{cache.engines}` knows them apart"
-        )
-    processes = getattr(config.parallel_config, "_api_process_count", 1)
-    if processes > 1 and own.shared_orders is None:
-        missing.append(
-            f"{processes} API server processes order for one cache, each by what it has served itself: set "
-            "RAGORDER_SHARED_ORDERS=redis://HOST:PORT/0, or fewer tokens may be cached than in retrieval order"
-        )
-    return own.model_copy(update=cache.completes(own)), missing
 
 
 def _templates_of(own: MiddlewareSettings) -> list[DocumentTemplate]:

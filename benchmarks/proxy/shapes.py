@@ -353,7 +353,7 @@ MEASURED: dict[str, Shape] = APPLICATIONS | {
     "tagged": Shape(_built, "none", "documents that a client tags", tag=_tagged),
     "memories": Shape(
         _in_system("[User Memory]\n- ", "{text}", "\n- ", "\n\nBe brief."),
-        "[User Memory]\n- {text}\n- {text}\n\n",
+        "memories",
         "twelve memories, in any order",
         plain="\n",
         listed=12,

@@ -24,9 +24,9 @@ def template_option() -> Decorator:
         metavar="FORM|NAME|auto|none|FILE.toml",
         help="How documents are found in a message that is not tagged: the form of one document, with {text} and "
         "optionally {id}, {title}, {n} (a number that stays at its place) and {*} (anything within a line), such as "
-        "'<document id=\"{id}\">\\n{text}\\n</document>'; the name of an application (docs/proxy.md lists them); a "
-        "file with a form; or auto: applications whose prompts are unmistakable. The first message with two or more "
-        "documents in a row is read.",
+        "'<document id=\"{id}\">\\n{text}\\n</document>'; the name of an application (docs/proxy.md lists them), or "
+        "memories for lists of memories or skills; a file with a form; or auto: applications whose prompts are "
+        "unmistakable. The first message with two or more documents in a row is read.",
         unset="documents in the API's own form alone (none: not even these); what an application's name would save is "
         "shown",
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 from ragorder.common.lock import run_or_defer
 
@@ -26,6 +28,23 @@ _SPELLED = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
 
 class Estimate(int):
     """An estimated length in tokens, which may differ from the engine's."""
+
+
+class KnownTokens(int):
+    """A length in tokens with the tokens themselves, and the `salt` of a prompt that begins with them."""
+
+    ids: Sequence[int]
+    salt: str | None
+
+    def __new__(cls, ids: Sequence[int], salt: str | None = None) -> Self:
+        known = super().__new__(cls, len(ids))
+        known.ids, known.salt = array("q", ids), salt
+        return known
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return 8 * self + 128
 
 
 def estimate_tokens(text: str) -> Estimate:

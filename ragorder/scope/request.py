@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ragorder.common.counts import Estimate
+from ragorder.common.counts import Estimate, KnownTokens
 from ragorder.document import check_readable
 from ragorder.trie.residency import TokenIds
 from ragorder.trie.tree import Key
@@ -100,7 +100,8 @@ class RequestReader:
 
 
 def read_length(tokens: Any) -> int:
-    length = index(tokens)
+    # The index of a subclass is a plain integer.
+    length = tokens if isinstance(tokens, KnownTokens) else index(tokens)
     if length < 0:
         raise ValueError(f"a length in tokens must not be negative, got {length}")
     return length

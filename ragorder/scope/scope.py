@@ -8,7 +8,7 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from ragorder.common.counts import Estimate
+from ragorder.common.counts import Estimate, KnownTokens
 from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.scope.moves import BestPlace, EarnedMoves
@@ -40,8 +40,10 @@ D = TypeVar("D")
 
 
 class EngineContents(NamedTuple):
+    """Without `prefix_ids` each request's prefix has its own (`KnownTokens`)."""
+
     blocks: EngineBlocks
-    prefix_ids: TokenIds
+    prefix_ids: TokenIds | None
 
 
 class ScopeOwner(Protocol):
@@ -74,6 +76,10 @@ class Scope:
         contents: EngineContents | None = None,
         lengths: ScopeLengths | None = None,
     ) -> None:
+        prefix = _prefix_of(name, settings, contents)
+        if isinstance(settings.prefix_tokens, KnownTokens):
+            # A scope outlives its request: it keeps the digests of the prefix alone.
+            settings = settings.model_copy(update={"prefix_tokens": int(settings.prefix_tokens)})
         self.name = name
         self._owner = owner
         self.best = BestPlace(settings)
@@ -81,7 +87,7 @@ class Scope:
         self._suffix_tokens = settings.suffix_tokens
         fuses = settings.reuse == "fused"
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
-        self.mirror = _make_mirror(name, self.tree, pool, contents, owner.tiers)
+        self.mirror = _make_mirror(name, self.tree, pool, prefix, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.places: Places | None = owner.tiers.places(self.mirror)
@@ -410,14 +416,25 @@ class _DetachedOwner:
     def changed(self) -> None: ...
 
 
+def _prefix_of(name: Hashable, settings: Settings, contents: EngineContents | None) -> KnownTokens | None:
+    """Return the tokens before the documents, and their salt, or None if blocks cannot be identified."""
+    if contents is None:
+        return None
+    if contents.prefix_ids is None:
+        return settings.prefix_tokens if isinstance(settings.prefix_tokens, KnownTokens) else None
+    # Without a string as scope the salt is unknown.
+    if name is None or (isinstance(name, str) and name):
+        return KnownTokens(contents.prefix_ids, name)
+    return None
+
+
 def _make_mirror(
-    name: Hashable, tree: KnowledgeTree, pool: Pool, contents: EngineContents | None, tiers: EngineTiers
+    name: Hashable, tree: KnowledgeTree, pool: Pool, prefix: KnownTokens | None, tiers: EngineTiers
 ) -> LRUResidency:
-    if contents is not None:
+    if prefix is not None:
         from ragorder.trie.residency.events import EventsResidency
         from ragorder.trie.residency.followed import FollowedPool
 
-        # Without a string as scope the salt is unknown, so blocks cannot be identified.
-        if isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
-            return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
+        if isinstance(pool, FollowedPool):
+            return EventsResidency(tree, pool, prefix_ids=prefix.ids, salt=prefix.salt)
     return tiers.residency(name, tree, pool)

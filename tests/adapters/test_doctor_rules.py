@@ -198,10 +198,10 @@ TOOLS = [
 FACTS = [document(f"fact-{number}", 1).split("\n")[1] for number in range(12)]
 
 
-def remembering(number: int, facts: Sequence[str], mark: str = "- ") -> dict[str, Any]:
+def remembering(number: int, facts: Sequence[str], mark: str = "- ", heading: str = "[User Memory]") -> dict[str, Any]:
     """A question after a list in the system message."""
     memory = "".join(f"{mark}{fact}\n" for fact in facts)
-    system = f"[User Memory]\n{memory}\n{document('manual')}"
+    system = f"{heading}\n{memory}\n{document('manual')}"
     return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": f"q {number}"}]}
 
 
@@ -229,11 +229,22 @@ class TestListsInFront:
         found = examine([counted(body, 900, 32) for body in bodies])["list in the system message"]
         assert found.verdict == "bad" and "the same lines in another order (19)" in found.found
 
-    def test_are_ordered_by_the_template_that_is_advised(self, examine: Examine, tmp_path: Path) -> None:
+    def test_are_ordered_by_the_name_that_is_advised(self, examine: Examine) -> None:
         pytest.importorskip("msgspec")
         from ragorder.adapters.proxy.bodies.presets import find_templates
 
         bodies = [remembering(number, facts) for number, facts in enumerate(self.drawn(FACTS))]
+        advice = str(examine([counted(body, 700, 32) for body in bodies])["list in the system message"].advice)
+        assert "--template memories" in advice and "FILE" not in advice
+        run = find_templates("memories")[0].find(bodies[0]["messages"][0]["content"])
+        assert run is not None and run.documents == [f"- {fact}" for fact in self.drawn(FACTS)[0]]
+
+    def test_are_ordered_by_the_template_that_is_advised(self, examine: Examine, tmp_path: Path) -> None:
+        pytest.importorskip("msgspec")
+        from ragorder.adapters.proxy.bodies.presets import find_templates
+
+        lists = enumerate(self.drawn(FACTS))
+        bodies = [remembering(number, facts, heading="What is known") for number, facts in lists]
         advice = str(examine([counted(body, 700, 32) for body in bodies])["list in the system message"].advice)
         lines = re.findall(r'(?:form|between) = "[^"]*"', advice)
         tail = f"\n\n{document('manual')[:20]}"

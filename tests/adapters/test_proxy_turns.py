@@ -253,8 +253,8 @@ class TestEarlierTurns:
         monkeypatch.setattr("ragorder.adapters.proxy.bodies.turns._KEPT_TURNS", 10)
         turns = SentTurns()
         for number in range(50):
-            turns.remember(b"scope", str(number), str(number), [1, 0])
-        known = [turns.sent(b"scope", str(number), 2) is not None for number in range(50)]
+            turns.remember(b"%d" % number, b"%d" % number, [1, 0])
+        known = [turns.sent(b"%d" % number, 2) is not None for number in range(50)]
         assert known == [False] * 40 + [True] * 10
 
 

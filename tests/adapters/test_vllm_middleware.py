@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 import random
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from support.requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
 from support.rings import length
-from support.serve_process import ServeProcess, launching
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import DocumentTemplate, make_app
@@ -319,40 +318,44 @@ class TestSettings:
 class TestVLLM:
     """`vllm serve --middleware` on real vLLM."""
 
-    def test_it_hits_as_through_the_proxy_to_the_token(self, vllm_model: Path) -> None:
+    def test_it_predicts_to_the_token_what_is_cached(self, vllm_model: Path) -> None:
+        """By the server's KV events: also after other clients' prompts, and after a reset."""
         pytest.importorskip("vllm")
         from ragorder.eval.data.workloads import make_workload
         from ragorder.eval.engines.server import VLLMServer
 
         texts = [each.text[:300] for each in make_workload("paper-shuf", 0, requests=1).documents[:12]]
         rng = random.Random(1)
-        lists = [rng.sample(range(len(texts)), 4) for _ in range(40)]
 
-        def body(ranks: list[int], number: int) -> dict[str, Any]:
+        def body(number: int, tenant: str | None) -> dict[str, Any]:
+            ranks = rng.sample(range(len(texts)), 4)
             written = "\n".join(FORM.format(id=rank, text=texts[rank]) for rank in ranks)
             messages = [user(f"{written}\nQuestion {number}?")]
-            return {"model": "served", "messages": messages, "max_tokens": 1, "temperature": 0}
+            salt = {} if tenant is None else {"cache_salt": tenant}
+            return {"model": "served", "messages": messages, "max_tokens": 1, "temperature": 0, **salt}
 
-        def cached(url: str) -> tuple[list[int], list[str]]:
-            tokens, orders = [], []
-            for number, ranks in enumerate(lists):
-                answer = post(url, body(ranks, number))
-                assert answer.status_code == 200, answer.text
-                tokens.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-                orders.append(answer.headers["x-ragorder-permutation"])
-            return tokens, orders
+        def ask(url: str, number: int, tenant: str | None) -> tuple[int, int, str]:
+            answer = post(url, body(number, tenant))
+            assert answer.status_code == 200, answer.text
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            names = ("predicted-cached-tokens", "permutation")
+            predicted, order = (answer.headers[f"x-ragorder-{name}"] for name in names)
+            return int(predicted), cached, order
 
-        command = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
+        served = []
         name = "ragorder.adapters.vllm.OrderDocuments"
-        environment = {"RAGORDER_TEMPLATE": FORM}
-        with VLLMServer(vllm_model, blocks=64, middleware=name, environment=environment) as server:
-            inside, orders = cached(server.base_url)
-            assert get(f"{server.base_url}/ragorder/stats").json()["served"] == len(lists)
-        with (
-            VLLMServer(vllm_model, blocks=64) as server,
-            launching(ServeProcess, *command, "--template", FORM, PYTHONPATH="") as launch,
-        ):
-            proxy = launch("--upstream", server.base_url)
-            assert cached(proxy.url) == (inside, orders)
-        assert sum(inside) > 0
-        assert len(set(orders)) > 1
+        with VLLMServer(vllm_model, blocks=64, middleware=name, environment={"RAGORDER_TEMPLATE": FORM}) as server:
+            url = server.base_url
+            for number in range(30):
+                served += [ask(url, number, tenant) for tenant in (None, "tenant")]
+                if number % 7 == 6:
+                    prompt = [rng.randrange(3, 1500) for _ in range(1200)]
+                    post(url, {"model": "served", "prompt": prompt, "max_tokens": 1}, "/v1/completions")
+                if number == 20:
+                    assert post(url, {}, "/reset_prefix_cache").status_code == 200
+                # Events come after the answer.
+                time.sleep(0.2)
+            assert get(f"{url}/ragorder/stats").json()["served"] == len(served)
+        assert [predicted for predicted, _, _ in served] == [cached for _, cached, _ in served]
+        assert sum(cached for _, cached, _ in served) > 0
+        assert len({order for _, _, order in served}) > 1

@@ -89,6 +89,8 @@ class Body:
     """Fields with the longest answer, in tokens; the first one counts."""
     is_changed = False
     """Whether the body is sent with a change besides its documents."""
+    values = 0
+    """Upper bound of its number of JSON values."""
     takes_cache_key = False
     """Whether the server routes requests by a cache key."""
 

@@ -179,8 +179,9 @@ def documents_in_parts(body: ChatBody, template: DocumentTemplate) -> NativeDocu
     messages = body.prefix().messages
     for place, raw in enumerate(messages):
         message = decode(raw, _Part) or _Part()
-        parts = decode(message.content, list[Raw]) or []
-        if len(parts) < 2 or decode(message.role, str) == "assistant":
+        # A decoder takes longer to refuse a text.
+        parts = decode(message.content, list[Raw]) or [] if bytes(message.content)[:1] == b"[" else []
+        if len(parts) < 2 or not template.reads(decode(message.role, str) or ""):
             continue
         texts = [_text_in(part) for part in parts]
         if None not in texts and not _differ(parts):

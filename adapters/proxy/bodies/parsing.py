@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -41,8 +41,8 @@ from ragorder.adapters.proxy.bodies.parsed import BodyMarks, ParsedBody, PassRea
 from ragorder.adapters.proxy.bodies.presets import PromptRecogniser
 from ragorder.adapters.proxy.bodies.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.bodies.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
-from ragorder.adapters.proxy.bodies.token_counter import TokenCounter
-from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns
+from ragorder.adapters.proxy.bodies.token_counter import KEPT_BYTES, TokenCounter, size_of
+from ragorder.adapters.proxy.bodies.turns import RepeatedDocuments, SentTurns, TurnKeys
 from ragorder.adapters.proxy.ordering import ranks_value
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.common.counts import Estimate, estimate_tokens
@@ -110,7 +110,7 @@ class BodyParser:
             hint=None if recogniser is None else recogniser.hint,
         )
         self._ids = RenamedIds(warn, by_place=number_by_place)
-        self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
+        self._prefixes: LRUCache[int] = LRUCache(_PREFIXES, KEPT_BYTES)
         self._turns = SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
@@ -147,14 +147,13 @@ class BodyParser:
             return opened
         fields, values = opened
         body = _BODIES[route](fields)
+        body.values = values
         if self._stable_tools:
             body.sort_tools()
         found = self._read(body, route, content)
-        if isinstance(found, ParsedBody):
-            return replace(found, values=values)
-        if not body.is_changed:
+        if isinstance(found, ParsedBody) or not body.is_changed:
             return found
-        return ParsedBody(body, [], 0, partial(_unordered, body), left=found, values=values)
+        return ParsedBody(body, [], 0, partial(_unordered, body), left=found, values=body.values)
 
     def _read(self, body: Body, route: Route, content: bytes) -> ParsedBody | PassReason:
         fields = body.fields
@@ -229,9 +228,9 @@ class BodyParser:
             names = [each.id] if shows_id and not numbered else []
             names += [str(each.metadata.get("title", ""))] if "title" in self._builder.shown else []
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
-            documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
-        parsed = self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
-        return replace(parsed, marks=marks, orderer=by.orderer, left=_left(by, marks))
+            documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt, numbered=numbered)))
+        facts = {"marks": marks, "orderer": by.orderer, "left": _left(by, marks)}
+        return self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix, **facts)
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
         """Return the turn divided at its documents, or None if escaping crosses their boundaries."""
@@ -257,8 +256,8 @@ class BodyParser:
             # The server will refuse it.
             return "unreadable"
         if isinstance(found, str):
-            parsed = self._parsed(body, [], 0, partial(_unordered, body), salt, body.prefix())
-            return replace(parsed, named=named or (), left=by.left)
+            none = partial(_unordered, body)
+            return self._parsed(body, [], 0, none, salt, body.prefix(), named=named or (), left=by.left)
         passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
@@ -288,7 +287,8 @@ class BodyParser:
             pieces = run.pieces_with(texts)
             text = "".join(pieces)
             if parsed.error is None and body.is_turn(passage):
-                self._turns.remember(parsed.scope, passage.text, text, permutation)
+                turn = TurnKeys(parsed.scope, run.pieces[::2], [each.key for each in documents])
+                self._turns.remember(turn.of(range(len(documents))), turn.of(permutation), permutation)
             if marks is not None and isinstance(body, ChatBody):
                 form = marks.form
                 body.put_chunks(passage, chunks_of(pieces, marked, own_head=form.own_head), form)
@@ -301,19 +301,25 @@ class BodyParser:
 
         # A document's key: a position number is not part of it.
         known = run.documents if numbered is None else [each.rest for each in numbered]
-        documents = [
-            Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
-        ]
+        # The tokens of a number change with its place.
+        lengths = self._tokens.run(run.documents, run.gaps if numbered is None else (), salt)
+        documents = [Document("", own, length) for own, length in zip(known, lengths, strict=True)]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
-        question = self._segments(passage.suffix(run.tail))
+        suffix = passage.suffix(run.tail)
+        question = self._segments(suffix)
         # The sum of its parts: each is rounded up to whole tokens, so the whole could be shorter.
         suffix_tokens = sum(each.tokens for each in question)
-        parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
-        on_prompt = self._learner(run.documents, parsed.prefix_tokens, passage.suffix(run.tail).text, suffix_tokens)
-        parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left, on_prompt=on_prompt)
-        if isinstance(body, ChatBody):
-            parsed = replace(parsed, question=question)
-        return self._with_history(parsed, passage)
+        facts: dict[str, Any] = {"gaps": gaps, "marks": marks, "orderer": by.orderer, "left": left}
+        facts["named"] = named or ()
+        facts["question"] = question if isinstance(body, ChatBody) else ()
+        parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), **facts)
+        learn = self._learner(run.documents, parsed.prefix_tokens, suffix.text, suffix_tokens)
+        if learn is not None:
+            parsed = replace(parsed, on_prompt=learn)
+        if not _is_history(parsed, passage):
+            return parsed
+        turn = TurnKeys(parsed.scope, run.pieces[::2], [each.key for each in documents])
+        return replace(parsed, sent=partial(self._turns.sent, turn.of(range(len(documents))), len(documents)))
 
     def _order_native(
         self, body: Body, content: bytes, native: NativeDocuments, by: MarkedBy
@@ -334,7 +340,8 @@ class BodyParser:
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if passage is not None and parsed.error is None:
-                self._turns.remember(parsed.scope, passage.text, native.text(permutation), permutation)
+                own, sent = (digest_of(parsed.scope, text) for text in (passage.text, native.text(permutation)))
+                self._turns.remember(own, sent, permutation)
             if list(permutation) == list(range(len(permutation))) and not is_changed:
                 return content
             form = None if marks is None else marks.form
@@ -353,16 +360,14 @@ class BodyParser:
         ]
         question = self._segments(native.suffix)
         suffix_tokens = sum(each.tokens for each in question)
-        parsed = self._parsed(body, documents, suffix_tokens, render, salt, native.prefix)
+        facts = {"marks": marks, "orderer": by.orderer, "question": question, "translator": native.translator}
+        parsed = self._parsed(body, documents, suffix_tokens, render, salt, native.prefix, **facts)
         if native.field:
             body.fields[native.field] = held
-        parsed = replace(parsed, marks=marks, orderer=by.orderer, question=question, translator=native.translator)
-        return self._with_history(parsed, passage)
-
-    def _with_history(self, parsed: ParsedBody, passage: Passage | None) -> ParsedBody:
-        if passage is None or parsed.error is not None or not parsed.body.is_history(passage):
+        if passage is None or not _is_history(parsed, passage):
             return parsed
-        return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(parsed.documents)))
+        own = digest_of(parsed.scope, passage.text)
+        return replace(parsed, sent=partial(self._turns.sent, own, len(documents)))
 
     def _parsed(
         self,
@@ -372,15 +377,17 @@ class BodyParser:
         render: Callable[[Sequence[int], Sequence[int]], bytes],
         salt: str | None,
         prefix: PromptPrefix,
-        gaps: Sequence[int] = (),
+        **facts: Any,
     ) -> ParsedBody:
+        """`facts` are further fields: each copy of a `ParsedBody` takes as long as a document's digest."""
         scope, prefix_tokens, failure = b"", 0, None
         try:
             scope = scope_of(body, salt, prefix)
-            prefix_tokens = self._prefix_tokens(scope, body, prefix)
+            prefix_tokens = self._prefix_tokens(scope, body, prefix, salt, documents)
         except Exception as error:
             failure = error
-        return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
+        facts |= {"salt": salt, "scope": scope, "prefix_tokens": prefix_tokens, "error": failure}
+        return ParsedBody(body, documents, suffix_tokens, render, values=body.values, **facts)
 
     def _learner(
         self, texts: Sequence[str], prefix_tokens: int, question: str, suffix_tokens: int
@@ -403,12 +410,18 @@ class BodyParser:
             for each in follows
         ]
 
-    def _prefix_tokens(self, scope: bytes, body: Body, prefix: PromptPrefix) -> int:
+    def _prefix_tokens(
+        self, scope: bytes, body: Body, prefix: PromptPrefix, salt: str | None, documents: Sequence[Document]
+    ) -> int:
         tokens = self._prefixes.get(scope)
         if tokens is None:
-            tokens = self._tokens.prefix(body, prefix)
-            self._prefixes.put(scope, tokens)
+            tokens = self._tokens.prefix(body, prefix, salt, documents[0].text if documents else "")
+            self._prefixes.put(scope, tokens, size_of(tokens))
         return tokens
+
+
+def _is_history(parsed: ParsedBody, passage: Passage) -> bool:
+    return parsed.error is None and parsed.body.is_history(passage)
 
 
 def _unordered(body: Body, permutation: Sequence[int], marked: Sequence[int]) -> bytes:
@@ -476,7 +489,7 @@ def _can_be_mapped(documents: Sequence[object]) -> bool:
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
     reason: PassReason = "no_documents"
     for passage in body.passages():
-        if passage.role == "assistant":
+        if not template.reads(passage.role):
             continue
         run = template.find(passage.text)
         if run is not None:

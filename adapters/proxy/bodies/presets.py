@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.proxy.bodies.lists import list_templates
 from ragorder.adapters.proxy.bodies.parsed import ParsedBody
 from ragorder.adapters.proxy.bodies.template import DocumentTemplate, TemplateError
 from ragorder.orderer import Orderer
@@ -23,7 +24,7 @@ from ragorder.ordering import RequestOutcome
 from ragorder.scope.request import Lengths
 from ragorder.settings import Settings
 
-AUTO, JSON, NONE = "auto", "json", "none"
+AUTO, JSON, MEMORIES, NONE = "auto", "json", "memories", "none"
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,20 +54,23 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_templates(text: str) -> list[DocumentTemplate]:
-    """Return the templates that a text names: a preset, "json", "auto", "none", a TOML file, or a form itself. Raises
-    TemplateError."""
+    """Return the templates that a text names: a preset, "json", "memories", "auto", "none", a TOML file, or a form.
+
+    Raises TemplateError."""
     if text == NONE:
         return []
     if text == AUTO:
         return [preset.template(name) for name, preset in presets().items() if preset.automatic]
     if text == JSON:
         return [JSONTemplate()]
+    if text == MEMORIES:
+        return list_templates()
     if text in presets():
         return [presets()[text].template(text)]
     if text.endswith(".toml"):
         return [_read_file(Path(text))]
     if "{" not in text:
-        known = ", ".join([*presets(), JSON, AUTO, NONE])
+        known = ", ".join([*presets(), JSON, MEMORIES, AUTO, NONE])
         raise TemplateError(f"no form with {{text}}, no .toml file, and no preset: {known}")
     return [DocumentTemplate(text)]
 

@@ -215,6 +215,10 @@ class DocumentTemplate:
         """Return whether documents have numbers that stay at their places."""
         return "n" in self._fields
 
+    def reads(self, role: str) -> bool:
+        """Return whether documents are looked for in messages of this role."""
+        return role != "assistant"
+
     def find(self, text: str) -> DocumentRun | None:
         """Return the first of the longest runs of at least two documents, or None, in linear time."""
         longest: list[_Span] = []

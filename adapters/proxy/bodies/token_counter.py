@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -12,13 +12,15 @@ from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, count_value
 from ragorder.adapters.proxy.bodies.body import Body, PromptPrefix, PromptSuffix, decode
 from ragorder.adapters.proxy.bodies.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
-from ragorder.common.counts import Estimate, estimate_tokens
+from ragorder.common.counts import Estimate, KnownTokens, estimate_tokens
 from ragorder.common.lru_cache import LRUCache
 from ragorder.document import Document
 from ragorder.prompt import PromptBuilder
 from ragorder.tokens import PLACEHOLDER, split_text
 
 _REMEMBERED = 16384
+KEPT_BYTES = 1 << 26
+"""Most bytes of tokens that are kept with their numbers."""
 _NULL = Raw(b"null")
 # First bytes of characters in UTF-8, by script, and how many tokens such a character has in usual vocabularies, more
 # than a Latin one: Cyrillic, Greek, Hebrew and Arabic; Indic scripts and Thai; Chinese, Japanese and Korean; emoji.
@@ -57,17 +59,22 @@ class TokenCounter:
         self.exact = tokenizer is not None
         self._builder = builder
         self._tokenizer = tokenizer
-        self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
+        self._kept: LRUCache[int] = LRUCache(_REMEMBERED, KEPT_BYTES)
         self._scale = 1.0
         self._scales: deque[float] = deque(maxlen=_SAMPLES)
 
-    def tagged(self, document: Document, salt: str | None) -> int:
+    def tagged(self, document: Document, salt: str | None, *, numbered: bool) -> int:
+        """Return the length of a tagged document, whose id is its place in the prompt if `numbered`."""
         if not self.exact:
             if document.tokens is not None:
                 return document.tokens
             return Estimate(self._builder.count_tokens(document) + self.more(document.text))
         texts = ("tagged", document.id, document.text, str(document.metadata.get("title", "")))
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
+
+    def run(self, documents: Sequence[str], gaps: Sequence[str], salt: str | None) -> Sequence[int | None]:
+        """Return the lengths of found documents, in their order; None: as long as a Latin text."""
+        return [self.found(text, salt) for text in documents]
 
     def found(self, text: str, salt: str | None) -> int | None:
         if not self.exact:
@@ -102,47 +109,64 @@ class TokenCounter:
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 
-    def prefix(self, body: Body, prefix: PromptPrefix) -> int:
+    def prefix(self, body: Body, prefix: PromptPrefix, salt: str | None, opening: str) -> int:
+        """Return the length of the prompt before the documents, which begin with `opening`."""
         if body.route == "completions":
             # A server adds the begin-of-sequence token before a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
             return special + self.text(prefix.text)
-        # Tools and tool results of protocols other than chats have a form in the template that only the server knows.
-        if self.exact and not prefix.parts and (body.route == "chat" or "tools" not in body.fields):
-            try:
-                return self._rendered(body, prefix)
-            except Exception:  # noqa: S110
-                # Templates refuse unexpected messages, each in its own way: the server will refuse them, too.
-                pass
+        before = self.rendered(body, prefix)
+        if before is not None:
+            return self.text(before)
         characters = sum(map(_characters, prefix.messages)) + sum(_characters(part, 0) for part in prefix.parts)
         tools = body.fields.get("tools", _NULL)
         characters += len(prefix.text) + (len(bytes(tools)) if decode(tools, list[Raw]) else 0)
         return -(-characters // 4)
 
-    def _rendered(self, body: Body, prefix: PromptPrefix) -> int:
+    def rendered(self, body: Body, prefix: PromptPrefix) -> str | None:
+        """Return the text that the chat template makes of a chat's prefix, or None if that is unknown."""
+        # Tools and tool results of protocols other than chats have a form in the template that only the server knows.
+        if not self.exact or prefix.parts or (body.route != "chat" and "tools" in body.fields):
+            return None
+        try:
+            return self._render(body, prefix)
+        except Exception:
+            # Templates refuse unexpected messages, each in its own way: the server will refuse them, too.
+            return None
+
+    def _render(self, body: Body, prefix: PromptPrefix) -> str:
         messages = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
         _read_calls(messages)
         tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
         turn = {"role": prefix.role, "content": prefix.text + PLACEHOLDER}
-        rendered = self._tokenizer.apply_chat_template(
+        rendered: str = self._tokenizer.apply_chat_template(
             [*messages, turn], tools=tools, tokenize=False, add_generation_prompt=True
         )
         before, slot, _ = rendered.rpartition(PLACEHOLDER)
         if not slot:
             raise ValueError("the chat template does not show the message")
-        return self._encode(before)
+        return before
 
     def _once(self, salt: str | None, texts: Sequence[str], count: Callable[[], int]) -> int:
         key = digest_of(salt, *texts)
         tokens = self._kept.get(key)
         if tokens is None:
             tokens = count()
-            self._kept.put(key, tokens)
+            self._kept.put(key, tokens, size_of(tokens))
         return tokens
 
     def _encode(self, text: str) -> int:
-        encode = self._tokenizer.encode
-        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in split_text(text))
+        return sum(map(len, self._ids(text)))
+
+    def _ids(self, text: str) -> Iterator[list[int]]:
+        """Yield the tokens of each piece of a text."""
+        for piece in split_text(text):
+            yield self._tokenizer.encode(piece, add_special_tokens=False, verbose=False)
+
+
+def size_of(tokens: int) -> int:
+    """Return the bytes of tokens that are kept with their number."""
+    return tokens.size if isinstance(tokens, KnownTokens) else 0
 
 
 def _read_calls(messages: Sequence[dict[str, Any]]) -> None:

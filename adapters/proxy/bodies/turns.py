@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from string import Formatter
 
 from ragorder.adapters.proxy.bodies.body import Passage
@@ -76,20 +75,20 @@ _ENTRY_BYTES = 200
 
 class SentTurns:
     """Orders in which documents of messages were sent, which the client's history does not have: at most 16,384 in 8
-    MiB, by digests of scope and text. Thread-safe."""
+    MiB, by digests of scope and message. Thread-safe."""
 
     def __init__(self) -> None:
         self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
-    def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
-        """Note that `text` was sent as `sent`, which a client may have in its history as well."""
-        self._put(_key(scope, text), permutation)
-        if sent != text:
-            self._put(_key(scope, sent), range(len(permutation)))
+    def remember(self, own: bytes, sent: bytes, permutation: Sequence[int]) -> None:
+        """Note that the message `own` was sent as `sent`, which a client may have in its history as well."""
+        self._put(own, permutation)
+        if sent != own:
+            self._put(sent, range(len(permutation)))
 
-    def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
+    def sent(self, own: bytes, count: int) -> Sequence[int] | None:
         """Return the order in which the `count` documents of a message were sent, or None if it is unknown."""
-        known = self._orders.get(_key(scope, text))
+        known = self._orders.get(own)
         return known if known is not None and len(known) == count else None
 
     def _put(self, key: bytes, permutation: Sequence[int]) -> None:
@@ -97,6 +96,13 @@ class SentTurns:
         self._orders.put(key, order, _ENTRY_BYTES + order.itemsize * len(order))
 
 
-def _key(scope: bytes, text: str) -> bytes:
-    # Parts of a message are joined by a surrogate.
-    return blake2b(text.encode("utf-8", "surrogatepass"), key=scope, digest_size=16).digest()
+class TurnKeys:
+    """Digests of a message with its documents in any order. Those of their texts are there already: `keys`; `around`
+    are the texts around them."""
+
+    def __init__(self, scope: bytes, around: Sequence[str], keys: Sequence[str]) -> None:
+        self._around = digest_of(scope, *around)
+        self._keys = keys
+
+    def of(self, permutation: Iterable[int]) -> bytes:
+        return digest_of(self._around, *(self._keys[rank] for rank in permutation))

@@ -1,0 +1,270 @@
+"""Documents ordered inside a server that publishes KV events: what is predicted is what its engine holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+zmq = pytest.importorskip("zmq")
+msgpack = pytest.importorskip("msgspec").msgpack
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from support.requests import CHAT, TEMPLATE, asked, get, post, tagged, user, written
+from support.waiting import eventually
+
+from ragorder.adapters.proxy.bodies.followed_tokens import FollowedTokens
+from ragorder.adapters.vllm import OrderDocuments
+from ragorder.common.counts import KnownTokens
+from ragorder.common.degraded import DegradedWarning
+from ragorder.prompt import PromptBuilder
+
+BLOCK = 16
+Events = list[dict[str, Any]]
+
+
+class Engine:
+    """The application with its engine, played: blocks in the order of their use, and their events as vLLM tells them.
+
+    Another application with the same engine is another API process.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, **config: Any) -> None:
+        self.endpoint = f"ipc://{folder}/events"
+        self.blocks: dict[bytes, None] = {}
+        self._tokenizer = tokenizer
+        self._number = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.bind(self.endpoint)
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": None, "topic": "kv"}
+        self.events = SimpleNamespace(**events | {"endpoint": self.endpoint} | config)
+        self.api_processes = 1
+
+    def app(self, *, wait: bool = True, **options: Any) -> Starlette:
+        app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
+        app.add_middleware(cast(Any, OrderDocuments), **{"template": TEMPLATE} | options)
+        cache = SimpleNamespace(
+            block_size=BLOCK, num_gpu_blocks=1001, enable_prefix_caching=True, mamba_cache_mode="none"
+        )
+        parallel = SimpleNamespace(data_parallel_size=1, _api_process_count=self.api_processes)
+        app.state.vllm_config = SimpleNamespace(
+            cache_config=cache, parallel_config=parallel, kv_events_config=self.events
+        )
+        app.state.engine_client = SimpleNamespace(get_tokenizer=lambda: self._tokenizer)
+        app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")])
+        return app
+
+    def wait_for_subscriber(self) -> None:
+        assert self._socket.poll(10_000), "nobody subscribes"
+        assert self._socket.recv()[1:] == b"kv"
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self._tell([{"type": "AllBlocksCleared"}])
+
+    def evict(self, count: int) -> None:
+        """The last blocks, as for another client's prompt."""
+        gone = list(self.blocks)[-count:]
+        for each in gone:
+            del self.blocks[each]
+        self._tell([{"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"}])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def _chat(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        text = self._tokenizer.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        salt = body.get("cache_salt")
+        if body["model"] != "m":
+            salt = f"{salt}/{body['model']}"
+        chain = blake2b(str(salt).encode(), digest_size=8).digest()
+        cached, parent, events = 0, None, []
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            own = ids[start : start + BLOCK]
+            chain = blake2b(chain + str(own).encode(), digest_size=8).digest()
+            if chain in self.blocks:
+                cached += BLOCK
+            else:
+                self.blocks[chain] = None
+                events.append(self._stored(chain, parent, own, salt if parent is None else None))
+            parent = chain
+        self._tell(events)
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+        return JSONResponse({"choices": [{"message": {"content": "yes"}}], "usage": usage})
+
+    @staticmethod
+    def _stored(block: bytes, parent: bytes | None, ids: list[int], salt: str | None) -> dict[str, Any]:
+        chain = {"block_hashes": [block], "parent_block_hash": parent, "token_ids": ids, "block_size": BLOCK}
+        return {"type": "BlockStored", **chain, "extra_keys": [[salt]] if salt else None, "medium": "GPU"}
+
+    def _tell(self, events: Events) -> None:
+        payload = msgpack.encode([time.time(), events])
+        self._socket.send_multipart([b"kv", self._number.to_bytes(8, "big"), payload])
+        self._number += 1
+
+
+@pytest.fixture
+def play(tmp_path: Path, tokenizers: dict[str, Any]) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def start(**config: Any) -> Engine:
+        engines.append(Engine(tmp_path, tokenizers["chatml"], **config))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(play: Callable[..., Engine]) -> Engine:
+    return play()
+
+
+def chat(names: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [user(asked(names))], **fields}
+
+
+def ask(url: str, body: dict[str, Any]) -> tuple[int, int]:
+    """The predicted and the cached tokens."""
+    answer = post(url, body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]["prompt_tokens_details"]
+    return int(answer.headers["x-ragorder-predicted-cached-tokens"]), usage["cached_tokens"]
+
+
+def after(change: Callable[[], None]) -> None:
+    change()
+    # Events are read in another thread.
+    time.sleep(0.2)
+
+
+class TestWhatTheEngineTells:
+    @pytest.mark.parametrize("salt", [None, "tenant"])
+    def test_a_reset_and_evictions_count_at_once(
+        self, engine: Engine, serve: Callable[[Any], str], salt: str | None
+    ) -> None:
+        url = serve(engine.app())
+        engine.wait_for_subscriber()
+        body = chat("abcd") | ({"cache_salt": salt} if salt else {})
+        ask(url, body)
+        whole, cached = ask(url, body)
+        assert cached >= whole > 300
+
+        def after_a_reset() -> bool:
+            after(engine.clear)
+            return ask(url, body) == (0, 0)
+
+        assert eventually(after_a_reset)
+
+        def after_an_eviction() -> bool:
+            after(lambda: engine.evict(12))
+            predicted, cached = ask(url, body)
+            return predicted == cached < whole
+
+        assert eventually(after_an_eviction)
+
+    def test_orders_of_another_process_are_found(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+        one, other = serve(engine.app()), serve(engine.app())
+        engine.wait_for_subscriber()
+        engine.wait_for_subscriber()
+        names = iter(["abc", "def", "gha", "bdf", "ceg", "hdb", "acf"])
+
+        def found() -> bool:
+            given = next(names)
+            ask(one, chat(given))
+            time.sleep(0.2)
+            answer = post(other, chat(given[::-1]))
+            return answer.headers["x-ragorder-permutation"] == "2,1,0"
+
+        assert eventually(found)
+
+    def test_tagged_documents_too(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+        url = serve(engine.app())
+        engine.wait_for_subscriber()
+        body = tagged("abcd")
+        ask(url, body)
+        predicted, cached = ask(url, body)
+        # The question is cached, too.
+        assert 300 < predicted <= cached < predicted + 2 * BLOCK
+
+        def after_an_eviction() -> bool:
+            after(lambda: engine.evict(12))
+            predicted, cached = ask(url, body)
+            return predicted == cached < 1300
+
+        assert eventually(after_an_eviction)
+
+    def test_lengths_are_counted(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+        url = serve(engine.app())
+        assert get(f"{url}/ragorder/served").json()["lengths"] == "counted"
+
+    def test_an_adapters_blocks_are_not_the_models_own(self, engine: Engine, serve: Callable[[Any], str]) -> None:
+        """They have the same tokens."""
+        url = serve(engine.app())
+        engine.wait_for_subscriber()
+        for _ in range(2):
+            ask(url, chat("abcd"))
+            time.sleep(0.2)
+        assert ask(url, chat("abcd", model="adapter")) == (0, 0)
+
+
+class TestWithoutThem:
+    def test_nothing_is_followed_if_the_engine_publishes_none(
+        self, play: Callable[..., Engine], serve: Callable[[Any], str]
+    ) -> None:
+        url = serve(play(enable_kv_cache_events=False).app())
+        assert ask(url, chat("ab"))[0] == 0
+        assert get(f"{url}/ragorder/served").json()["lengths"] == "estimated"
+
+    def test_several_processes_are_told_to_publish_them(
+        self, play: Callable[..., Engine], serve: Callable[[Any], str]
+    ) -> None:
+        engine = play(publisher="null")
+        engine.api_processes = 2
+        with pytest.warns(DegradedWarning, match="--kv-events-config"):
+            serve(engine.app())
+
+    def test_a_tokenizer_of_another_kind_is_said(
+        self, engine: Engine, serve: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        app = engine.app()
+        app.state.engine_client = SimpleNamespace(get_tokenizer=object)
+        with pytest.warns(DegradedWarning, match="KV events are not followed"):
+            url = serve(app)
+        assert ask(url, chat("ab"))[0] == 0
+
+
+class TestTokens:
+    """They are known only where no token reaches across a boundary."""
+
+    @pytest.mark.parametrize(("gap", "known"), [("\n", True), ("\n\n", True), ("", False)])
+    def test_between_documents(self, tokenizers: dict[str, Any], gap: str, known: bool) -> None:
+        tokenizer = tokenizers["chatml"]
+        tokens = FollowedTokens(PromptBuilder("", tokenizer=tokenizer), tokenizer, {"m"})
+        names = ["e cat sleeps on th", "e parser hunts at th"]
+        lengths = tokens.run(names, [gap], None)
+        assert [isinstance(each, KnownTokens) for each in lengths] == [known] * 2
+        if known:
+            both = tokenizer.encode(gap.join(names) + gap, add_special_tokens=False)
+            assert [id for each in lengths for id in cast(KnownTokens, each).ids] == both
+
+    def test_not_if_gaps_differ(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = tokenizers["chatml"]
+        tokens = FollowedTokens(PromptBuilder("", tokenizer=tokenizer), tokenizer, {"m"})
+        lengths = tokens.run([written("a"), written("b"), written("c")], ["\n", "\n\n"], None)
+        assert not any(isinstance(each, KnownTokens) for each in lengths)
