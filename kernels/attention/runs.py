@@ -108,7 +108,9 @@ class Runs:
 
 
 def _filled(values: _Ints, length: int, value: int) -> _Ints:
-    return np.pad(values, (0, length - len(values)), constant_values=value)
+    found = np.full(length, value, dtype=np.int64)
+    found[: len(values)] = values
+    return found
 
 
 class _Ordered(NamedTuple):

@@ -18,7 +18,7 @@ def torch_run_attention(
 ) -> Tensor:
     out = torch.empty_like(q)
     for group in batch.memo("runs alike", partial(alike, batch.spans, None)):
-        make = partial(_Decoding.of, batch, ranges, runs, group)
+        make = partial(_Decoding.of, batch, ranges, runs, group, caches[0].shape[2])
         decoding = batch.memo(("runs decoding", group[0]), make)
         out[decoding.tokens] = _decode(q[decoding.tokens], caches, decoding, turn, rule).to(q.dtype)
     for request, (begin, end, _) in enumerate(batch.spans):
@@ -29,8 +29,11 @@ def torch_run_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """R requests with one row each: `tokens` int64 (R,), `rows` (R x keys,), `offsets` int64 (R, units), and a mask
-    (R, 1, keys) for float32 scores."""
+    """R requests with one row each.
+
+    - `tokens` int64 (R,): their rows. `rows` int64 (KV heads, R x keys): their keys of each head.
+    - `offsets` int64 (R, units); `mask` (R, 1, keys) for float32 scores.
+    """
 
     tokens: Tensor
     rows: Tensor
@@ -38,7 +41,7 @@ class _Decoding:
     mask: Tensor
 
     @classmethod
-    def of(cls, batch: PackedBatch, ranges: Ranges, runs: Runs, group: list[int]) -> _Decoding:
+    def of(cls, batch: PackedBatch, ranges: Ranges, runs: Runs, group: list[int], kv_heads: int) -> _Decoding:
         device = batch.block_tables.device
         requests = torch.tensor(group, device=device)
         tokens = torch.tensor([batch.spans[request][0] for request in group], device=device)
@@ -46,13 +49,18 @@ class _Decoding:
         hidden = runs.positions[requests, :keys] >= ranges.high[tokens, None]
         mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         offsets = runs.units[requests, : keys // UNIT].long()
-        return cls(tokens, batch.block_tables[requests, :keys].flatten(), offsets, mask[:, None])
+        heads = torch.arange(kv_heads, device=device)[:, None]
+        rows = batch.block_tables[requests, :keys].long().flatten() * kv_heads + heads
+        return cls(tokens, rows, offsets, mask[:, None])
 
 
 def _decode(q: Tensor, caches: Caches, decoding: _Decoding, turn: QueryTurn | None, rule: Rule) -> Tensor:
     requests, heads, head_dim = q.shape
     units, kv_heads = decoding.offsets.shape[1], caches[0].shape[2]
-    keys, values = (_gather(cache, decoding.rows) for cache in caches)
+    keys, values = (
+        cache.flatten(0, 2).index_select(0, decoding.rows.flatten()).view(kv_heads, -1, head_dim).float()
+        for cache in caches
+    )
     q = q[:, None].expand(-1, units, -1, -1)
     q = q.float() if turn is None else turn.apply(q, decoding.offsets)
     q = q.reshape(requests * units, kv_heads, -1, head_dim).transpose(0, 1)
@@ -88,14 +96,6 @@ def _prefill(
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
         parts.append(attend(q[own], keys[:last], values[:last], mask, rule))
     return torch.cat(parts)
-
-
-def _gather(cache: Tensor, rows: Tensor) -> Tensor:
-    """Return float32 (KV heads, rows, D)."""
-    kv_heads = cache.shape[2]
-    heads = torch.arange(kv_heads, device=rows.device)[:, None]
-    found = cache.flatten(0, 2).index_select(0, (rows.long() * kv_heads + heads).flatten())
-    return found.view(kv_heads, len(rows), -1).float()
 
 
 def _weigh(scores: Tensor, mask: Tensor, values: Tensor, rule: Rule) -> Tensor:
