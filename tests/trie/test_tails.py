@@ -132,6 +132,13 @@ class TestFrequency(TailContract):
             tail.observe(Requested("b"))
         assert arrange(tail, "xab", history=["ab", "a"]) == "abx"
 
+    def test_of_many_documents_the_rarer_ones_are_forgotten(self) -> None:
+        tail = FrequencyTail(max_documents=10)
+        tail.observe(Requested(["rare"]))
+        for number in range(20):
+            tail.observe(Requested(["popular", str(number)]))
+        assert tail.arrange(Requested(["new", "rare", "popular"]), [], [0, 1, 2], ()) == [2, 0, 1]
+
 
 class WithQueue(TailContract):
     """What the tails that look at the waiting requests do while there are some."""
