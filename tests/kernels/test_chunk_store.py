@@ -592,7 +592,7 @@ from pathlib import Path
 from ragorder.kernels.store import ChunkStore
 store = ChunkStore(Path(sys.argv[1]), 1 << 20, "a model")
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-print(store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000)), store.counters.failed_writes)
+print(store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000)), dict(store.counters.failed_writes))
 """
 
 
