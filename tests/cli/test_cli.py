@@ -188,6 +188,7 @@ class TestImports:
     @pytest.mark.parametrize(
         ("arguments", "absent"),
         [
+            (("--help",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("engine", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import select
 import shutil
 import subprocess
@@ -262,19 +263,22 @@ class TestResume:
 
     @pytest.mark.parametrize("name", ["manifest.json", ".plan/state.json"])
     @pytest.mark.parametrize(
-        "content",
-        [b"[" * 100_000, b"\xff", b'{"format": NaN}', b"[]", b"{", b'{"format": 99}'],
+        ("content", "said"),
+        [
+            *((damaged, "cannot be read|is no manifest of") for damaged in (b"[" * 100_000, b"\xff", b"[]", b"{")),
+            (b'{"format": NaN}', "cannot be read|is no manifest of"),
+            (b'{"format": 99}', "was written by another version"),
+        ],
         ids=lambda data: data[:9],
     )
     def test_a_file_that_is_damaged_or_of_another_version_is_refused_by_name(
-        self, requests: Path, tmp_path: Path, name: str, content: bytes
+        self, requests: Path, tmp_path: Path, name: str, content: bytes, said: str
     ) -> None:
         path = tmp_path / "plan" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
-        said = refusal(requests, "--out", tmp_path / "plan")
-        known = f"{path} cannot be read", f"{path} is no manifest of ragorder's"
-        assert any(each in said for each in (*known, f"{tmp_path / 'plan'} was written by another version"))
+        named = tmp_path / "plan" if "version" in said else path
+        assert re.search(f"{re.escape(str(named))} ({said})", refusal(requests, "--out", tmp_path / "plan"))
 
     @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
     def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:

@@ -177,6 +177,19 @@ class TestOrders:
         assert sorted(served) == list(range(12))
         assert orderer.fallbacks == 0
 
+    def test_no_documents_are_a_request(self) -> None:
+        orderer, builder, _ = make()
+        ordering = serve(orderer, [])
+        assert ordering.documents == [] and set(ordering.breakpoints) <= {0}
+        assert builder.build("?", ordering).anthropic()["messages"]
+
+    def test_a_preview_records_nothing(self) -> None:
+        orderer, _, _ = make()
+        serve(orderer, DOCUMENTS)
+        before = orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size
+        orderer.preview(DOCUMENTS[::-1])
+        assert (orderer.predict_cached_tokens(DOCUMENTS), orderer.tree_size) == before
+
     def test_failed_requests_leave_nothing(self) -> None:
         orderer, _, _ = make()
         orderer.order(DOCUMENTS).discard()

@@ -697,18 +697,32 @@ class TestTenThousandDocuments:
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
-    @pytest.mark.parametrize(("search", "guards"), grid(list(product(SEARCHES, GUARDS)), 3))
+    @pytest.mark.parametrize(
+        ("search", "options", "queue"),
+        grid(list(product(SEARCHES, [*GUARDS, *({"moves": moves} for moves in MOVES)], [False, True])), 5),
+    )
     def test_steps_grow_no_faster_than_documents(
-        self, search: str, guards: dict[str, int], monkeypatch: pytest.MonkeyPatch
+        self, search: str, options: dict[str, Any], queue: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ragorder.scope.scope.SEARCH_BUDGET", 64)
         steps = []
         for count in (1_000, 4_000):
-            orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
-            orderer.order(LARGE[:count]).confirm()
+            orderer = strict(search=search, capacity_tokens=1_000_000, **options)
+            waiting = [LARGE[:count:step] for step in range(1, 9)] if queue else []
             with counted_lines() as lines:
-                ordering = orderer.order(LARGE[:count][::-1])
-            check_permutation(ordering, LARGE[:count][::-1])
+                for retrieved in (LARGE[:count], LARGE[:count][::-1]):
+                    ordering = orderer.order(retrieved, waiting=waiting)
+                    ordering.confirm()
+            check_permutation(ordering, retrieved)
+            steps += lines
+        assert steps[1] <= 4 * 1.5 * steps[0]
+
+    def test_steps_of_a_batch_grow_no_faster_than_documents(self) -> None:
+        steps = []
+        for count in (1_000, 4_000):
+            orderer = strict(capacity_tokens=1_000_000)
+            with counted_lines() as lines:
+                orderer.order_batch([LARGE[:count], LARGE[:count][::-1], LARGE[:count:2]])
             steps += lines
         assert steps[1] <= 4 * 1.5 * steps[0]
 

@@ -586,6 +586,16 @@ def flip(path: Path, place: int, mask: int) -> None:
     path.write_bytes(data)
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from ragorder.kernels.store import ChunkStore
+store = ChunkStore(Path(sys.argv[1]), 1 << 20, "a model")
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+print(store.write(b"large", bytes(50_000)), store.write(b"small", bytes(5_000)), dict(store.counters.failed_writes))
+"""
+
+
 class TestADiskThatFails:
     """Nothing raises, everything is counted, and what can still be read is."""
 
@@ -610,18 +620,21 @@ class TestADiskThatFails:
         assert store.used_bytes == bytes_on_disk(folder)
         assert put(store, OTHER) and holds(store, OTHER) and holds(store, KEY)
 
-    def test_room_that_does_not_help_is_made_once_a_pause(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_room_that_does_not_help_is_made_once_a_pause(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
         now = [0.0]
         store = open_store(folder, breaker=CircuitBreaker(3, 10.0, 30.0, clock=lambda: now[0]))
         old = [b"%d" % each for each in range(6)]
         assert all(put(store, key) for key in old)
-        with self.broken(monkeypatch, "writev", errno.ENOSPC):
+        with self.broken(monkeypatch, "writev", number):
             for seconds in (10.0, 20.0, 30.0):
                 assert not any(put(store, b"new %d" % each) for each in range(9))
                 now[0] += seconds
         assert [holds(store, key) for key in old] == [False] * 3 + [True] * 3
         assert store.counters.evicted == 3
-        assert store.counters.failed_writes == {"ENOSPC": 5}
+        assert store.counters.failed_writes == {errno.errorcode[number]: 5}
         assert store.used_bytes == bytes_on_disk(folder)
         assert put(store, KEY) and holds(store, KEY)
 
@@ -718,6 +731,11 @@ class TestADiskThatFails:
         now[0] = 10.0
         assert all(put(store, b"%d" % number) for number in range(100))
         store.close()
+
+    def test_a_limit_of_the_process(self, folder: Path, python: Any) -> None:
+        done = python("-c", LIMITED, folder)
+        assert done.stdout == "False True {'EFBIG': 1}\n", done.stderr
+        assert len(files(folder)) == 1
 
     def test_after_some_failures_in_a_row_it_does_not_write_for_a_while(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,17 @@ class TestALease:
         assert borrowed.copy.entry is not None and not borrowed.copy.entry.pins
         cache.release(lease)
 
+    def test_waits_for_the_step_that_computes_it(self, cache: KnowledgeCache) -> None:
+        first = cache.acquire(path_of(D))
+        cache.extend(first, 12)
+        cache.commit(first, 11)
+        second = cache.acquire(path_of(A, D), borrow=True)
+        assert not second.ready
+        cache.mark_computed(first)
+        assert second.ready and [each.start for each in second.borrowed] == [11]
+        cache.release(first)
+        cache.release(second)
+
     def test_forgets_what_a_failed_step_was_to_compute(self, cache: KnowledgeCache) -> None:
         first = cache.acquire(path_of(D))
         cache.extend(first, 12)

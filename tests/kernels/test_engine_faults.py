@@ -241,6 +241,13 @@ class TestAShortageOfMemory:
         stats = engine.stats()
         assert (stats.failed_steps, stats.retries, stats.finished) == (4, 0, {"length": 4})
 
+    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Callable[..., Faults]) -> None:
+        engine = make()
+        engine.generate([ask([tokens(40, 1)], tokens(9, 2))])
+        faults(engine).next = ["memory"]
+        [completion] = engine.generate([ask([tokens(40, 1)], tokens(9, 3))])
+        assert completion.cached.device == 40
+
     def test_is_over_after_a_while(
         self, make: Make, faults: Callable[..., Faults], monkeypatch: pytest.MonkeyPatch
     ) -> None:

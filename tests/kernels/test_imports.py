@@ -10,7 +10,7 @@ import pytest
 
 def run(code: str) -> str:
     """What the code says on stderr, or nothing if it succeeds."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stderr if done.returncode else ""
 
 

@@ -934,6 +934,15 @@ class TestPrefetch:
 
         assert held_after([A]) and not held_after([B])
 
+    def test_no_more_than_half_of_the_host_is_kept_and_nothing_waits_for_room(self, engine: Made) -> None:
+        at = engine(device_blocks=4, host_blocks=8, policy="lru")
+        documents = [[3000 + 20 * number + each for each in range(8)] for number in range(10)]
+        awaited = [at.cache.expect(Request([document]).path) for document in documents]
+        assert sum(map(len, awaited)) * 8 == 4 * BLOCK
+        for document in documents:
+            at.serve(document)
+            check_accounts(at.cache)
+
     def test_prefetching_loads_for_any_request(self, engine: Made) -> None:
         at = engine(device_blocks=9, host_blocks=20)
         at.serve(A, B, C)
@@ -1036,6 +1045,23 @@ class TestWhatIsUsedMost:
             at.serve(E)
         assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
 
+    def test_makes_way_even_if_its_own_copy_fails_at_that_moment(self, engine: Made) -> None:
+        """Room for the next one has to wait for copies, of which one has failed."""
+        at = engine(device_blocks=12, host_blocks=4, replicate_nodes=1, policy="lru")
+        other, often = Request([F]), [70] * 8
+        at.serve(F)
+        at.empty_device()
+        for _ in range(2):
+            at.serve(A)
+        (copy,) = at.transfers.waiting
+        at.acquire(other)
+        copy.failed = True
+        for _ in range(3):
+            at.serve(often)
+        assert [node.key for node in replicas(at)] == [Request([often]).path[0].key]
+        at.release(other)
+        check_accounts(at.cache)
+
     def test_takes_no_more_than_half_of_the_host(self, engine: Made) -> None:
         at = engine(device_blocks=40, host_blocks=6, replicate_nodes=9)
         for documents in ([A], [E], [[70] * 8]):
@@ -1124,6 +1150,20 @@ class TestPoolsThatChange:
         with pytest.raises(ValueError, match="leases hold blocks"):
             at.cache.replace_device(4)
         at.cache.release(lease)
+
+    def test_what_cannot_leave_a_replaced_one_keeps_its_kv(self, engine: Made) -> None:
+        at = engine(host_blocks=8)
+        at.serve(E)
+        at.serve(A)
+        (key,) = (segment.key for segment in Request([A]).path)
+        device_of(at.cache).tier.pin(key)
+        before = tiers_of(at.cache).nodes[key].device.blocks
+        at.cache.replace_device(2)
+        assert tiers_of(at.cache).nodes[key].device.blocks == [0, 1] != before
+        device_of(at.cache).tier.unpin(key)
+        at.cache.resize(device_blocks=12)
+        assert at.serve(A) == (8, 0, 0)
+        check_accounts(at.cache)
 
 
 class TestSuspectNodes:

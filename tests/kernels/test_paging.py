@@ -340,7 +340,10 @@ class TestStreamsInOrder:
         (lambda: BlockPool(SHAPE, -1), "0 or more"),
         (lambda: BlockPool(SHAPE, 2).resize(-1), "give 0 or more"),
         (lambda: list(runs([1, 2], [3])), "2 blocks cannot be copied into 1"),
-        *((lambda name=name: replace(SHAPE, **{name: 0}), name) for name in ("layers", "kv_heads", "head_dim")),
+        *(
+            (lambda name=name: replace(SHAPE, **{name: 0}), name)
+            for name in ("layers", "kv_heads", "head_dim", "block_size")
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[], object], said: str) -> None:

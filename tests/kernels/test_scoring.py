@@ -316,6 +316,14 @@ class TestScorer:
         found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
         assert torch.equal(found, expected)
 
+    def test_a_part_of_the_system_prompt_suffices(self, llama: Engine) -> None:
+        """Copies may be there while the system prompt in front of them is not."""
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
+        facts = self.scorer(llama).measure("question", self.inputs(llama, prompt, (SYSTEM, END), exact=0))
+        assert facts.attention.isfinite().all() and float(facts.attention.sum()) > 0
+
     def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)

@@ -492,6 +492,22 @@ class TestPoolsAndRelief:
             [found] = engine.generate([ask([], tokens(500, 1))])
             assert found.finish_reason == "length", found.error
 
+    def test_memory_that_cannot_be_taken_again_loses_no_token(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = answers(folder, (0,))
+        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 1)
+        attempts: list[Residency] = []
+
+        def broken(residency: Residency) -> bool:
+            attempts.append(residency)
+            raise RuntimeError("CUDA error: unknown")
+
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            monkeypatch.setattr(streamer_of(engine), "regain", broken)
+            check_same(engine.generate(requests()), expected[0])
+        assert attempts
+
     def test_a_shortage_that_lasts_is_an_error_of_its_requests_alone(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

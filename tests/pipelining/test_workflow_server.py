@@ -200,7 +200,7 @@ class TestAnswers:
                 assert result.trace.rounds == expected.runs, f"seed {flow.seed}"
                 assert dict(result.state) == expected.values, f"seed {flow.seed}"
                 ahead += sum(piece.kind != "due" and piece.outcome == "used" for piece in result.trace.pieces)
-        assert ahead > 20
+        assert ahead > length(100, 20)
 
     async def test_texts_are_ids_where_documents_are_fetched_by_them(self) -> None:
         async def keys(query: str, k: int) -> list[str]:
@@ -590,7 +590,7 @@ class TestBudget:
         # What is known is not held: a condition may lead elsewhere.
         assert searches.wasted <= extra_tokens * searches.due + 16
         assert tokens.wasted <= extra_tokens * tokens.due
-        assert max(over) <= 0 and requests.due > 150 and bool(requests.wasted) is bool(extra_tokens)
+        assert max(over) <= 0 and requests.due > length(300, 150) and bool(requests.wasted) is bool(extra_tokens)
         assert sum(trace.wasted_tokens for trace in traces) == tokens.wasted
 
     async def test_tokens_of_a_speculation_are_those_that_the_engine_has_made(self) -> None:

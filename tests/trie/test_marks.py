@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,16 @@ class TestResidency:
             residency.cancel(lease)
         assert start(residency, "ba").cached_tokens == 0
         check(residency)
+
+    @pytest.mark.parametrize(("readable", "found"), [("first token", 0), ("start", SYSTEM + 2 * TOKENS)])
+    def test_can_be_read_from_the_first_token_or_the_start_on(
+        self, readable: Literal["first token", "start"], found: int
+    ) -> None:
+        residency, _ = make(replace(RULES, readable=readable), 2)
+        writer = start(residency, "ab")
+        assert start(residency, "ab").cached_tokens == found
+        residency.publish(writer)
+        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
 
     def test_lives_from_the_start_of_a_request_and_anew_with_each_that_reads_it(self) -> None:
         residency, clock = make(RULES, 2)
@@ -229,10 +240,11 @@ class TestResidency:
 
 
 class TestIntervals:
-    def test_and_not_below_the_minimum(self) -> None:
+    def test_resume_at_whole_ones_and_not_below_the_minimum(self) -> None:
         residency, _ = make(INTERVAL)
         serve(residency, "abc")
-        assert start(residency, "ax").cached_tokens == 0
+        found = [start(residency, documents).cached_tokens for documents in ("ax", "abx", "abc")]
+        assert found == [0, (SYSTEM + 2 * TOKENS) // 128 * 128, (SYSTEM + 3 * TOKENS) // 128 * 128]
 
     def test_need_no_marks(self) -> None:
         residency, _ = make(INTERVAL)
@@ -292,6 +304,14 @@ class TestJunctions:
             serve(residency, "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3)))
             assert set(residency.tree.states) <= set(residency.tree.walk())
         assert residency.tree.size <= 40
+
+    def test_a_copy_has_its_own(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        copy = residency.copy()
+        assert start(copy, "abc").cached_tokens == 1536
+        serve(copy, "xyz")
+        assert start(residency, "xyz").cached_tokens == 0
 
     def test_a_state_that_is_not_found_is_gone(self) -> None:
         residency, _ = make(self.RULES)

@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.waiting import counted_lines
 
 from ragorder.trie.residency import LRUResidency, Pool
 from ragorder.trie.search import (
@@ -143,11 +144,17 @@ class SearchContract:
         assert find(self.search, tree, "abcd") == []
 
     def test_one_deep_path(self) -> None:
-        documents = [f"d{number}" for number in range(10_000)]
-        tree = KnowledgeTree(BLOCK)
-        residency = LRUResidency(tree, Pool(None, BLOCK))
-        residency.release(residency.lease(tree.insert(documents, [1] * 10_000, range(10_000)), 20))
-        assert self.search.find(tree, ranks_of(documents[::-1])).end >= 1_000
+        steps = []
+        for count in (2_000, 10_000):
+            documents = [f"d{number}" for number in range(count)]
+            tree = KnowledgeTree(BLOCK)
+            residency = LRUResidency(tree, Pool(None, BLOCK))
+            residency.release(residency.lease(tree.insert(documents, [1] * count, range(count)), 20))
+            with counted_lines() as lines:
+                node = self.search.find(tree, ranks_of(documents[::-1]))
+            assert node.end >= 1_000
+            steps += lines
+        assert steps[1] <= 5 * 1.5 * steps[0]
 
 
 class TestGreedy(SearchContract):

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.waiting import counted_lines
 
 from ragorder.eval.running.policies import FrequencyTail, PopularityTail
 from ragorder.trie.tail import CohortTail, FreeTail, QueueTail, RankTail, Tail
@@ -80,12 +81,17 @@ class TailContract:
     def test_without_history_and_queue_rank_order_is_kept(self) -> None:
         assert arrange(type(self).make(), "dbca", prefix=[2], history=["dbca"]) == "dba"
 
-    def test_ten_thousand_documents(self) -> None:
-        keys = [f"d{number}" for number in range(10_000)]
-        tail = type(self).make()
-        tail.observe(Requested(keys))
-        arranged = tail.arrange(Requested(keys), [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
-        assert sorted(arranged) == list(range(10_000))
+    def test_steps_grow_no_faster_than_documents(self) -> None:
+        steps = []
+        for count in (250, 1_000):
+            keys, tail = [f"d{number}" for number in range(count)], type(self).make()
+            waiting = [frozenset(keys[::step]) for step in range(1, 9)]
+            with counted_lines() as lines:
+                tail.observe(Requested(keys))
+                arranged = tail.arrange(Requested(keys), [], list(range(count)), waiting)
+            assert sorted(arranged) == list(range(count))
+            steps += lines
+        assert steps[1] <= 4 * 1.5 * steps[0]
 
 
 class TestRank(TailContract):
@@ -125,6 +131,13 @@ class TestFrequency(TailContract):
             tail.observe(Requested("a"))
             tail.observe(Requested("b"))
         assert arrange(tail, "xab", history=["ab", "a"]) == "abx"
+
+    def test_of_many_documents_the_rarer_ones_are_forgotten(self) -> None:
+        tail = FrequencyTail(max_documents=10)
+        tail.observe(Requested(["rare"]))
+        for number in range(20):
+            tail.observe(Requested(["popular", str(number)]))
+        assert tail.arrange(Requested(["new", "rare", "popular"]), [], [0, 1, 2], ()) == [2, 0, 1]
 
 
 class WithQueue(TailContract):
