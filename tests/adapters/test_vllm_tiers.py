@@ -832,7 +832,7 @@ def engine(python: Any, vllm_model: Path, script: Path) -> Any:
 
     def run(what: str) -> dict[str, Any]:
         root = Path(__file__).parents[2]
-        done = python(script, vllm_model, script.parent / "disk", what, timeout=1500, path=[root], **quiet)
+        done = python(script, vllm_model, script.parent / "disk", what, timeout=240, path=[root], **quiet)
         assert done.returncode == 0, done.stderr[-6000:]
         said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return said
@@ -870,7 +870,6 @@ def alike(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(1800)
 class TestARealEngine:
     """On a CPU, in its process: 24 blocks of 32 tokens on the device, 48 in host memory, and a disk for all."""
 
