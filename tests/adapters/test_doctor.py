@@ -340,7 +340,9 @@ class TestAServerThatDoesNotSay:
         fake.hangs.add("/metrics")
         assert "within 0.2 s" in self.complaint(fake, timeout_s=0.2)
 
-    @pytest.mark.parametrize(("status", "said"), [(401, "RAGORDER_API_KEY"), (403, "RAGORDER_API_KEY"), (503, "503")])
+    @pytest.mark.parametrize(
+        ("status", "said"), [(401, "RAGORDER_API_KEY"), (403, "RAGORDER_API_KEY"), (503, "HTTP 503")]
+    )
     def test_because_of_a_status(self, fake: FakeServer, status: int, said: str) -> None:
         fake.status["/metrics"] = status
         assert said in self.complaint(fake)
@@ -450,13 +452,13 @@ class TestTheServer:
         assert ("asked for" in served.found) == (len(models) > 1 and not options)
         assert {body["model"] for body in fake.bodies("/v1/completions")} == {asked}
 
-    @pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{"name": 1}, 7]}, None, 404])
+    @pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{"name": 1}, 7]}, None, 404, 500])
     def test_that_lists_no_model(self, fake: FakeServer, models: Any) -> None:
-        if models == 404:
-            fake.status["/v1/models"] = 404
-        fake.models = models
+        fake.models, status = models, models if isinstance(models, int) else 0
+        fake.status["/v1/models"] = status
         found = findings(fake)
         assert found["server"].verdict == "bad"
+        assert not status or f"HTTP {status}" in found["server"].found
         assert found["cached tokens"].verdict == "unknown"
         assert fake.bodies("/v1/completions") == []
         assert verdicts(fake, model="fake")["server"] == "warning"
@@ -487,7 +489,13 @@ class TestPrefixCaching:
         ("metrics", "caching", "reporting", "verdict", "said"),
         [
             (ON, True, True, "good", "32 of 48 tokens"),
-            (OFF, False, True, "bad", "off: every prompt is computed from its first token on start vLLM with --enable"),
+            (
+                OFF,
+                False,
+                True,
+                "bad",
+                "off: every prompt is computed from its first token on start vLLM with --enable-prefix-caching",
+            ),
             # By experiment.
             (None, True, True, "good", "tokens of a prompt were cached when it was repeated"),
             (None, False, True, "bad", "--disable-radix-cache"),
@@ -611,7 +619,8 @@ class TestKVEvents:
         assert (config["endpoint"], config.keys() & {"topic"}) == (published, set())
         assert f"--events-endpoint {there} --replay-endpoint tcp://" in str(finding.advice)
 
-    @pytest.mark.parametrize(("replay", "silent"), [(True, True), (False, False)])
+    @pytest.mark.parametrize("replay", [True, False])
+    @pytest.mark.parametrize("silent", [True, False])
     def test_are_advised_once(self, fake: FakeServer, publish: Publish, replay: bool, silent: bool) -> None:
         endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
         events = Events(endpoint, f"tcp://127.0.0.1:{free_port()}" if replay else None)
@@ -655,8 +664,9 @@ class TestKVEvents:
         assert found.verdict == "bad"
         assert '--events-topic "tenant-7"' in str(found.advice)
 
-    def test_are_not_published_by_anybody(self, fake: FakeServer) -> None:
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
+    @pytest.mark.parametrize("web", [False, True], ids=["nobody", "a web server"])
+    def test_are_not_published_by_anybody(self, fake: FakeServer, web: bool) -> None:
+        endpoint = fake.base_url.replace("http", "tcp") if web else f"tcp://127.0.0.1:{free_port()}"
         found = findings(fake, events=Events(endpoint, endpoint), timeout_s=0.3)
         assert found["KV events"].verdict == found["event replay"].verdict == "bad"
         assert "no publisher" in found["KV events"].found
@@ -792,6 +802,18 @@ PROMPTS: dict[str, Any] = {
     ),
     "before the documents": (FOR_ALICE_AND_BOB, None, {"shared prefix": "good"}, []),
     "before the documents, as is said": (FOR_ALICE_AND_BOB, "[d", {"shared prefix": "bad"}, []),
+    "where the documents begin": (
+        (f"{SYSTEM}\n[paris]\nParis is…", f"{SYSTEM}\n[rome]\nRome was…"),
+        None,
+        {"shared prefix": "good", "volatile text": "good"},
+        [f"share {len(SYSTEM) + 2} tokens, {(len(SYSTEM) + 2) // BLOCK} whole blocks"],
+    ),
+    "a date in the system prompt": (
+        tuple(chat(f"{SYSTEM}It is 2026-11-{day}.", "[d1]") for day in (20, 21)),
+        None,
+        {"shared prefix": "bad", "volatile text": "bad"},
+        [],
+    ),
     "dates somewhere": (DAYS, None, {"volatile text": "warning"}, []),
     "dates of documents": (DAYS, "[d", {"volatile text": "good"}, []),
     "documents with their rank": (
@@ -813,8 +835,8 @@ class TestTwoPrompts:
         assert {check: found[check].verdict for check in verdicts} == verdicts
         words = " ".join(f"{each.found} {each.advice}" for each in found.values())
         assert [text for text in said if text not in words] == []
-        sent = [body.get("prompt", body.get("messages")) for body in fake.bodies("/tokenize")]
-        assert sent == list(samples) or name == "the same"
+        sent = [{"model": "fake", "prompt" if isinstance(each, str) else "messages": each} for each in samples]
+        assert fake.bodies("/tokenize") == sent or name == "the same"
 
     @pytest.mark.parametrize("kind", VOLATILE)
     def test_that_part_over_what_changes_with_every_request(self, fake: FakeServer, kind: str) -> None:
@@ -968,7 +990,7 @@ class TestTheCommand:
     @pytest.mark.parametrize(
         ("arguments", "said", "status"),
         [
-            (["localhost:8000"], "write http://", 2),
+            *(([address], "write http://", 2) for address in ("localhost:8000", "ftp://host", "http://")),
             (["http://127.0.0.1:9"], "http://127.0.0.1:9", 1),
             (["URL", "--prompt", "ONE"], "twice", 2),
             (["URL", *["--prompt", "ONE"] * 3], "twice", 2),

@@ -754,6 +754,7 @@ class TestRefusals:
             (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
             (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
             (COMPLETIONS, {"prompt": "a", "deadline_s": 0}, "deadline_s"),
+            (COMPLETIONS, {"prompt": "a", "deadline_s": -1}, "deadline_s"),
             (COMPLETIONS, {"prompt": "a", "deadline_s": "soon"}, "deadline_s"),
             (COMPLETIONS, {"prompt": [[1, 2], [10**6]]}, None),
             (COMPLETIONS, {"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),

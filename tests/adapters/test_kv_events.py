@@ -711,7 +711,7 @@ class TestGarbage:
         assert events.wait_until_synchronised(60)
         assert agrees(events, server)
 
-    @pytest.mark.parametrize("number", [4, 2**64 - 1])
+    @pytest.mark.parametrize("number", [4, 1000, 2**63, 2**64 - 2, 2**64 - 1])
     def test_a_number_far_ahead_is_asked_for_and_disbelieved(
         self, server: Server, events: KVEventSubscriber, number: int
     ) -> None:
@@ -1000,6 +1000,17 @@ OPERATIONS = st.tuples(st.sampled_from("ssssrrrc"), st.integers(0, 2), st.intege
 
 class TestEngineBlocks:
     """The table alone."""
+
+    def test_of_two_copies_one_may_go_and_a_block_after_it_shows_that_the_other_is_there(self) -> None:
+        blocks, watcher = EngineBlocks(BLOCK), Recorder()
+        tokens = list(range(2 * BLOCK))
+        for _ in range(2):
+            blocks.store([1], None, tokens[:BLOCK])
+        blocks.remove([1])
+        blocks.watch(contents(tokens)[0], watcher)
+        blocks.store([2], 1, tokens[BLOCK:])
+        assert all(map(blocks.holds, contents(tokens)))
+        assert watcher.told() == {contents(tokens)[0]}
 
     @pytest.mark.parametrize(
         "arguments",

@@ -760,6 +760,11 @@ class TestWhichCallAnOrderingBelongsTo:
         chain.invoke("?", watched(handler))
         assert orderer.outcomes == [usage(7)]
 
+    def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
+        chain.invoke("ab: #7", watched(handler))
+        assert orderer.outcomes == [NO_NUMBERS]
+
     def test_none_if_one_call_might_be_that_of_two(
         self, orderer: Recorder, handler: FeedbackHandler, retriever: Any
     ) -> None:
@@ -908,6 +913,15 @@ class TestErrors:
         rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
         assert orderer.outcomes == [DISCARDED]
 
+    def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        retries = Model(errors=[BoomError(), BoomError(), None]).with_retry(
+            retry_if_exception_type=(BoomError,), wait_exponential_jitter=False
+        )
+        rag(orderer, retries).invoke("ab: #7", watched(handler))
+        assert orderer.outcomes == [usage(7)]
+
     def test_of_a_chain_with_a_fallback_discard_the_first_attempt(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
@@ -1023,6 +1037,14 @@ class TestStreams:
         await finishing(orderer)
         assert orderer.outcomes == [NO_NUMBERS] * 2
 
+    async def test_broken_with_a_fallback_count_without_numbers(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """The first model has computed the prompt; its answer is lost, and the run with it."""
+        chain = rag(orderer, Model(breaks_after=3).with_fallbacks([Model()]))
+        assert await raised(chain, STREAMED[:1], "ab: #7", handler) == [ConnectionError]
+        assert orderer.outcomes == [NO_NUMBERS]
+
     async def test_without_usage_degrade_the_orderer_and_say_what_to_set(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
@@ -1105,9 +1127,17 @@ class TestCancellation:
             await task
         await asyncio.sleep(0)
 
-    async def test_while_the_model_answers_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    @pytest.mark.parametrize("streams", [False, True])
+    async def test_before_the_first_token_discards(
+        self, orderer: Recorder, handler: FeedbackHandler, streams: bool
+    ) -> None:
+        async def stream(chain: Any) -> None:
+            async for _ in chain.astream("ab: #7", watched(handler)):
+                pass
+
         started = asyncio.Event()
-        await self.cancel(rag(orderer, Model(started=started, delay_s=10)).ainvoke("ab: #7", watched(handler)), started)
+        chain = rag(orderer, Model(started=started, delay_s=10))
+        await self.cancel(stream(chain) if streams else chain.ainvoke("ab: #7", watched(handler)), started)
         assert orderer.outcomes == [DISCARDED]
 
     async def test_of_a_stream_after_its_first_token_counts(self, orderer: Recorder, handler: FeedbackHandler) -> None:

@@ -964,7 +964,9 @@ class TestOtherClients:
         # The openai client would make integers of the first three.
         assert self.ask(orderer, PlainStream([STOP, cached(nonsense)], None)).cached_tokens is None
 
-    @pytest.mark.parametrize("failure", [httpx.RemoteProtocolError("x"), httpx.ReadTimeout("x"), None], ids=repr)
+    @pytest.mark.parametrize(
+        "failure", [httpx.RemoteProtocolError("x"), httpx.ReadError("x"), httpx.ReadTimeout("x"), None], ids=repr
+    )
     def test_what_httpx_raises_breaks_a_stream_as_does_an_end_without_a_reason(
         self, orderer: Watched, failure: Exception | None
     ) -> None:
@@ -1391,3 +1393,25 @@ class TestClouds:
         assert answer.written_tokens == 2400
         assert answer.ordering.cost is not None and answer.ordering.cost.written_tokens == 2400
         assert again.ordering.cached_tokens > 0
+
+    def test_turns_of_a_conversation_have_marks(self, server: Server) -> None:
+        builder = PromptBuilder("Be brief.")
+        documents = [Document(f"d{number}", f"{number} " * 1600) for number in range(4)]
+        orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=builder, strict=True)
+        written = usage(2500, prompt_tokens_details={"cached_tokens": 0, "cache_write_tokens": 2400})
+        server.plays(Response([ROLE, chat("Hi"), STOP, written]))
+        with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
+            talk = OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder).conversation()
+            talk.ask(QUERY, documents[:2])
+            talk.ask("And there?", documents[2:])
+        first, second = server.requests
+        assert first["prompt_cache_options"] == second["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+        # Where this turn resumes, and where the next does.
+        ends = [sent["messages"][place]["content"][-1] for sent, place in ((first, 1), (second, 1), (second, 3))]
+        assert all("prompt_cache_breakpoint" in part for part in ends)
+        unmarked = [
+            [part | {"prompt_cache_breakpoint": None} for part in sent["messages"][1]["content"]]
+            for sent in (first, second)
+        ]
+        assert unmarked[0] == unmarked[1]
+        assert "prompt_cache_breakpoint" not in json.dumps(talk.messages)

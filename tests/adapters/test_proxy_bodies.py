@@ -240,7 +240,7 @@ class TestTheTag:
 
     @pytest.mark.parametrize("item", ["0", "{}", '{"id":"1","text":""}'])
     def test_documents_are_counted_before_any_is_built(self, item: str) -> None:
-        bodies, body = make(), repeated(item, 100_000, IN_DOCUMENTS)
+        bodies, body = make(), repeated(item, 300_000, IN_DOCUMENTS)
         tracemalloc.start()
         try:
             error = refused(bodies, body)
@@ -249,10 +249,15 @@ class TestTheTag:
             tracemalloc.stop()
         assert (error["status"], error["code"]) == (400, "too_many_values")
 
-    def test_as_many_as_are_allowed_are_read(self) -> None:
-        read = make().parse("chat", repeated('{"id":"1","text":"a,b","tokens":3e2}', 1024, IN_DOCUMENTS))
+    @pytest.mark.parametrize(("tokens", "known"), [("3", 3), ("3.0", 3), ("3e2", 300)])
+    def test_as_many_as_are_allowed_are_read(self, tokens: str, known: int) -> None:
+        document = f'{{"id":"1","text":"a,b","tokens":{tokens}}}'
+        read = make().parse("chat", repeated(document, 1024, IN_DOCUMENTS))
         assert read is not None
-        assert [(type(each.tokens), each.tokens) for each in read.documents] == [(int, 300)] * 1024
+        assert [(type(each.tokens), each.tokens) for each in read.documents] == [(int, known)] * 1024
+        error = refused(make(), repeated(document, 1025, IN_DOCUMENTS))
+        assert (error["status"], error["param"]) == (400, "ragorder.documents")
+        assert "1024" in error["message"]
 
 
 class Counting:

@@ -492,6 +492,14 @@ class TestOtherRoutes:
         for path in ("/v1/responses", "/v1/embeddings"):
             assert post(body, path).status_code == 400
 
+    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+    @pytest.mark.parametrize(
+        "body", [b'{"input": "ragorder"}', b"{", b"", b"[1]", b'{"input": {"ragorder": 1}, "x": 1.50}'], ids=repr
+    )
+    def test_untagged_bodies_are_forwarded_byte_for_byte(self, body: bytes, path: str, post: Post) -> None:
+        response = post(body, path)
+        assert (response.status_code, response.content) == (200, body)
+
     def test_what_is_no_json_is_not_read(self, post: Post) -> None:
         body = json.dumps(tagged("ab")).encode()
         response = post(body, "/v1/audio/transcriptions", **{"content-type": "multipart/form-data; boundary=x"})

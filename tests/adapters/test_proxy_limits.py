@@ -268,6 +268,10 @@ class TestBodies:
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
 
+    def test_a_single_body_always_has_room(self, site: Site) -> None:
+        served = site.start(bodies_limit=10)
+        assert answered(served.connect(head(CHAT, 900) + b"x" * 900))
+
     def test_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         holder = served.connect(head(CHAT, 900) + b"x" * 600)

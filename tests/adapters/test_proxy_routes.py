@@ -193,6 +193,10 @@ class TestTagged:
         sent = json.loads(Bodies().ordered(json.dumps(body).encode(), "responses"))
         assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
 
+    def test_the_tenant_is_sent_as_salt(self) -> None:
+        body = messages(ragorder=tag("ab") | {"scope": "acme"})
+        assert json.loads(Bodies().ordered(json.dumps(body).encode(), "messages"))["cache_salt"] == "acme"
+
     @pytest.mark.parametrize(("route", "field"), [("messages", "messages"), ("responses", "input")])
     def test_a_malformed_prompt_is_refused_by_name(self, route: Any, field: str) -> None:
         with pytest.raises(HTTPError) as caught:

@@ -362,8 +362,11 @@ class TestWhatIsWrong:
     @pytest.mark.parametrize(
         ("name", "value", "said"),
         [
-            ("RAGORDER_PROXY_API_KEY", "", "RAGORDER_PROXY_API_KEY: the key is empty"),
-            ("RAGORDER_UPSTREAM_API_KEY", "\n", "RAGORDER_UPSTREAM_API_KEY: the key is empty"),
+            *(
+                (name, key, f"{name}: the key is empty")
+                for name in ("RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY")
+                for key in ("", " ", "\n")
+            ),
             ("RAGORDER_MIN_GAIN", "-1", "RAGORDER_MIN_GAIN: "),
             ("RAGORDER_TIER_POLICY", "oldest", "RAGORDER_TIER_POLICY: "),
             ("RAGORDER_SERVE_PORT", "geheim", "'--port': the value of RAGORDER_SERVE_PORT is no whole number"),
@@ -407,6 +410,7 @@ class TestWhatIsWrong:
             "(ulimit -Hn), or give at most 224" in said("--max-connections", "2000")
         )
         assert "Warning: the system's limit of open files allows 224 connections, not 1,024" in said()
+        assert "limit of open files" not in said("--max-connections", "224")
 
 
 FILE = """

@@ -148,7 +148,7 @@ class TestTemplates:
     )
     def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
         # In quadratic time this would take days.
-        DocumentTemplate("<d>{id}:{text}</d>").find(piece * 50_000)
+        DocumentTemplate("<d>{id}:{text}</d>").find(piece * 200_000)
 
     def test_an_example_in_the_instructions_is_no_document(self) -> None:
         template = DocumentTemplate('<source id="{id}">{text}</source>')
@@ -228,7 +228,7 @@ class TestSeparators:
     @pytest.mark.parametrize("piece", ["ID: ", "ID: 1\n", "\n\nID: 1", "\n\nID: 1\n", "\n\n"])
     def test_hostile_texts_take_no_longer_than_others(self, piece: str) -> None:
         # In quadratic time this would take days.
-        DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 50_000)
+        DocumentTemplate("ID: {n}\n{title}:\n{text}", between="\n\n").find(piece * 100_000)
 
 
 def test_numbers_that_documents_share_leave_a_request_as_it_is() -> None:

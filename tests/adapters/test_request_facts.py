@@ -47,6 +47,7 @@ class TestTheFacts:
             ),
             # A forecast is one of all documents, and at most what a server believes.
             (None, ([7, 19], None, [1.0]), 0, {"documents": [7, 19]}, RequestFacts((7, 19))),
+            (None, ([7, 19], None, [1.0, 2.0, 3.0]), 0, {"documents": [7, 19]}, RequestFacts((7, 19))),
             (None, ([7], None, [1e9]), 0, {"documents": [7], "expected": [1000]}, RequestFacts((7,), expected=(1000,))),
             (None, ([7, 19], None), 1, {"documents": [7, 19], "exact": 1}, RequestFacts((7, 19))),
             # The caller's own documents have no forecast of ours, and ours are not sent.

@@ -186,11 +186,15 @@ class TestBrokenFolder:
             ({"documents": changed(DOCUMENTS, 1, title=7)}, r'documents.jsonl:1: "title" must be a string, not an int'),
             ({"documents": changed(DOCUMENTS, 3, id="a")}, r"documents.jsonl:3: the id 'a' occurs twice.*line 1"),
             ({"documents": changed(DOCUMENTS, 3, id="")}, r'documents.jsonl:3: "id" must not be empty'),
+            ({"documents": changed(DOCUMENTS, 3, id=None)}, r'documents.jsonl:3: "id" must be a string, not null'),
+            ({"documents": "{}\n"}, r'documents.jsonl:1: "id" is missing'),
             ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, not a list"),
             ({"documents": ""}, r"documents.jsonl:1: the file holds no lines"),
+            ({"documents": "\n \n"}, r"documents.jsonl:1: the file holds no lines"),
             ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: nested too deeply"),
             ({"documents": None}, r"documents.jsonl: the file is missing: add documents.jsonl or"),
             ({"questions": None}, r"questions.jsonl: the file is missing: add questions.jsonl or"),
+            ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
             ({"questions": changed(QUESTIONS, 1, question=["x"])}, r'questions.jsonl:1: "question".*not a list'),
             ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON "),
             (
@@ -204,10 +208,13 @@ class TestBrokenFolder:
             ),
             ({"chunks": changed(CHUNKS, 2, start=-1)}, r"chunks.jsonl:2: start -1 and end 17 do not fit"),
             ({"chunks": changed(CHUNKS, 2, start=17)}, r"chunks.jsonl:2: start 17 and end 17 do not fit"),
+            ({"chunks": changed(CHUNKS, 2, start="0")}, r'chunks.jsonl:2: "start" must be an integer, not a string'),
             ({"chunks": changed(CHUNKS, 2, end=True)}, r'chunks.jsonl:2: "end" must be an integer, not a boolean'),
             ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r'chunks.jsonl:2: "tokens" must be at least 0'),
+            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r'chunks.jsonl:2: "tokens" is missing'),
             ({"chunks": changed(CHUNKS, 2, cid=10)}, r"chunks.jsonl:2: the chunk id 10 occurs twice"),
             ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r'chunks.jsonl:2: "cid" must be .*not a decimal number'),
+            ({"chunks": ""}, r"chunks.jsonl:1: the file holds no lines"),
             ({"run_top20": changed(RUN, 1, id="q9")}, r"run_top20.jsonl:1: there is no question 'q9'"),
             ({"run_top20": changed(RUN, 1, id="q1")}, r"run_top20.jsonl:2: the id 'q1' occurs twice"),
             ({"run_top20": changed(RUN, 2, chunks=[30, 99])}, r"run_top20.jsonl:2: there is no chunk 99"),
@@ -215,6 +222,11 @@ class TestBrokenFolder:
                 {"run_top20": changed(RUN, 2, chunks=[30.0])},
                 r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
             ),
+            (
+                {"run_top20": changed(RUN, 2, chunks=[[30]])},
+                r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
+            ),
+            ({"run_top20": changed(RUN, 2, chunks=...)}, r'run_top20.jsonl:2: "chunks" is missing'),
             ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
             ({"run_top20": changed(RUN, 2, chunks="30")}, r'run_top20.jsonl:2: "chunks" must be a list.*not a string'),
             (
@@ -228,6 +240,15 @@ class TestBrokenFolder:
     def test_the_error_names_the_place(self, write: Write, files: dict[str, Lines | str | None], message: str) -> None:
         with pytest.raises(CorpusError, match=message):
             load_folder(write(**files))
+
+    def test_a_folder_that_is_absent_and_a_line_that_is_not_utf8(self, write: Write, tmp_path: Path) -> None:
+        with pytest.raises(CorpusError, match=r"absent: not a folder: pass the folder"):
+            load_folder(tmp_path / "absent")
+        folder = write()
+        with (folder / "questions.jsonl").open("ab") as file:
+            file.write('{"id": "q3", "question": "Größe?"}\n'.encode("latin-1"))
+        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not UTF-8"):
+            load_folder(folder)
 
     def test_a_file_both_plain_and_gzipped(self, write: Write) -> None:
         folder = write()

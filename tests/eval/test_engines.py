@@ -54,7 +54,7 @@ class TestSim:
             (sim(), [[*A, *B], [*C, *B]], [0, 0]),
             # The block of the last token is always computed.
             (sim(), [A, A, [*A, 1]], [0, 4, 8]),
-            (sim(), [ids(0, 1), ids(0, 4), ids(0, 4)], [0, 0, 0]),
+            *((sim(), [ids(0, length)] * 2, [0, 0]) for length in (1, 3, 4)),
             # Room for two prompts of two blocks: the third takes the place of the oldest.
             (sim(4), [A, B, C, [*B, 1]], [0, 0, 0, 8]),
             (sim(4), [A, B, C, [*A, 1]], [0, 0, 0, 0]),
@@ -114,6 +114,13 @@ class TestSim:
         assert engine.cached_tokens(ids(0, 40)) == 8
         assert engine.generate(ids(0, 40)).cached_tokens == 8
 
+    def test_never_holds_more_than_its_capacity(self) -> None:
+        engine = sim(3)
+        prompts = [ids(1000 * number, 12) for number in range(20)]
+        for prompt in prompts:
+            engine.generate(prompt)
+            assert sum(engine.cached_tokens(other) for other in prompts) <= 12
+
     def test_unlimited_never_evicts(self) -> None:
         engine = sim(None)
         prompts = [ids(1000 * number, 40) for number in range(100)]
@@ -127,8 +134,14 @@ class TestVLLMRefuses:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"block_size": 32, "capacity_tokens": 31}, "a pool of 31 tokens has no block of 32 tokens: raise the"),
-            ({"block_size": 0, "capacity_tokens": 1024}, "block of 0 tokens"),
+            *(
+                (
+                    {"block_size": 32, "capacity_tokens": size},
+                    f"a pool of {size} tokens has no block of 32 tokens: raise the",
+                )
+                for size in (0, 31)
+            ),
+            *(({"block_size": size, "capacity_tokens": 1024}, f"block of {size} tokens") for size in (0, -16)),
             ({"output_tokens": 0}, "output_tokens is 0; vLLM generates 1 or more"),
         ],
     )

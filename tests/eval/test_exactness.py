@@ -129,6 +129,15 @@ class TestComparing:
         assert (difference.vllm_tokens, difference.sim_tokens) == (8, 4)
         assert difference.reason == "last block of a whole prompt"
 
+    @pytest.mark.parametrize("name", TRACES)
+    def test_traces_are_drawn_by_their_seed(self, name: str) -> None:
+        sizes: dict[str, int] = {"vocabulary": 2048, "block_size": 32, "pool_blocks": 64}
+        asks = make_asks(name, 1, 60, **sizes)
+        assert asks == make_asks(name, 1, 60, **sizes) != make_asks(name, 2, 60, **sizes)
+        assert len(asks) == 60
+        assert all(0 <= token < 2048 for ask in asks for token in ask.token_ids)
+        assert all(ask.follows is None or ask.follows < row for row, ask in enumerate(asks))
+
 
 class KVBlocks:
     """vLLM's own block manager, without a model: it says what a request finds, and gives and takes back its blocks."""

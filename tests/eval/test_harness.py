@@ -111,6 +111,12 @@ class TestSuites:
         assert {"table-1", "pressure"} <= groups["ragcache++"] and "guards" in groups["ours"]
         assert "doll-kept" in groups["ours"] and "doll-serving" in groups["ragdoll"]
 
+    def test_those_of_the_paper_bring_its_numbers_and_table_2_has_guarded_orders(self) -> None:
+        suites = load_suites()
+        assert [each.name for each in suites.values() if each.from_paper and not each.paper] == []
+        guarded = {policy for policy in suites["table-2"].policies if "+" in policy}
+        assert guarded == {"free+keep_first=2", "free+keep_last=2", "free+state_ranking"}
+
     @pytest.mark.skipif(not PAPERS.exists(), reason="the paper lies outside the project")
     @pytest.mark.parametrize("name", [each.name for each in load_suites().values() if each.from_paper])
     def test_every_number_of_the_papers_is_in_the_paper(self, name: str) -> None:
@@ -326,6 +332,12 @@ class TestZeroOverlap:
         cached = {run.policy_name: set(run.columns().cached_tokens[1:]) for run in runs}
         assert cached == {"retrieval": {64}, "greedy": {64}, "free": {64}}
 
+    def test_draws_are_those_of_the_seed(self) -> None:
+        for name in ("disjoint", "unique"):
+            one, again, other = (make_workload(name, seed).rankings for seed in (1, 1, 2))
+            assert one == again != other
+            assert all(len(set(ranking)) == 5 for ranking in one)
+
     def test_a_popularity_exponent_of_one_is_the_workload_of_the_notes(self) -> None:
         assert make_workload("zipf10-1.0", 3).rankings == make_workload("zipf10", 3).rankings
         flat, steep = (make_workload(f"zipf10-{exponent}", 3).rankings for exponent in ("0.4", "1.6"))
@@ -333,7 +345,7 @@ class TestZeroOverlap:
 
 
 class TestAStore:
-    @pytest.mark.parametrize("torn", ['{"type": "run", "sui', "[1, 2", '{"type": "check", "name": "b"}', "\udcff"])
+    @pytest.mark.parametrize("torn", ['{"type": "run", "sui', "[1, 2", '{"type": "check", "name": "b"}', "\udcff", "{"])
     def test_passes_over_a_torn_last_line_and_ends_it(self, tmp_path: Path, torn: str) -> None:
         path = tmp_path / "results.jsonl"
         whole = b'{"type":"check","name":"a"}\n'

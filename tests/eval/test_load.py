@@ -329,7 +329,10 @@ def every(seconds: float, requests: int = 200) -> list[Arrival]:
 
 
 class TestOnTheVirtualClock:
-    @pytest.mark.parametrize("load", [Load(1), Load(16), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)])
+    @pytest.mark.parametrize(
+        "load",
+        [*map(Load, (1, 3, 4, 16)), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)],
+    )
     def test_every_request_is_served_once_and_a_closed_loop_keeps_its_number_in_flight(self, load: Load) -> None:
         result, engine = drive(load)
         trace, prompts = trace_of(), NumberedPrompts()
@@ -338,7 +341,7 @@ class TestOnTheVirtualClock:
         assert result.prompt_tokens == sum(
             len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
         )
-        if load.concurrency in (1, 16):
+        if load.concurrency in (1, 3, 4, 16):
             assert engine.most == load.concurrency
             assert result.tenths is not None
             assert result.tenths["in_flight"][1:] == [load.concurrency] * 9
@@ -507,7 +510,7 @@ class TestNeverWorse:
 
 
 class TestTenths:
-    @pytest.mark.parametrize("requests", [1, 14])
+    @pytest.mark.parametrize("requests", [1, 3, 10, 14, 200])
     def test_say_what_is_in_flight_and_what_memory_and_tree_are(self, requests: int) -> None:
         result, _ = drive(Load(4), trace=trace_of(requests=requests))
         assert result.tenths is not None
@@ -846,6 +849,7 @@ class TestOpenAIEngine:
         assert with_engine(far, around) == [0, 96, 0, 96]
         salts = [body["cache_salt"] for body in far.bodies]
         assert salts[0] == salts[1] != salts[2] == salts[3]
+        assert engine_of(far).salt != engine_of(far).salt
 
     @pytest.mark.parametrize("wanted", [None, 1, 7])
     def test_an_answer_is_as_long_as_it_should_be(self, far: FarServer, wanted: int | None) -> None:

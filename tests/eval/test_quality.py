@@ -308,6 +308,9 @@ class TestScores:
             ("beatles!", "Beatles", EVERY),
             ("an  apple\ta day", "apple day", EVERY),
             ("1,000", "1,000", EVERY),
+            ("1,000", "1000", EVERY),
+            ("1000", "1000.5", set()),
+            ("Yes.", "yes", EVERY),
             ("", "the", EVERY),
             ("", "Paris", set()),
             ("Paris, France", "Paris", set()),
@@ -695,6 +698,11 @@ class TestServer:
         service.content = content
         with pytest.raises(EngineError, match="not one of 6 questions was answered: the answer has no text"):
             ask("retrieval")
+
+    def test_an_empty_answer_is_a_wrong_one(self, ask: Ask, service: Service) -> None:
+        service.content = ""
+        found = by_order(ask("retrieval"))["retrieval"]
+        assert (found["failures"], found["em"]) == (0, 0)
 
     def test_a_server_that_refuses_everything_ends_it(self, ask: Ask, service: Service) -> None:
         service.refuses = {"messages"}

@@ -806,6 +806,11 @@ class TestTheSaving:
 
 
 class TestProcesses:
+    def test_change_nothing(self) -> None:
+        log = exported(make_workload("zipf10", 0), limit=200)
+        options: dict[str, Any] = {"capacities": [5_000, 20_000], "sweep": ()}
+        assert replay(log, processes=3, **options).figures == replay(log, **options).figures
+
     @pytest.mark.parametrize("processes", [1, 2])
     def test_the_progress_is_that_of_all_of_them(self, tmp_path: Path, processes: int) -> None:
         path = written(tmp_path, *(line([f"d{n % 40}", f"d{n % 7}"], n) for n in range(400)))
