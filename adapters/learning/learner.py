@@ -266,7 +266,6 @@ _Seen = tuple[DigitText, int, int]
 
 
 def _firm(evidence: Evidence, text: str) -> list[int]:
-    """Return the places of proven boundaries."""
     return [each.at for each in evidence.boundaries(text) if evidence.proves(each)]
 
 

@@ -61,7 +61,7 @@ class Split(_Mark):
     name, flag, shared_only = "split", "split", True
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the maximum of Eq. 1: mb = sqrt(2 * overhead * search)."""
+        """Return the maximum of Eq. 1, at mb = sqrt(2 * overhead * search)."""
         search_s, budget = measured.search_s.value, getattr(measured.search, "budget", None)
         if search_s is None or budget is None:
             return math.inf

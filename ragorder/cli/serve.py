@@ -346,7 +346,6 @@ def _check_workers(max_in_flight: int | None, *, has_replicas: bool, are_shared:
 
 
 def _cloud_of(upstream: str) -> Provider | None:
-    """Return the provider whose own server this is, or None."""
     try:
         return _CLOUDS.get(urlsplit(upstream).hostname or "")
     except ValueError:
