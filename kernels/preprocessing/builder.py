@@ -196,8 +196,8 @@ class FusionBuilder:
     """Preprocessed KV of documents after one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
-    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents; `build` computes
-    what is missing, after an interruption with the same bytes.
+    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the contents;
+    `build` computes what is missing. After an interruption the next builder produces the same bytes.
 
     Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
     tenant. Raises StoreRefusedError, ManifestError, UnsupportedModelError.
