@@ -91,7 +91,7 @@ def make_app(
     - `marks`: adds breakpoints after the documents to bodies of /v1/messages without cache_control; the orderer then
       takes `feedback=False`. Bodies with a client's own breakpoints keep their order, unless `marks` is False: then the
       server's cache finds any common prefix.
-    - `clouds`: orders bodies for these models by their cache's rules, and sets breakpoints if the client sets none, in
+    - `clouds`: orders bodies for these models by their cache's rules. Sets breakpoints, too, unless the client does: in
       OpenAI's chats and responses, and with `marks` in /v1/messages.
     - `topic_header`: header for the documents' topic upstream; with `route` nothing is ordered.
     - `on_passed` gets the reason for each request forwarded without documents.
