@@ -78,8 +78,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     - `repeated` names documents that an earlier message has instead of sending them again
     - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth`; tenants share no order, requests without one (None) are
       one, and no client names another ("ragorder.scope", "cache_salt")
-    - `marks` sets cache_control after documents for models of Anthropic; `feedback=False`, and a client's own
-      breakpoints, as for the proxy's `make_app`
+    - `marks` sets cache_control after documents for models of Anthropic, and needs an orderer with `feedback=False`; a
+      client's own breakpoints have the effect that the proxy's `make_app` describes
     - `clouds` order requests for their models, and set breakpoints, by their rules, instead of the orderer
 
     A "ragorder" that is malformed, on another route, or in an unreadable request is a litellm.BadRequestError that
