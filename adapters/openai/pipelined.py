@@ -297,6 +297,7 @@ def ordered_pipeline(
 ) -> Pipeline[Question, Document, PromptRequest]:
     """Return a pipeline that orders its documents, on `OpenAIStreams`, or on `AsyncVLLM` with its `requests`.
 
+    - `warm_up`: prefill an uncached system prompt during retrieval.
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
       token (None: the number that fits into `token_budget` tokens an iteration).
     - `cautious`: only if recent searches predict a gain.
