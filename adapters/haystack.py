@@ -41,9 +41,9 @@ class CacheOrderRanker:
     - `key`: a document's identity besides its content (default: its id).
     - `tokens`: its length in the prompt.
 
-    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once.
-    `from_dict` makes a new orderer; `key` and `tokens` must be functions of a module. Raises ValueError for wrong
-    options, pydantic.ValidationError for settings.
+    Errors in these functions are counted and leave retrieval order. Orderings count as served at once. `from_dict`
+    makes a new orderer; `key` and `tokens` must be functions of a module. Raises ValueError, or
+    pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class CacheOrderRanker:
     def run(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None, query: str | None = None
     ) -> dict[str, list[Document]]:
-        """Return the ordered `documents`. `top_k` and `scope` override the ranker's own; `query`, which other rankers
-        take, changes nothing. Raises ValueError for a `top_k` below 1."""
+        """Return the ordered `documents`. `top_k` and `scope` override the ranker's own; `query` is ignored. Raises
+        ValueError for a `top_k` below 1."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -143,9 +143,8 @@ class CacheOrderChatPromptBuilder:
     - `scope`: the tenant.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
-    Errors in `label` leave retrieval order, and the orderer counts them. `from_dict` makes a new orderer, and a builder
-    without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong options,
-    pydantic.ValidationError for settings.
+    Errors in `label` are counted and leave retrieval order. `from_dict` makes a new orderer, and a builder without a
+    tokenizer; `label` must be a function of a module. Raises as `CacheOrderRanker` does.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Turn:
         return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
-        """Return the messages with their answer, so that later turns find it in the cache.
+        """Return the messages with their answer, which later turns then find in the cache.
 
         Call it before `ordering.confirm`.
         """
@@ -139,7 +139,7 @@ class Turn:
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Record the engine's answer and return the next turn's history. Counts are those of `Ordering.confirm`."""
+        """Record the answer and return the next turn's history. Counts as for `Ordering.confirm`."""
         messages = self.answered(answer)
         counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)

@@ -41,7 +41,7 @@ class Moves(NamedTuple):
 
 
 class RequestOutcome(NamedTuple):
-    """The end of a request, with the token counts that the engine reported."""
+    """The end of a request, with the reported token counts."""
 
     served: bool
     cached_tokens: float | None = None
@@ -162,10 +162,10 @@ class Ordering(Generic[D]):
         prompt_tokens: float | None = None,
         written_tokens: float | None = None,
     ) -> None:
-        """Record that the engine served the request, with the token counts that it reported, if any.
+        """Record that the engine served the request, with the token counts that it reported.
 
-        `cached_tokens` were reused, `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its
-        cache. Only the first `confirm` or `discard` has an effect.
+        `total_tokens` are prompt and answer; a cloud wrote `written_tokens` into its cache. Only the first `confirm` or
+        `discard` counts.
         """
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
@@ -179,9 +179,8 @@ class Ordering(Generic[D]):
             self._end(outcome)
 
     def readable(self) -> None:
-        """Record the answer's first token: from now on other requests can read its entries in a cloud's cache.
-
-        Not needed before `confirm`.
+        """Record the answer's first token: from now on others can read its entries in a cloud's cache. Optional before
+        `confirm`.
         """
         if self.cloud is not None:
             self.cloud.readable()

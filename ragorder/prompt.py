@@ -54,9 +54,8 @@ class Span:
 class Prompt:
     """One prompt in the formats of engines.
 
-    `token_ids` are exact; engines tokenise `text` or `messages` themselves. Without a tokenizer `token_ids` is None.
-    `anthropic()`, `openai()` and `bedrock()` have one content part per document and the breakpoints of an
-    `Orderer.for_cloud`.
+    `token_ids` are exact (None without a tokenizer); engines tokenise `text` or `messages` themselves. `anthropic()`,
+    `openai()` and `bedrock()` have one content part per document and the breakpoints of an `Orderer.for_cloud`.
     """
 
     text: str

@@ -155,7 +155,6 @@ def _break(match: re.Match[str]) -> str:
 def _replace_all(
     patterns: Sequence[re.Pattern[str]], longest: int, text: str, by: Callable[[re.Match[str]], str]
 ) -> str | None:
-    """Replace the matches of each pattern. Return None without a match."""
     replaced: str | None = None
     for pattern in patterns:
         found = _replace(pattern, longest, text if replaced is None else replaced, by)

@@ -54,8 +54,8 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by tenant, then by the document whose requests should share most tokens; large groups are split
-    by the next such document, up to eight times. Groups are packed in path order into shards of about equal tokens.
+    Requests are grouped by tenant, then by the document by which most tokens can be shared; large groups are split by
+    the next such document, up to eight times. Groups fill shards of about equal tokens, in path order.
 
     Shared tokens are estimated from mean and deviation of those that consecutive requests of a document share. Counts
     of a sample suffice.

@@ -141,7 +141,6 @@ def _usage(line: Mapping[str, Any]) -> Any:
 
 
 def _tools(tools: Any) -> dict[str, str]:
-    """Return the tools by name."""
     found: dict[str, str] = {}
     for tool in tools if isinstance(tools, list) else ():
         text = json.dumps(tool, ensure_ascii=False)

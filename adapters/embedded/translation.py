@@ -56,7 +56,7 @@ class RequestTranslator:
         self._fusion = fusion
         self._model_name = model_name
         self._max_model_len = longest
-        # A longer text has too many tokens, and tokenizing it would take long.
+        # Longer texts have too many tokens, and take long to tokenise.
         widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = longest * max(widest, 1)
         options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
@@ -172,15 +172,15 @@ class RequestTranslator:
         return self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
 
     def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that do not depend on the last message's text."""
+        """Return how many first tokens are the same for any text of the last message."""
         *before, last = body.messages
         text = self._template([*before, msgspec.structs.replace(last, content=PLACEHOLDER)], body)
         head, slot, _ = text.rpartition(PLACEHOLDER)
         if not slot:
             return 0
         front = self._encode(head, body.add_special_tokens, "messages")
-        parted = (place for place, (one, other) in enumerate(zip(front, token_ids, strict=False)) if one != other)
-        return next(parted, min(len(front), len(token_ids)))
+        differing = (place for place, (one, other) in enumerate(zip(front, token_ids, strict=False)) if one != other)
+        return next(differing, min(len(front), len(token_ids)))
 
     def _render(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         text = self._template(body.messages or [], body)

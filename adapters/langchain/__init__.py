@@ -1,9 +1,4 @@
-"""LangChain: retriever, chain step and chat turns in cache order.
-
-retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=Orderer.for_vllm("http://host:8000"))
-chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} | prompt | llm
-chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
-"""
+"""LangChain: retriever, chain step and chat turns in cache order."""
 
 from ragorder.common.extras import needs
 

@@ -38,7 +38,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
     - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
     - Without such a call, the only call served after it counts; with several or none, there are no numbers.
-    - If its call failed, the next one with the same documents counts. Otherwise it is discarded.
+    - If that call failed, the next with the same documents counts; otherwise the ordering is discarded.
     - A stream that ends early after its first token counts as served, without numbers.
     - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
 

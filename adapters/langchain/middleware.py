@@ -46,8 +46,8 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
     - `scope`: the tenant, or a function of the ModelRequest.
     - `reference`, `label`, `marks`: as for `CacheOrderTurn`; breakpoints are not in the agent's state.
 
-    Errors in these functions leave messages unchanged, or documents in retrieval order, and the orderer counts them;
-    the retriever's errors are raised. Raises TypeError, ValueError for wrong options.
+    Errors in these functions are counted and leave messages unchanged, or documents in retrieval order; the retriever's
+    are raised. Raises TypeError, ValueError.
     """
 
     def __init__(

@@ -156,9 +156,9 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
         retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost retriever: inside
-    another one this class orders nothing and degrades its orderer. Around a chain with a mapping as input it becomes
-    `retriever | CacheOrderTransformer(…)`.
+    `retriever` is a BaseRetriever or any Runnable from a question to documents. Wrap the outermost one: inside another
+    this class orders nothing and degrades its orderer. A chain with a mapping as input becomes `retriever |
+    CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
@@ -168,8 +168,8 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     - `mark_key`: return copies with metadata[mark_key] where a cache breakpoint follows (Anthropic, Bedrock), for
       `content_parts`; the orderer then takes `feedback=False`.
 
-    Errors in these functions leave retrieval order, and the orderer counts them. Orderings count as served at once
-    without a `FeedbackHandler`. Copies have a new orderer.
+    Errors in these functions are counted and leave retrieval order. Orderings count as served at once without a
+    `FeedbackHandler`.
     """
 
     retriever: RetrieverLike

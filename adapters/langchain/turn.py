@@ -59,8 +59,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     - `marks`: send a cloud orderer's cache breakpoints: True for ChatAnthropic, "openai" for ChatOpenAI, "bedrock" for
       ChatBedrockConverse.
 
-    Errors in these functions leave retrieval order, and the orderer counts them. Raises TypeError, ValueError for wrong
-    options.
+    Errors in these functions are counted and leave retrieval order. Raises TypeError, ValueError.
     """
 
     def __init__(

@@ -58,7 +58,6 @@ class Evidence:
             self.observe(text)
 
     def boundaries(self, text: str, start: int = 0, end: int | None = None) -> list[Boundary]:
-        """Return the separator's places in a part of the text."""
         length = len(self.separator)
         return [
             Boundary(at, hash(text[max(start, at - CONTEXT) : at]), hash(text[at + length : at + length + CONTEXT]))
@@ -103,14 +102,12 @@ class Evidence:
         return self._together(before, after)
 
     def begins(self, after: int) -> bool:
-        """Return whether a document is known to begin with this text."""
         befores = self._befores.get(after, ())
         if any(self._together(before, after) and not self._is_varied(before) for before in befores):
             return False
         return any(self._proves(before, after) for before in befores)
 
     def ends(self, before: int) -> bool:
-        """Return whether a document is known to end with this text."""
         afters = self._afters.get(before, ())
         if any(self._together(before, after) and self._predecessor.get(after) is not True for after in afters):
             return False

@@ -83,7 +83,7 @@ class TemplateLearner:
         return self._checked(LearnedTemplate(head, evidence.separator, tail, evidence))
 
     def _overlaps(self) -> list[str]:
-        """Return the texts where a longest repeat ends and the next one has begun."""
+        """Return the texts that are in two longest repeats: the end of one, the beginning of the next."""
         index: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, text in enumerate(self._texts):
             for word in ANCHOR.finditer(text):
@@ -114,7 +114,7 @@ class TemplateLearner:
         return at - agreement(text, at, other, place, backwards=True), at + agreement(text, at, other, place)
 
     def _separator(self, overlaps: Sequence[str]) -> Evidence | str:
-        """Return the evidence of the separator with the most proven boundaries, the longest of about equal ones."""
+        """Return the separator with most proven boundaries, the longest of about equals."""
         some = overlaps[:: max(1, len(overlaps) // 70)][:90]
         commons: set[str] = set()
         for one, other in (pair for gap in (1, 2, 5) for pair in zip(some, some[gap:], strict=False)):
@@ -205,8 +205,7 @@ class TemplateLearner:
         return heads, tails
 
     def _constant(self, found: list[str], other: list[str], separator: str, step: int) -> str | None:
-        """Return a constant beginning of most texts, which goes beyond the separator's and which most messages have
-        once."""
+        """Return a constant beginning of most texts beyond the separator's, once in most messages."""
         best, most = None, 0
         for strings, more in ((strings, more) for strings in (found, found + other) for more in (1, 3, 5, 8, 12)):
             groups: defaultdict[str, list[str]] = defaultdict(list)
@@ -267,7 +266,6 @@ _Seen = tuple[DigitText, int, int]
 
 
 def _firm(evidence: Evidence, text: str) -> list[int]:
-    """Return the places of proven boundaries."""
     return [each.at for each in evidence.boundaries(text) if evidence.proves(each)]
 
 
@@ -321,7 +319,7 @@ def _varies(template: LearnedTemplate, seen: Sequence[_Seen]) -> bool:
 
 
 def _circle(orders: Iterable[Sequence[Hashable]]) -> set[Hashable]:
-    """Return what remains when what can come first or last is taken away, again and again."""
+    """Return what remains after repeatedly taking away what can come first or last."""
     pairs: set[tuple[Hashable, Hashable]] = set()
     kept = {(one, other) for order in orders for one, other in pairwise(order) if one != other}
     while kept != pairs:

@@ -41,9 +41,9 @@ class ShadowLearner:
     """Learner of an application's template from requests whose documents are not found otherwise. Thread-safe.
 
     At most 300 requests and 4 million characters are kept, until a form is learned from them in a thread of its own;
-    then none of their text is, but the form's. Learning takes at most 1 ms of processor time a request on average. A
-    form counts once a later window gives the same, that of another tenant if requests have tenants, and if it saves 2 %
-    of the prefill. It is dropped when three windows in a row do not give it. Nothing is ordered by it.
+    then only the form's text is. Learning takes at most 1 ms of processor time a request on average. A form counts once
+    a later window, of another tenant if there are tenants, gives the same, and if it saves 2 % of the prefill. It is
+    dropped when three windows in a row do not give it. Nothing is ordered by it.
 
     Whenever a form is confirmed, `on_learned` gets its requests' tokens up to the last document, those cached in
     ragorder's order and in retrieval order, and the number of requests; `warn` gets a sentence the first time.

@@ -83,7 +83,7 @@ class Suggestion:
 def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggestion | str:
     """Return a template for the texts of these requests' messages, or why none is found.
 
-    It is learned from the first 300 requests; all are ordered by it, on the mirror of a cache of this size.
+    It is learned from the first 300; all are ordered by it, on the mirror of this cache.
     """
     learner = TemplateLearner()
     for texts in requests[:_MOST_REQUESTS]:
@@ -119,8 +119,7 @@ def suggest(requests: Sequence[Sequence[str]], capacity_tokens: int) -> Suggesti
 def predict_saving(
     template: DocumentTemplate, requests: Sequence[Sequence[str]], capacity_tokens: int
 ) -> tuple[int, Saving | None]:
-    """Return in how many of the requests a template finds documents that it may order, and what that would save with
-    a cache of this size."""
+    """Return how many requests have documents that the template may order, and the saving with this cache."""
     runs = []
     for texts in requests:
         run = _first(template.find, texts)
@@ -141,8 +140,7 @@ def _is_numbered(template: DocumentTemplate, run: DocumentRun) -> bool:
 def _fitting(
     candidates: Sequence[Suggestion], requests: Sequence[Sequence[str]]
 ) -> tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]]:
-    """Return the form that finds documents in most requests, its template (None if the proxy takes none) and these
-    documents."""
+    """Return the form that fits most requests, its template (None if the proxy takes none) and the documents found."""
     best: tuple[Suggestion, DocumentTemplate | None, Sequence[DocumentRun]] = (candidates[0], None, [])
     for suggestion in candidates:
         try:
@@ -250,8 +248,8 @@ def _doubts(
 
 
 def _torn(learned: LearnedTemplate, template: DocumentTemplate, requests: Sequence[Sequence[str]]) -> int:
-    """Return in how many requests the template divides what was always together, in different company, or elsewhere
-    than at boundaries."""
+    """Return how many requests the template divides in what was always together, in different company, or not at
+    boundaries."""
     torn = 0
     for text in (text for texts in requests for text in texts):
         digits = DigitText(text)

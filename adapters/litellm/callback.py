@@ -76,16 +76,14 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
     - `template` finds documents in messages; documents in a field "ragorder" need none (docs/proxy.md)
     - `repeated` names documents that an earlier message has instead of sending them again
-    - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, requests
-      without a tenant (None) are one, and no client names another ("ragorder.scope", "cache_salt")
-    - `marks` sets cache_control after the documents of chats and messages whose client set none, for models of
-      Anthropic; the orderer then takes `feedback=False`. Requests with a client's own breakpoints keep their order,
-      unless `marks` is False: the servers' caches then find any common prefix
+    - `scope` returns the tenant of LiteLLM's `UserAPIKeyAuth`; tenants share no order, requests without one (None) are
+      one, and no client names another ("ragorder.scope", "cache_salt")
+    - `marks` sets cache_control after documents for models of Anthropic, and needs an orderer with `feedback=False`; a
+      client's own breakpoints have the effect that the proxy's `make_app` describes
     - `clouds` order requests for their models, and set breakpoints, by their rules, instead of the orderer
 
-    A malformed "ragorder" is a litellm.BadRequestError that names the field, as is one on another route, or in an
-    unreadable request: it would be answered without its documents. After any other failure the request is sent
-    unchanged, and the orderer is degraded.
+    A "ragorder" that is malformed, on another route, or in an unreadable request is a litellm.BadRequestError that
+    names the field. After any other failure the request is sent unchanged, and the orderer is degraded.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class CacheOrderChatEngine(BaseChatEngine):
     - `label`: the label that cites and names a NodeWithScore (default: `number_label` of its text).
     - `scope`: the tenant, or a function of the QueryBundle.
 
-    Errors in these functions leave retrieval order, and the orderer counts them. Raises ValueError for wrong options.
+    Errors in these functions are counted and leave retrieval order. Raises ValueError.
     """
 
     def __init__(

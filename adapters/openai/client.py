@@ -39,9 +39,9 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> A:
         """Return the `Answer` to a question on documents in retrieval order.
 
-        `scope` and `waiting` as for `Orderer.order`, other options as for create(): by default 256 `max_tokens` at
-        `temperature` 0. Raises the openai client's errors, TypeError or ValueError for options that the client sets
-        itself and for a scope that cannot be a salt.
+        `scope` and `waiting` as for `Orderer.order`, others as for create(): by default 256 `max_tokens`, `temperature`
+        0. Raises the openai client's errors, TypeError or ValueError for options that this client sets and for a scope
+        that cannot be a salt.
         """
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 

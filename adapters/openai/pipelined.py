@@ -301,7 +301,7 @@ def ordered_pipeline(
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
       token (None: the number that fits into `token_budget` tokens an iteration).
     - `cautious`: only if recent searches predict a gain.
-    - `requests()`: number of requests on the engine, from all clients (None if unknown). `ends` are awaited on closing.
+    - `requests()`: all clients' requests on the engine (None: unknown). `ends` are awaited on closing.
 
     Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
     """
@@ -352,8 +352,8 @@ class _BasePipelinedClient(Generic[S, A]):
         self._pipeline = ordered_pipeline(engine, prompts=prompts, speculate=speculate, **parts, **options)
 
     def stream(self, query: str, *, scope: Hashable = None, **options: Any) -> S:
-        """Stream the answer, from the first piece on; closing it early ends retrieval and requests. Options and errors
-        as for `OrderedClient.generate`, and the errors of retrieval."""
+        """Stream the answer; closing it early ends retrieval and requests. Options and errors as for
+        `OrderedClient.generate`, and retrieval's errors."""
         return self._runner.stream(self._question(query, scope, **options))
 
     def answer(self, query: str, *, scope: Hashable = None, **options: Any) -> A:

@@ -104,9 +104,9 @@ class OrderedPrompts:
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
-    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` gets the
-    prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a question, in
-    its scope. Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, "token_ids" as `builder` made them. `learn` gets the prompt
+    tokens of each committed request. `waiting` returns the documents of requests after a question, in its scope. Raises
+    ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class OrderedPrompts:
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
     def commit(self, question: Question, documents: Sequence[Document], /) -> _CommittedRequest:
-        """Order documents for a request that is sent at once: in flight until it is confirmed or discarded."""
+        """Order documents for a request that is sent at once."""
         options, waiting = question.all_options(), self._waiting(question)
         ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:

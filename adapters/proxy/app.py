@@ -80,27 +80,26 @@ def make_app(
 
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
-    - `template` finds documents in messages that are not tagged; of several templates the first that does.
-    - `finds_native`: also orders documents in fields and blocks of the APIs, and translates citations in answers.
-    - `stable_tools`: sends tools in the order of their names, in requests without documents too.
-    - `on_recognised`: see `PromptRecogniser`; without it no presets are recognised. `learner` gets the other requests
-      without documents.
-    - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key only `hosts` may be used.
+    - `template` finds documents in untagged messages; the first of several that does counts.
+    - `finds_native`: also orders documents in the APIs' fields and blocks, and translates citations.
+    - `stable_tools`: sends tools by name, also without documents.
+    - `on_recognised`: see `PromptRecogniser` (None: no presets); `learner` gets the other requests without documents.
+    - `api_key` is required of clients (without it they may use only `hosts`), `upstream_api_key` is sent upstream.
     - `send_facts`: sends ends of documents (with `tokenizer`) and a digest of the tenant to a vLLM with ragorder tiers.
-    - `number_by_place`: ids that number positions, from 1, become the positions in the prompt.
+    - `number_by_place`: ids that number ranks from 1 become positions in the prompt.
     - `repeated` names documents that an earlier message has instead of sending them again.
-    - `marks`: adds cache breakpoints after the documents to bodies of /v1/messages without cache_control. The orderer
-      then takes `feedback=False`: only marked prefixes are cached. Bodies with a client's own breakpoints keep their
-      order, unless `marks` is False: the server's cache then finds any common prefix.
-    - `clouds`: orders bodies for these models by their cache's rules, and sets breakpoints if the client has set none:
-      in Anthropic's /v1/messages with `marks`, in OpenAI's chats and responses.
-    - `topic_header`: the header that sends the documents' topic upstream; with `route` bodies are not ordered.
+    - `marks`: adds breakpoints after the documents to bodies of /v1/messages without cache_control; the orderer then
+      takes `feedback=False`. Bodies with a client's own breakpoints keep their order, unless `marks` is False: then the
+      server's cache finds any common prefix.
+    - `clouds`: orders bodies for these models by their cache's rules. Sets breakpoints, too, unless the client does: in
+      OpenAI's chats and responses, and with `marks` in /v1/messages.
+    - `topic_header`: header for the documents' topic upstream; with `route` nothing is ordered.
     - `on_passed` gets the reason for each request forwarded without documents.
-    - `on_tbt` gets the mean seconds between the tokens of each streamed answer to a request with documents.
-    - `on_sent` gets the sent order of each request's documents; earlier turns keep theirs (`SharedOrderer.share`).
+    - `on_tbt` gets the mean seconds between tokens of each streamed answer on documents.
+    - `on_sent` gets each request's sent order (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are added to the proxy's own, `background` tasks run until the application stops and must not raise,
-      `make_transport` replaces the connections upstream.
+    - `routes` are added to the proxy's; `background` tasks run until it stops and must not raise; `make_transport`
+      replaces the connections upstream.
 
     Raises ValueError for a builder with a system prompt, an invalid header, and `route` without a header or with a
     fleet; AddressError for a malformed address or key; TemplateError for `number_by_place` without an id, or with

@@ -185,9 +185,8 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 class FleetProxy(ReverseProxy):
     """Proxy that forwards each request to a replica, and to another one if that fails before the answer begins.
 
-    Chats, completions, other JSON below /v1/ and GETs are repeated; other requests may have had an effect and are
-    repeated only if there was no connection. All tries of a request share `tries_s` seconds until the answer begins.
-    Raises HTTPError."""
+    Chats, completions, other JSON below /v1/ and GETs are repeated; other requests, which may have had an effect, only
+    without a connection. All tries share `tries_s` seconds until the answer begins. Raises HTTPError."""
 
     def __init__(self, fleet: Fleet, parser: BodyParser, limits: Limits, *, tries_s: float) -> None:
         super().__init__(parser, limits)
@@ -290,7 +289,7 @@ class FleetProxy(ReverseProxy):
         of_tokens: bool = False,
         on_begun: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Send a request to its replica. Return False if that failed and another should be tried. Raises HTTPError."""
+        """Send a request to its replica. Return and raise as `_answered`."""
         replica, sent = placed
         tries.begin(replica)
 

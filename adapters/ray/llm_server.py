@@ -32,8 +32,8 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
         )
         serve.run(build_openai_app({"llm_configs": [config]}))
 
-    Requests need their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from `ragorder
-    serve --route` before Ray. Direct streaming bypasses this class.
+    Requests need their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from
+    `ragorder route` before Ray. Direct streaming bypasses this class.
     """
 
     def make_calls(self) -> OrderedCalls:

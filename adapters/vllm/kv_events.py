@@ -149,8 +149,8 @@ class KVEventSubscriber:
         events = KVEventSubscriber(blocks, "tcp://host:5557", "tcp://host:5657")
 
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
-    batches and restarts. Without one a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
-    Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
+    batches and restarts; without one a gap empties `blocks`. `on_pause` is called on that thread when idle. Raises
+    ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""LangChain and LangGraph: retriever and node for workflows on a shared server."""
+"""LangChain's retriever and LangGraph's node for workflows on a shared server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ with needs("langchain", "ragorder.adapters.workflows.langchain"):
 class WorkflowRetriever(BaseRetriever):
     """Retriever of the documents that a workflow finds, best first. Thread-safe. Raises the server's errors.
 
-    Only what leads to the documents runs: no answer is generated for nobody.
+    Runs only what leads to the documents: no answer is generated.
 
         retriever = WorkflowRetriever(workflows=workflows, graph=hyde().compile())
 
-    - `documents`: their name in the workflow's state.
+    - `documents`: name of the documents in the workflow's state.
     - `convert`: maps the workflow's document to LangChain's (default: from a `ragorder.Document`).
     - `state`: values of the graph's `inputs`.
     - `scope`: the tenant.
@@ -67,7 +67,7 @@ def _document(document: ragorder.Document) -> Document:
 
 
 class _WorkflowModel(BaseChatModel):
-    """Chat model that asks a workflow one question. It streams if a callback reads tokens (LangGraph)."""
+    """Chat model that asks a workflow one question, and streams if a callback reads tokens (LangGraph)."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -125,9 +125,9 @@ def workflow_node(
 
         builder.add_node("research", workflow_node(workflows, multistep().compile()))
 
-    - `question`: its name in LangGraph's state, or a function of the state.
-    - `answer`: the name under which the answer's text is stored, or a function from the result to the update.
-    - `inputs`: names that are passed on as the graph's `inputs`.
+    - `question`: name of the question in LangGraph's state, or a function of the state.
+    - `answer`: name for the answer's text, or a function from the result to the update.
+    - `inputs`: names in LangGraph's state whose values are the graph's `inputs`.
     - `scope`: the tenant, a function of the state.
 
     LangGraph's `stream_mode="messages"` yields the answer's text as it is generated.

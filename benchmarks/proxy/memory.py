@@ -293,7 +293,7 @@ def attacked_proxy() -> Iterator[ServerProcess]:
 
 
 def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> dict[str, list[Any]]:
-    """Figures of `ProxyMemoryRecord`. Raises OSError if the system allows too few open files, or the proxy ends."""
+    """Return the figures of a record. Raises OSError if the system allows too few open files, or the proxy ends."""
     allow_many_connections(HELD)
     clients, done = 0, 0
     with Target(proxy.port) as target:

@@ -36,7 +36,7 @@ _PROCESSES_FROM = 5_000
         type=Choice([*FORMATS]),
         default="ragorder",
         show_default=True,
-        help="Source of LOG: your application (below), Mooncake's traces, or an export of Langfuse's "
+        help="Source of LOG: your application (above), Mooncake's traces, or an export of Langfuse's "
         "observations, LangSmith's runs, OpenTelemetry's traces (OTLP JSON lines: OpenInference, GenAI, OpenLLMetry), "
         "MLflow's traces or LiteLLM's spend logs.",
     ),

@@ -44,7 +44,7 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 # Smallest step while other memory can be given back.
 _LEAST_STEP = 64
-# Steps without a shortage before a part of the memory is taken back.
+# Steps without a shortage before pool and layers grow back by a part.
 _STEPS_TO_GROW = 256
 _WHOLE = "all layers are on the device: load the engine with device_bytes to move them"
 
@@ -59,7 +59,7 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: ModelMemory, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """`shape` of the KV and bytes of a `slot` are given once known."""
+    """Plan the memory, roughly until `shape` of the KV and the bytes of a `slot` are known."""
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -328,7 +328,7 @@ class MemoryPressure:
         return True
 
     def _forget_tables(self) -> None:
-        """Drop copies of block tables: resizing changes the blocks' numbers."""
+        """Drop copies of block tables, since resizing renumbers blocks."""
         turns = self._scheduler.with_turns
         if any(sequence.selecting is not None for sequence in turns):
             self._scheduler.requeue()

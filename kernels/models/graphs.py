@@ -1,7 +1,8 @@
 """Steps of few tokens as CUDA graphs.
 
 The host launches one graph instead of each kernel of each layer. A graph repeats its kernels with the same shapes and
-addresses, so a step is padded to a `Bucket`, its tensors stay in place, and attention reads all lengths on the device.
+addresses. So a step is padded to the sizes of a `Bucket`, its tensors stay in place, and attention reads all lengths
+on the device.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from ragorder.kernels.models.batch import Forward, PackedStep, Piece
 from ragorder.kernels.paging import BlockPool
 
 MOST_TOKENS = 256
-"""Most tokens of a step that is padded. The device computes larger ones for longer than the host launches them."""
+"""Most tokens of a step with a graph. In larger steps the device takes longer than the host's launches."""
 _LEAST_BLOCKS = 16
 _GRAPHS = 64
 _WARM_UPS = 2
-"""Steps of a bucket before it is captured: kernels are compiled, and rare shapes are never captured."""
+"""Steps of a bucket before its capture. They compile its kernels; rare shapes are never captured."""
 
 _log = logging.getLogger("ragorder.kernels.models")
 
 
 class Bucket(NamedTuple):
-    """Powers of two: tokens and requests of a step, new tokens of a request, and blocks of a table."""
+    """Sizes of a padded step: tokens, requests, new tokens of a request and blocks of a table; powers of two."""
 
     tokens: int
     requests: int
@@ -43,7 +44,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Self | None:
-        """Return the smallest bucket for the pieces, or None if they are not computed in one."""
+        """Return the smallest bucket for the pieces, or None for a large step or scattered pieces."""
         counts = [len(piece.token_ids) for piece in pieces]
         if sum(counts) > MOST_TOKENS or any(piece.scattered for piece in pieces):
             return None
@@ -54,10 +55,9 @@ class Bucket(NamedTuple):
 
 
 class FixedStep:
-    """Tensors of a bucket's shape, for one step after another.
+    """Tensors of a bucket's sizes, for one step after another.
 
-    Padding tokens are requests of their own, without context. For their KV, which nobody reads, the first token's is
-    written once more, to its own place.
+    Padding tokens are requests without context. Nobody reads their KV: in its place the first token's is written again.
     """
 
     def __init__(self, bucket: Bucket, pool: BlockPool) -> None:
@@ -68,7 +68,7 @@ class FixedStep:
         self._shorts = torch.zeros(2 * requests + 1 + requests * blocks, dtype=torch.int32, device=pool.device)
 
     def fill(self, pieces: Sequence[Piece]) -> int:
-        """Return how many of the first logits belong to the pieces."""
+        """Write the pieces into the tensors. Return how many of the logits, from the first on, belong to them."""
         shape, (tokens, requests, query, blocks) = self._pool.shape, self._bucket
         ends = [*accumulate(len(piece.token_ids) for piece in pieces)]
         longs = np.zeros(4 * tokens + requests, dtype=np.int64)
@@ -99,7 +99,7 @@ class FixedStep:
 
     @property
     def arguments(self) -> PackedStep:
-        """Arguments of a forward, on the tensors that `fill` writes."""
+        """Arguments of a forward that read what `fill` writes."""
         tokens, requests, query, blocks = self._bucket
         ids, positions, slots, written, kept = self._longs.split([tokens] * 4 + [requests])
         starts, contexts, tables = self._shorts.split([requests + 1, requests, requests * blocks])
@@ -109,7 +109,7 @@ class FixedStep:
 
 
 class GraphCapture:
-    """Capture of kernels on `device`. All graphs share their memory: one runs at a time."""
+    """Capture of kernels on `device` as graphs. These share memory, so one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,7 +117,7 @@ class GraphCapture:
 
     @classmethod
     def of(cls, forward: Forward, pool: BlockPool) -> Self | None:
-        """Return None where a step's kernels cannot be captured: without a GPU, all weights in place and Triton."""
+        """Return None unless there is a GPU, all weights are in place and attention runs in Triton."""
         if pool.device.type != "cuda" or forward.streams:
             return None
         cache = pool.views.key_caches[0]
@@ -125,7 +125,8 @@ class GraphCapture:
         return cls(pool.device) if backend == "triton" else None
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Return what repeats the kernels of `compute`, and returns the same tensor each time. Raises RuntimeError."""
+        """Return a function that repeats the kernels of `compute` and returns the same tensor each time. Raises
+        RuntimeError."""
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile.
         with (
@@ -142,12 +143,12 @@ class GraphCapture:
         return replay
 
     def forget(self) -> None:
-        """Give up the memory of the graphs that were captured: none of them is left."""
+        """Free the memory of graphs, once none is left."""
         self._memory = None
 
 
 class _Held:
-    """A bucket's step; its graph after `_WARM_UPS`."""
+    """Step of a bucket, and its graph once captured."""
 
     def __init__(self, step: FixedStep) -> None:
         self.step = step
@@ -156,7 +157,7 @@ class _Held:
 
 
 class StepGraphs:
-    """Graphs of `forward`, which uses `pool`, for steps of few tokens; none without a `capture`."""
+    """Graphs of `forward` on `pool` for steps of few tokens. Without a `capture` there are none."""
 
     def __init__(self, forward: Forward, pool: BlockPool, capture: GraphCapture | None) -> None:
         self._forward = forward
@@ -173,7 +174,7 @@ class StepGraphs:
             self._capture.forget()
 
     def compute(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
-        """Return the logits of the pieces that want them, or None for a step that must be computed in its own shape."""
+        """Return the logits of the pieces that want them, or None without a bucket or a graph."""
         bucket = None if self._capture is None else Bucket.of(pieces)
         if bucket is None:
             return None

@@ -41,9 +41,9 @@ class PartitionedSearch:
     - `read_ahead`: read the next partition during a scan; memory then has two beside the resident ones
     - `drop_pages`: drop pages from the operating system's cache once read
 
-    The first stage scans the resident partitions, each later stage one other. Other queries may join between two stages
-    (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next one continues with the same partition.
-    Searches may run concurrently.
+    The first stage scans the resident partitions, each later one another. Queries may join between stages
+    (`PartitionedPass.join`). After an OSError or MemoryError the next stage continues with the same partition. Searches
+    may run concurrently.
     """
 
     def __init__(

@@ -93,9 +93,9 @@ class PartitionedRetrieval(Generic[Q, D]):
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
-    `embed` returns the vectors of several questions, an array of shape (questions, dimensions), `document` the document
-    of an index id; both and each stage run in a thread. Other questions join at the next partition. After an error each
-    continues with the partitions that it still needs, in any later batch.
+    `embed` returns vectors of shape (questions, dimensions), `document` the document of an index id; both and each
+    stage run in a thread. Other questions join at the next partition. After an error each continues, in any later
+    batch, with the partitions that it still needs.
     """
 
     def __init__(

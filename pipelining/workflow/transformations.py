@@ -18,7 +18,7 @@ from ragorder.pipelining.workflow.wavefront import ANY_PART, KNOWN, Measurements
 class Transformation(Protocol):
     """A change of the wavefront, applied on the event loop in each scheduling cycle where it saves time.
 
-    It may also have `reads_tokens(graph, node, measured)`: without it all generations are streamed.
+    Without its optional `reads_tokens(graph, node, measured)` all generations are streamed.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Transformation(Protocol):
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None: ...
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the seconds saved on average: positive to apply it, also while nothing has been measured."""
+        """Return the mean seconds saved; it is applied if positive, also before anything is measured."""
 
 
 class _WithoutTokens:
@@ -137,12 +137,9 @@ class WarmSystemPrompt(_WithoutTokens):
 
 
 class SpeculateGeneration(_WithoutTokens):
-    """Starts the generation that follows a search with the documents found so far.
+    """Starts the generation after a search with the documents found so far, within the budget of tokens (`Spending`).
 
-    It does so while the budget of tokens has room (`Spending`).
-
-    - `bound`: of the generations on the engine, 16 in the paper. Searches whose results are nearest to their query go
-      first.
+    - `bound`: most generations on the engine (paper: 16); first for searches with results nearest to their query
     - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
     - `across`: also with results of a speculative search, while the generation before it still runs
     - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
@@ -186,10 +183,9 @@ class SpeculateGeneration(_WithoutTokens):
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the rest of the search, at most the generation, if right, less the cost of a wrong one.
-
-        That is its prefill, and what its decoding adds to each token of the others on the engine. 0 if it is right more
-        seldom than what is left of the budget permits.
+        """Return the rest of the search (at most the generation) times the odds, less the cost of a wrong one: its
+        prefill, and what its decoding adds to each token of others. 0 if it is right more seldom than the budget
+        permits.
         """
         if not self.odds or item.after is None:
             return math.inf
@@ -272,19 +268,17 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Speculative searches, of any kind.
+    """Speculative searches, within the budget of searches (`Spending`).
 
     - A query that does not depend on what still runs is known, and searched for at once.
     - The next query of a generation is predicted from its text so far. The search is used if the final query is equal;
       else it is cancelled, and its results order the clusters of the due search of a shared index.
 
-    Both as long as the budget of searches has room (`Spending`).
-
     - `known`: False to predict alone
-    - `bound`: of all searches, 32 in the paper
-    - `every`: tokens of a generation between two predictions; queries that have changed least go first
+    - `bound`: most searches (paper: 32)
+    - `every`: tokens between predictions; queries that have changed least go first
     - `embeddings`: of predicted queries at the same time
-    - `generations`: speculated on across the searches (None: a search counts by its own gain)
+    - `generations`: speculated on across the searches (None: only a search's own gain counts)
     """
 
     name = "speculate_retrieval"
@@ -345,9 +339,8 @@ class SpeculateRetrieval:
                     _begin_search(item, wavefront, measured)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Return the search and its embedding, at most the rest of the generation, if the query is final.
-
-        Otherwise the gain from ordered clusters; in both cases plus a generation on its results.
+        """If the query is final, return the search and its embedding, at most the rest of the generation; otherwise the
+        gain from ordered clusters. Add that of a generation on its results.
         """
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
@@ -401,7 +394,7 @@ def _begin_search(item: WorkItem, wavefront: Wavefront, measured: Measurements) 
 
 
 def all_transformations(warm_up: WarmUp[NodeQuestion] | None = None) -> tuple[Transformation, ...]:
-    """Return all; those that add work items come first, so that the others see these."""
+    """Return all; first those that add work items, which the others see."""
     warming = () if warm_up is None else (WarmSystemPrompt(warm_up),)
     generations = SpeculateGeneration()
     return (

@@ -69,8 +69,7 @@ def route(
     orders the documents. Bodies are forwarded unchanged; documents are found in them as by `ragorder serve`. Processes
     with the same secret agree on the topics, so any number can run.
 
-    Every option may also come from the environment, as RAGORDER_ROUTE_ and its name (RAGORDER_ROUTE_PORT=8200) unless
-    it names another variable below, or from a file (--config). The command line comes first, then the environment.
+    Options may also come from the environment (RAGORDER_ROUTE_PORT=8200) or a file (--config), as for `ragorder serve`.
     """
     server = ProxyServer(context, options)
     documents = documents_of(template)

@@ -211,7 +211,7 @@ def serve(
     Documents are tagged in the body of a request to /v1/chat/completions, /v1/completions, /v1/responses or
     /v1/messages, {"ragorder": {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document
     first, which a client sends as "extra_body"; or they are found in a message by --template. All other requests, and
-    all answers, are forwarded byte by byte. Cached tokens are read from the usage in an answer, which a stream has
+    all answers, are forwarded byte for byte. Cached tokens are read from the usage in an answer, which a stream has
     only if its client requests it ("stream_options": {"include_usage": true}).
 
     GET /ragorder/openapi.json gives the schema; GET /ragorder/health is for probes, and GET /ragorder/ready checks the
@@ -346,7 +346,6 @@ def _check_workers(max_in_flight: int | None, *, has_replicas: bool, are_shared:
 
 
 def _cloud_of(upstream: str) -> Provider | None:
-    """Return the provider whose own server this is, or None."""
     try:
         return _CLOUDS.get(urlsplit(upstream).hostname or "")
     except ValueError:

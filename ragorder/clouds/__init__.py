@@ -1,13 +1,4 @@
-"""Prompt caches of clouds, which resume at cache breakpoints.
-
-    orderer = Orderer.for_cloud("anthropic", model="claude-opus-5-5", ttl="5m", builder=builder)
-    ordering = orderer.order(documents)              # ordering.breakpoints: documents before each of them
-    prompt = builder.build(question, ordering)       # prompt.anthropic(), .openai(), .bedrock()
-    answer = client.messages.create(model=…, max_tokens=…, **prompt.anthropic())
-    ordering.readable()                              # at the first token: others may read its entries
-    usage = read_cloud_usage(answer.usage)
-    ordering.confirm(usage.cached_tokens, prompt_tokens=usage.prompt_tokens, written_tokens=usage.written_tokens)
-    ordering.cost                                    # in input tokens at the plain price, and in money
+"""Prompt caches of clouds, which resume at cache breakpoints: `Orderer.for_cloud` (docs/clouds.md).
 
 `cache_rules` returns the rules of a provider's model, from `providers.toml`, with date and sources.
 `anthropic_content`, `openai_content` and `bedrock_content` make content parts with breakpoints from texts.

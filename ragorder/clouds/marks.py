@@ -189,9 +189,8 @@ class MarkChoice:
         choice = MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
         choice.choose(["a", "b"], [600, 1200, 1800], held=0, live=(), prompt_tokens=1860, now=0.0)
 
-    Expected reads are the requests within the last TTL that contained the documents, times the rate at which such
-    counts came true. A breakpoint costs the surcharge for writing, and saves the discount for each request that resumes
-    there.
+    Expected reads: requests within the last TTL with these documents, times the rate at which such counts came true. A
+    breakpoint costs the surcharge for writing, and saves the discount of each request that resumes there.
     """
 
     def __init__(self, rules: CacheRules, rates: MarkRates, budget: WriteBudget) -> None:

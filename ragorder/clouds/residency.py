@@ -18,7 +18,7 @@ from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 
 class CacheReport(NamedTuple):
-    """A provider's report of a request. None means not reported."""
+    """A provider's report of a request; None: not reported."""
 
     cached_tokens: float | None = None
     written_tokens: float | None = None
@@ -168,7 +168,6 @@ class MarksResidency(LRUResidency):
         lease.cached_documents, lease.cached_tokens = max(0, plan.resumed), plan.cached_tokens
 
     def publish(self, lease: Lease) -> None:
-        """Record the request's first token, after which its entries can be read."""
         plan = self.plans.get(lease)
         if plan is None or not lease.open:
             return

@@ -94,9 +94,16 @@ def test_a_page_says_its_kind_and_opens_with_a_block_to_copy(page: Path) -> None
     assert "```" in rest[:1500]
 
 
+def named_commands(text: str) -> list[list[str]]:
+    """The `ragorder …` commands that are named within sentences, also across lines."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [found.split() for found in re.findall(r"`ragorder\s+([a-z][^`|]*)`", prose)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_have_the_options_that_are_shown(page: Path) -> None:
-    for words in commands(page.read_text("utf-8")):
+    text = page.read_text("utf-8")
+    for words in [*commands(text), *named_commands(text)]:
         command: click.Command = main
         while isinstance(command, click.Group) and words:
             name = words.pop(0)

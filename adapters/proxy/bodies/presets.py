@@ -28,8 +28,8 @@ AUTO, JSON, MEMORIES, NONE = "auto", "json", "memories", "none"
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """A template with its origin (presets.toml). A file of a template has `form` and, if they are needed, `head`,
-    `between` and `tail`."""
+    """Entry of presets.toml: a template and its origin. A user's file has `form` and, if needed, `head`, `between` and
+    `tail`."""
 
     form: str
     head: str = ""
@@ -48,7 +48,6 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """Return the presets by name."""
     content = files(__package__).joinpath("presets.toml").read_bytes()
     return msgspec.toml.decode(content, type=dict[str, Preset])
 
@@ -93,7 +92,7 @@ _LONGEST_JSON = 1 << 20
 
 
 class JSONTemplate(DocumentTemplate):
-    """Form of documents as a JSON list in a text: two or more objects with the same names, each with a text."""
+    """Template for a JSON list in a text: two or more objects with the same keys, each with a string."""
 
     def __init__(self) -> None:
         super().__init__("[{text}\n{text}]", name="json")
@@ -115,7 +114,8 @@ class JSONTemplate(DocumentTemplate):
 
 
 def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the objects of a list, the first one at `at`; nothing if one is no document, or the list does not end."""
+    """Yield where the objects of the list begin and end, the first at `at`; nothing if one is no document, or if the
+    list does not end."""
     items: list[tuple[int, int]] = []
     names: set[str] | None = None
     while True:
@@ -139,9 +139,9 @@ def _json_items(text: str, at: int) -> Iterator[tuple[int, int]]:
 
 
 class PromptRecogniser:
-    """Recogniser of presets' documents, whose order is computed on a mirror of its own, to say what the preset would
-    save: `on_recognised` gets its name, the tokens of the prompt up to the last document, and those of them that would
-    be cached in ragorder's order and in retrieval order. Thread-safe."""
+    """Recogniser of presets in prompts that no template reads. Orders their documents on a mirror of its own, and calls
+    `on_recognised` with the preset's name, the prompt's tokens up to the last document, and how many of these would be
+    cached in ragorder's order and in retrieval order. Thread-safe."""
 
     def __init__(self, settings: Settings, on_recognised: Callable[[str, int, int, int], None]) -> None:
         self._settings = settings
@@ -151,7 +151,7 @@ class PromptRecogniser:
         self._requests: Counter[str] = Counter()
 
     def look(self, texts: Sequence[str], read: Callable[[DocumentTemplate], object]) -> bool:
-        """Return whether one of the presets is in the texts of a request, which `read` parses by it."""
+        """Return whether a request's texts have the form of a preset. `read` parses the request by it."""
         for name, template in self._templates.items():
             if any(map(template.find, texts)):
                 parsed = read(template)
@@ -181,7 +181,7 @@ class PromptRecogniser:
 
 
 class _Told(NamedTuple):
-    """Watcher of an orderer that tells each order."""
+    """Watcher that passes each order on."""
 
     name: str
     on_recognised: Callable[[str, int, int, int], None]
