@@ -1045,7 +1045,7 @@ class TestWorker:
         self, load: Load, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
-        monkeypatch.setattr(worker.engine._memory, "fit", lambda tokens: False)
+        monkeypatch.setattr(worker.engine._memory, "hold", lambda tokens: False)
         monkeypatch.setattr(TieredEngine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
