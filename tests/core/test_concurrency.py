@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.inside import scopes_of
 from support.rings import length
+from support.waiting import counted_lines
 
 from ragorder import Document, Orderer, Ordering
 from ragorder.ordering import RequestOutcome
@@ -97,16 +98,13 @@ class Load:
         except BaseException as error:
             self.errors.append(error)
 
-    def run(self) -> float:
-        """The processor's seconds that it took."""
+    def run(self) -> None:
         threads = [threading.Thread(target=self.work, args=(share,)) for share in self.shares[:THREADS]]
         threads.append(threading.Thread(target=self.loop))
-        started = time.process_time()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return time.process_time() - started
 
     def check(self) -> None:
         assert self.errors == []
@@ -186,38 +184,16 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
         time.sleep(0.0005)
 
 
-def test_an_order_costs_no_more_than_2_500_steps_of_python(documents: list[Document]) -> None:
-    """With its confirmation, in processor time: 100 µs where a step takes 40 ns. Other work on the same core only adds
-    to it, so one good try of twenty is enough."""
-    assert any(steps_of_an_order(documents) < 2_500 for _ in range(20))
-
-
-def steps_of_an_order(documents: list[Document]) -> float:
-    load = Load(make_orderer("lru", documents)[0], documents)
-    # What other tests have left in this process is not the orderer's to be collected.
-    gc.collect()
-    gc.freeze()
-    try:
-        step_s = step_time_s()
-        order_s = load.run() / ORDERS
-        step_s = max(step_s, step_time_s())
-    finally:
-        gc.unfreeze()
+def test_an_order_and_its_confirmation_run_no_more_than_1_500_lines_of_python(documents: list[Document]) -> None:
+    load = Load(make_orderer("lru", documents)[0], documents, orders=2_000)
+    mine: list[Any] = []
+    with counted_lines() as lines:
+        for share in load.shares:
+            for number, given in enumerate(share):
+                load.step(number, given, mine)
+    load.results += mine
     load.check()
-    return order_s / step_s
-
-
-def step_time_s() -> float:
-    """The processor's seconds for one step of a loop in Python on this machine now: the least of five tries."""
-    counts: dict[int, int] = {}
-
-    def loop_s() -> float:
-        started = time.thread_time()
-        for step in range(200_000):
-            counts[step & 1023] = step
-        return time.thread_time() - started
-
-    return min(loop_s() for _ in range(5)) / 200_000
+    assert lines[0] < 1_500 * len(mine)
 
 
 def interrupted(work: Callable[[], object], meanwhile: Callable[[], object], every: int = 1) -> int:
