@@ -72,6 +72,10 @@ class TestATopic:
         # Of the 40 second documents, not of the 400 third ones.
         assert sum(count for _, count in shares.most_common(40)) >= 0.9 * 3000
 
+    def test_of_no_documents_is_none_and_white_space_is_no_part_of_a_secret(self) -> None:
+        assert Topics(SECRET).of([]) is Topics(SECRET).of([], scope="acme") is None
+        assert Topics(f" {SECRET}\n").of(["a"]) == Topics(SECRET).of(["a"])
+
     def test_counts_a_repeated_document_once(self) -> None:
         topics = Topics(SECRET, share=1.0)
         for _ in range(8):
