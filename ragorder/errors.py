@@ -3,6 +3,7 @@
 RagorderError
   ClientGoneError                 ragorder.adapters.http_server.request_body
   EmbeddedRequestError            ragorder.adapters.embedded.streams
+    EmbeddedTimeoutError          ragorder.adapters.embedded.streams
   EngineStoppedError              ragorder.adapters.embedded.worker
   HTTPError                       ragorder.adapters.http_server.errors
     UpstreamError                 ragorder.adapters.proxy.upstream
