@@ -59,7 +59,7 @@ def make_engine_app(
     handlers = _Handlers(worker, metrics)
     name = worker.engine.model_name
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
-    model |= {"root": name, "parent": None, "max_model_len": longest_of(worker.engine)}
+    model |= {"root": name, "parent": None, "max_model_len": worker.engine.longest}
 
     async def models(_: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
@@ -139,17 +139,12 @@ class BodyEndpoint:
                 await self._answer(await body.read(), send)
 
 
-def longest_of(engine: TieredEngine) -> int:
-    """Return the tokens of the longest prompt with its answer."""
-    return min(engine.max_model_len, engine.device_tokens)
-
-
 def translator_of(engine: TieredEngine) -> RequestTranslator:
     """Return a translator for one thread, with a tokenizer of its own: tokenizers are not thread-safe."""
     return RequestTranslator(
         deepcopy(engine.tokenizer),
         model_name=engine.model_name,
-        longest=longest_of(engine),
+        longest=engine.longest,
         fusion=engine.settings.fusion,
     )
 

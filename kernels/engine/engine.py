@@ -157,6 +157,11 @@ class TieredEngine:
         return self._cache.pool.blocks * self.block_size
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer: layers make way for it where the pool is smaller now."""
+        return min(self.max_model_len, self._validator.device_tokens)
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._updates)
 
