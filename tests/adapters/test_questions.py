@@ -260,7 +260,7 @@ class TestQuestionsToOneCommand:
             pytest.importorskip(module)
 
     @pytest.fixture(scope="class")
-    def served(self, model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    def launch(self, model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         cache = str(tmp_path_factory.mktemp("cache"))
         options = ("--model", str(model), "--corpus", str(corpus), "--top-k", "2", "--dtype", "float32", *BUDGET)
         variables = {
@@ -271,7 +271,11 @@ class TestQuestionsToOneCommand:
         }
         options += ("--profile", "none", "--device", "cpu", "--port", "0")
         with launching(ServeProcess, *SERVE[:-1], "engine", *options, **variables) as launch:
-            yield launch()
+            yield launch
+
+    @pytest.fixture(scope="class")
+    def served(self, launch: Any) -> Any:
+        return launch()
 
     @pytest.fixture
     def client(self, served: Any) -> Iterator[Any]:
@@ -371,9 +375,11 @@ class TestQuestionsToOneCommand:
         assert refused.json()["error"]["param"] == param
 
     @pytest.mark.slow
-    def test_one_that_is_too_long_with_its_documents_is_refused(self, client: Any) -> None:
-        longest = client.get("/v1/models").json()["data"][0]["max_model_len"]
-        refused = self.ask(client, "bees", max_tokens=longest - 20)
+    def test_one_that_is_too_long_with_its_documents_is_refused(self, launch: Any) -> None:
+        # With another placement a longer one is served: this one stays.
+        with httpx2.Client(base_url=launch("--max-batch-tokens", "64").url, timeout=120) as client:
+            longest = client.get("/v1/models").json()["data"][0]["max_model_len"]
+            refused = self.ask(client, "bees", max_tokens=longest - 20)
         assert refused.status_code == 400 and "give less" in refused.json()["error"]["message"]
 
     @pytest.mark.slow
