@@ -29,7 +29,7 @@ from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record
 from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
-from ragorder.eval.suites.quality.compare import bootstrap_difference
+from ragorder.eval.suites.quality.compare import bootstrap_difference, mcnemar_exact
 from ragorder.eval.suites.quality.metrics import SCORERS, extract_answer
 from ragorder.kernels.fusion.selection import Fusion
 from ragorder.kernels.preprocessing.neighbours import GivenNeighbours
@@ -378,6 +378,8 @@ def _tables(group: _Group) -> list[Table]:
             f" FusionRAG's documents were computed after {cell.neighbours} similar ones, those of the other ways after "
             "the system prompt alone."
         )
+    if "contains" in shown and FULL in group.policies:
+        found.append(_right_answers(group, shown["contains"]))
     if PLAIN not in group.policies:
         return found
     found += [_compared(group, figure, title) for figure, title in list(shown.items())[:2]]
@@ -404,6 +406,24 @@ def _compared(group: _Group, figure: str, title: str) -> Table:
             pairs = [[_values(group, each, figure, share, seeds) for each in (PLAIN, way)] for share in shares]
             table.add(way, *(_difference(plain, ours, figure) for plain, ours in pairs))
     table.note = "Paired by question, with 95 % intervals."
+    return table
+
+
+def _right_answers(group: _Group, title: str) -> Table:
+    """What becomes of full attention's right answers."""
+    shares = (0.0, *group.runs()[0].setting.shares)
+    table = Table(f"Less full attention. {title}", ["recomputed", *map(_percent, shares)])
+    for way in group.policies:
+        if way != FULL and not _covers(group, way):
+            seeds = _seeds(group, way, FULL)
+            full, entries = _values(group, FULL, "contains", 1.0, seeds), dict.fromkeys(shares, Entry(""))
+            for share in group.runs(way)[0].shares:
+                lost, won, p = mcnemar_exact(full, _values(group, way, "contains", share, seeds))
+                verdict = "no difference" if p > 0.05 else "better" if won > lost else "worse"
+                words = f"{lost} lost, {won} won, p {format_number(p, 3)}"
+                entries[share] = Entry(signed(100 * (won - lost) / len(full)), words, verdict)
+            table.add(way, *entries.values())
+    table.note = "Paired by question, McNemar's exact test at 5 %."
     return table
 
 

@@ -1,4 +1,4 @@
-"""A private vLLM server on free ports, with KV events, removed with all its processes."""
+"""A private vLLM server on free ports, removed with all its processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class VLLMServer:
 
     A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
     bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `middleware` is the
-    name of a class. Without `eager` it compiles the model and captures CUDA graphs, as vLLM does by default.
+    name of a class; `kv_events`: it publishes them. Without `eager` it compiles the model and captures CUDA graphs, as
+    vLLM does by default.
     Raises EngineError, with the end of the server's log, if it does not start."""
 
     model_name = "served"
@@ -102,6 +103,7 @@ class VLLMServer:
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         prefix_caching: bool = True,
+        kv_events: bool = True,
         replay_steps: int = 10_000,
         dtype: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
@@ -123,8 +125,8 @@ class VLLMServer:
         self._process: Process | None = None
         self._launch = launch
         self._environment = {**_temporary(self._folder.path), **(environment or {})}
-        kv_events = {
-            "enable_kv_cache_events": True,
+        published = {
+            "enable_kv_cache_events": kv_events,
             "publisher": "zmq",
             "endpoint": self.events_endpoint,
             "replay_endpoint": self.replay_endpoint,
@@ -144,7 +146,7 @@ class VLLMServer:
             "max-model-len": max_model_len,
             "max-num-batched-tokens": max(max_model_len, 8192),
             "max-num-seqs": max_num_seqs,
-            "kv-events-config": json.dumps(kv_events),
+            "kv-events-config": json.dumps(published),
             "load-format": load_format,
         }
         if kv_transfer_config is not None:

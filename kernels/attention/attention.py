@@ -162,7 +162,7 @@ def _check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
 
 
 def _check_caches(q: Tensor, kv_heads: int, key_cache: Tensor, value_cache: Tensor, batch: PackedBatch) -> None:
-    if key_cache.shape[1:] != value_cache.shape[1:] or key_cache.shape[2:] != (kv_heads, q.shape[2]):
+    if key_cache.shape != value_cache.shape or key_cache.shape[2:] != (kv_heads, q.shape[2]):
         raise ValueError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be"
             f" (blocks, block size, {kv_heads}, {q.shape[2]})"

@@ -117,7 +117,7 @@ class GraphCapture:
 
     @classmethod
     def of(cls, forward: Forward, pool: BlockPool) -> Self | None:
-        """Return None unless there is a GPU, all weights are in place and attention runs in Triton."""
+        """Return a capture for the pool's device, or None without a GPU, without Triton, or if weights stream."""
         if pool.device.type != "cuda" or forward.streams:
             return None
         cache = pool.views.key_caches[0]

@@ -61,8 +61,9 @@ class _LayerViews:
     def of(cls, kv: torch.Tensor, shape: KVShape) -> _LayerViews:
         rows = kv.view(-1, shape.kv_heads, shape.head_dim)
         size, layers = shape.block_size, range(shape.layers)
+        # A layer's values follow its keys, so that as many rows are from its first value on.
         return cls(
-            [rows[2 * layer * size :] for layer in layers],
+            [rows[2 * layer * size : max(0, len(rows) - size)] for layer in layers],
             [rows[(2 * layer + 1) * size :] for layer in layers],
             [kv[:, layer, 0] for layer in layers],
             [kv[:, layer, 1] for layer in layers],

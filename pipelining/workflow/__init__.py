@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragorder.pipelining.workflow.graph import CompiledGraph, RAGraph
-from ragorder.pipelining.workflow.interpreter import interpret
+from ragorder.pipelining.workflow.join import interpret
 from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot, recomp
 from ragorder.pipelining.workflow.nodes import (
     END,

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from support.requests import CERTIFICATES, CHAT, TEXTS, asked, get, post, tag, tagged, user
 from support.rings import length
+from support.serve_process import ServeProcess, launching
 
 from ragorder import Orderer
 from ragorder.adapters.proxy import DocumentTemplate, make_app
@@ -318,43 +320,73 @@ class TestSettings:
 class TestVLLM:
     """`vllm serve --middleware` on real vLLM."""
 
-    def test_it_predicts_to_the_token_what_is_cached(self, vllm_model: Path) -> None:
-        """By the server's KV events: also after other clients' prompts, and after a reset."""
+    NAME = "ragorder.adapters.vllm.OrderDocuments"
+
+    @pytest.fixture(scope="class")
+    def texts(self) -> list[str]:
         pytest.importorskip("vllm")
         from ragorder.eval.data.workloads import make_workload
+
+        return [each.text[:300] for each in make_workload("paper-shuf", 0, requests=1).documents[:12]]
+
+    @staticmethod
+    def ask(url: str, number: int, written: list[str], **fields: str) -> tuple[int, int, str]:
+        """The predicted and the cached tokens, and the order."""
+        messages = [user("\n".join(written) + f"\nQuestion {number}?")]
+        answer = post(url, {"model": "served", "messages": messages, "max_tokens": 1, "temperature": 0, **fields})
+        assert answer.status_code == 200, answer.text
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        names = ("predicted-cached-tokens", "permutation")
+        predicted, order = (answer.headers[f"x-ragorder-{name}"] for name in names)
+        return int(predicted), cached, order
+
+    @staticmethod
+    def four(texts: list[str], rng: random.Random) -> list[str]:
+        return [FORM.format(id=rank, text=texts[rank]) for rank in rng.sample(range(len(texts)), 4)]
+
+    def test_without_kv_events_it_hits_as_through_the_proxy_to_the_token(
+        self, vllm_model: Path, texts: list[str]
+    ) -> None:
         from ragorder.eval.engines.server import VLLMServer
 
-        texts = [each.text[:300] for each in make_workload("paper-shuf", 0, requests=1).documents[:12]]
-        rng = random.Random(1)
+        def served(url: str) -> list[tuple[int, int, str]]:
+            rng = random.Random(1)
+            return [self.ask(url, number, self.four(texts, rng)) for number in range(40)]
 
-        def body(number: int, tenant: str | None) -> dict[str, Any]:
-            ranks = rng.sample(range(len(texts)), 4)
-            written = "\n".join(FORM.format(id=rank, text=texts[rank]) for rank in ranks)
-            messages = [user(f"{written}\nQuestion {number}?")]
-            salt = {} if tenant is None else {"cache_salt": tenant}
-            return {"model": "served", "messages": messages, "max_tokens": 1, "temperature": 0, **salt}
+        command = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
+        environment = {"RAGORDER_TEMPLATE": FORM}
+        plain = {"blocks": 64, "kv_events": False}
+        with VLLMServer(vllm_model, middleware=self.NAME, environment=environment, **plain) as server:
+            inside = served(server.base_url)
+            assert get(f"{server.base_url}/ragorder/stats").json()["served"] == len(inside)
+        with (
+            VLLMServer(vllm_model, **plain) as server,
+            launching(ServeProcess, *command, "--template", FORM, PYTHONPATH="") as launch,
+        ):
+            proxied = served(launch("--upstream", server.base_url).url)
+        assert [each[1:] for each in proxied] == [each[1:] for each in inside]
+        assert sum(cached for _, cached, _ in inside) > 0
+        assert len({order for _, _, order in inside}) > 1
 
-        def ask(url: str, number: int, tenant: str | None) -> tuple[int, int, str]:
-            answer = post(url, body(number, tenant))
-            assert answer.status_code == 200, answer.text
-            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            names = ("predicted-cached-tokens", "permutation")
-            predicted, order = (answer.headers[f"x-ragorder-{name}"] for name in names)
-            return int(predicted), cached, order
+    def test_it_predicts_to_the_token_what_is_cached(self, vllm_model: Path, texts: list[str]) -> None:
+        """By the server's KV events: also after other clients' prompts, and after a reset."""
+        from ragorder.eval.engines.server import VLLMServer
 
-        served = []
-        name = "ragorder.adapters.vllm.OrderDocuments"
-        with VLLMServer(vllm_model, blocks=64, middleware=name, environment={"RAGORDER_TEMPLATE": FORM}) as server:
+        rng, served = random.Random(1), []
+        environment = {"RAGORDER_TEMPLATE": FORM}
+        with VLLMServer(vllm_model, blocks=64, middleware=self.NAME, environment=environment) as server:
             url = server.base_url
             for number in range(30):
-                served += [ask(url, number, tenant) for tenant in (None, "tenant")]
+                served += [
+                    self.ask(url, number, self.four(texts, rng), **salt) for salt in ({}, {"cache_salt": "tenant"})
+                ]
                 if number % 7 == 6:
                     prompt = [rng.randrange(3, 1500) for _ in range(1200)]
                     post(url, {"model": "served", "prompt": prompt, "max_tokens": 1}, "/v1/completions")
                 if number == 20:
                     assert post(url, {}, "/reset_prefix_cache").status_code == 200
-                # Events come after the answer.
-                time.sleep(0.2)
+                # Events come after the answer, and nothing says when they have been read.
+                time.sleep(1)
             assert get(f"{url}/ragorder/stats").json()["served"] == len(served)
         assert [predicted for predicted, _, _ in served] == [cached for _, cached, _ in served]
         assert sum(cached for _, cached, _ in served) > 0
