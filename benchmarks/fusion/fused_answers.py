@@ -76,7 +76,7 @@ class Way:
 
 WAYS: Mapping[str, Way] = {
     FULL: Way(None, shares=(1.0,)),
-    REUSE: Way(Fusion(select="none"), shares=(0.0,)),
+    REUSE: Way(Fusion(), shares=(0.0,)),
     PLAIN: Way(Fusion()),
     "FusionRAG": Way(Fusion(), more=(0.0,), preprocessed=True),
     "CacheBlend": Way(Fusion(select="deviation")),

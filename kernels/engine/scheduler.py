@@ -295,7 +295,7 @@ class Scheduler:
                 sequence.path,
                 borrow=fusion is not None,
                 tokens=len(sequence.tokens),
-                recompute=0.0 if fusion is None else fusion.share,
+                recompute=0.0 if fusion is None else fusion.recompute,
             )
             if self._fuser is not None and sequence.standalone is None:
                 helpers = self._fuser.helpers(sequence)

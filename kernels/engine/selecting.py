@@ -140,7 +140,7 @@ class TokenSelecting:
         budget = round(self._fusion.recompute * self._reused)
         selection = make_selection(self._fusion.select)
         everywhere = np.concatenate([np.arange(begin, end, dtype=np.int64) for begin, end in self._spans])
-        if selection.needs != "nothing" and (not budget or budget >= len(everywhere)):
+        if not budget or budget >= len(everywhere):
             # There is nothing to measure.
             self.chosen = everywhere[:budget]
             return
@@ -219,7 +219,7 @@ class Fuser:
         if sequence.fusion is None or not borrowed:
             return len(sequence.tokens)
         reused = sum(each.tokens for each in borrowed)
-        return len(sequence.tokens) - reused + round(sequence.fusion.share * reused)
+        return len(sequence.tokens) - reused + round(sequence.fusion.recompute * reused)
 
     def begin(self, sequence: Sequence, most_tokens: int) -> None:
         """Share the borrowed documents and begin to select, in forwards of at most `most_tokens` tokens."""

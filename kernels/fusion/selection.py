@@ -50,7 +50,7 @@ class Selection(Protocol):
     needs: Needs
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        """Return positions int64, ascending: at most `budget` of `measurements.reused`; `all` returns them all."""
+        """Return positions int64, ascending: at most `budget` of `measurements.reused`."""
 
 
 def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
@@ -61,14 +61,6 @@ def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
 
 
 selections: Registry[Selection] = Registry("selection")
-
-
-@selections.register("all", "all tokens, at any budget (full attention)")
-class AllTokens:
-    needs: Needs = "nothing"
-
-    def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        return measurements.reused
 
 
 @selections.register(
@@ -91,14 +83,6 @@ class DocumentHeads:
         begins = measurements.reused.new_tensor([begin for begin, _ in measurements.spans])
         documents = (measurements.reused[:, None] >= begins).sum(1) - 1
         return top(measurements, (begins[documents] - measurements.reused).float(), budget)
-
-
-@selections.register("none", "no tokens, at any budget (full reuse)")
-class NoTokens:
-    needs: Needs = "nothing"
-
-    def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        return measurements.reused[:0]
 
 
 @selections.register("query", "tokens that the question attends to most in the last layer (FusionRAG)")
@@ -130,8 +114,8 @@ def make_selection(name: str) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`; in
-    further `rounds` the attention of these chooses more."""
+    """How a request reuses documents outside its cached prefix. `select` chooses the share of tokens to `recompute`
+    (0: full reuse, 1: full attention); in further `rounds` the attention of these chooses more."""
 
     recompute: float = 0.15
     select: str = "query"
@@ -142,8 +126,3 @@ class Fusion:
             raise ValueError(f"recompute is {self.recompute}: give a share of the reused tokens, from 0 to 1")
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}: give 1 or more")
-
-    @property
-    def share(self) -> float:
-        """The share of the reused tokens that `select` will choose."""
-        return {"all": 1.0, "none": 0.0}.get(self.select, self.recompute)

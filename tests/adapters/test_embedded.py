@@ -624,9 +624,9 @@ class TestFusion:
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
         for chosen, recomputed in (
-            ({"select": "none"}, 0),
+            ({"recompute": 0}, 0),
             ({"select_rounds": 2}, length / 4),
-            ({"select": "all"}, length),
+            ({"recompute": 1}, length),
         ):
             _, details = await self.ask(fusing, "ba", **chosen)
             assert details.get("recomputed_tokens", 0) == round(recomputed)

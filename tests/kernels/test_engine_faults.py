@@ -410,7 +410,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
         expected += [completion.token_ids for completion in cold.generate([request])]
     engine = make(**small_tiers(model, tmp_path, 24), max_batch_tokens=90, max_requests=4, reuse=reuse)
     approximate = [Fusion(0.3, "random"), Fusion(0.4, "query", rounds=2)]
-    fusions = ["exact", Fusion(select="all"), *approximate] if reuse == "fused" else [None]
+    fusions = ["exact", Fusion(1), *approximate] if reuse == "fused" else [None]
     broken = faults(engine)
     asked: dict[int, tuple[int, float, float, bool]] = {}
     told: dict[int, list[int]] = {}

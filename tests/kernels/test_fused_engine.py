@@ -36,7 +36,7 @@ from ragorder.kernels.fusion.selection import Measurements, make_selection
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
 QUESTION = tokens(9, 5)
-NONE, ALL = Fusion(select="none"), Fusion(select="all")
+NONE, ALL = Fusion(0), Fusion(1)
 NAN = float("nan")
 LARGEST = 10
 
@@ -166,7 +166,7 @@ class TestRecomputation:
     def test_of_everything_is_full_attention(self, fusing: Make, plain: Any, max_batch_tokens: int) -> None:
         engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B])
-        for fusion in (ALL, Fusion(1.0, "random"), Fusion(1.0, "query")):
+        for fusion in (ALL, Fusion(1.0, "random"), Fusion(1.0, "query", rounds=2)):
             request = prompt_of(SYSTEM, [tokens(20, 9), B, A], QUESTION, fusion=fusion, max_tokens=3)
             exactly(engine, plain, request)
 

@@ -28,7 +28,7 @@ DOCUMENTS = [Document(str(number), str(number), tokens=len(text)) for number, te
 
 
 def test_each_document_is_reused_as_predicted(make: Make) -> None:
-    engine = make(reuse="fused", select="none", device_tokens=8192)
+    engine = make(reuse="fused", recompute=0, device_tokens=8192)
     orderer = Orderer(reuse="fused", capacity_tokens=8192, prefix_tokens=len(SYSTEM), strict=True)
     random, kinds = Random(0), set()
     for number in range(25):
@@ -49,7 +49,7 @@ def test_each_document_is_reused_as_predicted(make: Make) -> None:
 def test_without_the_order_less_is_exact(make: Make) -> None:
     exact = {}
     for ordered in (False, True):
-        engine = make(reuse="fused", select="none", device_tokens=8192)
+        engine = make(reuse="fused", recompute=0, device_tokens=8192)
         orderer = Orderer(reuse="fused", capacity_tokens=8192, prefix_tokens=len(SYSTEM), strict=True)
         random, exact[ordered] = Random(1), 0
         for number in range(16):
@@ -62,7 +62,7 @@ def test_without_the_order_less_is_exact(make: Make) -> None:
 
 
 def test_documents_that_are_computed_although_all_have_copies_become_an_exact_prefix(make: Make) -> None:
-    engine = make(reuse="fused", select="none", device_tokens=16_384)
+    engine = make(reuse="fused", recompute=0, device_tokens=16_384)
     # Each behind another one, so that none is an exact prefix where it comes first.
     for number, text in enumerate(TEXTS):
         engine.generate([prompt_of(SYSTEM, [tokens(16, 500 + number), text], tokens(5, number), fusion="exact")])

@@ -16,7 +16,6 @@ from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, make_sel
 
 # The measurement by which a selection goes, if by one.
 MEASURED = {"query": "attention", "deviation": "deviation"}
-FILLING = sorted(set(SELECTIONS) - {"all", "none"})
 
 
 def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores: list[float]) -> Measurements:
@@ -50,11 +49,12 @@ def prompts(draw: st.DrawFn) -> Measurements:
 @pytest.mark.parametrize("name", SELECTIONS)
 class TestEverySelection:
     @given(prompt=prompts(), budget=st.integers(-3, 70))
-    def test_gives_tokens_taken_over_in_order_and_always_the_same(
+    def test_spends_the_budget_on_reused_tokens_in_order_and_always_on_the_same(
         self, name: str, prompt: Measurements, budget: int
     ) -> None:
         found = chosen(name, prompt, budget)
         assert found == sorted(set(found))
+        assert len(found) == min(max(0, budget), len(prompt.reused))
         assert set(found) <= set(prompt.reused.tolist())
         assert found == chosen(name, prompt, budget)
 
@@ -73,12 +73,6 @@ class TestEverySelection:
         else:
             with pytest.raises(ValueError, match=f"{MEASURED[name]} was not measured"):
                 make_selection(name).choose(unmeasured, 3)
-
-
-@pytest.mark.parametrize("name", FILLING)
-@given(prompt=prompts(), budget=st.integers(-3, 70))
-def test_the_budget_is_spent_and_no_more(name: str, prompt: Measurements, budget: int) -> None:
-    assert len(chosen(name, prompt, budget)) == min(max(0, budget), len(prompt.reused))
 
 
 @pytest.mark.parametrize(("name", "fact"), MEASURED.items())
@@ -118,11 +112,6 @@ class TestRandom:
         assert set(counts) == set(range(20, 30))
         # 1200 expected, with a standard deviation of 29.
         assert all(abs(count - 1200) < 150 for count in counts.values())
-
-
-def test_full_reuse_and_full_attention_ignore_the_budget() -> None:
-    assert chosen("none", facts(5), 5) == []
-    assert chosen("all", facts(5), 0) == [20, 21, 22, 23, 24]
 
 
 def test_an_unknown_name_is_refused_with_the_choices() -> None:

@@ -189,9 +189,8 @@ def answer_on_engine(
 def _fusion(arm: Arm, ratio: float) -> Fusion:
     from ragorder.kernels.engine import Fusion
 
-    if not ratio:
-        return Fusion(0.0, "none")
-    return Fusion(ratio, "all" if ratio == 1 else arm.select, arm.rounds)
+    # With nothing or everything recomputed there is nothing to select.
+    return Fusion(ratio, arm.select, arm.rounds) if 0 < ratio < 1 else Fusion(ratio)
 
 
 def _request(

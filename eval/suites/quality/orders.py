@@ -69,7 +69,7 @@ class FusedReuse:
 
         share, _, select = text.partition(":")
         try:
-            found = cls(float(share), select or "none")
+            found = cls(float(share), select or "query")
             selections.check(found.select)
         except ValueError as error:
             raise QualityError(f"{FUSED}={text}: {error}") from None
